@@ -1,0 +1,51 @@
+"""Transformers that go only as deep as they need.
+
+The names below are the public API. They are loaded when first used, so that `import deepenough` (and
+with it `deepenough --help`) does not wait for torch. To add a name, write it in three places: the
+imports for type checkers, `__all__`, and the table of modules; a test keeps the three equal.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepenough.adaptive.par import ParConfig as ParConfig
+    from deepenough.adaptive.par import ParForCausalLM as ParForCausalLM
+    from deepenough.adaptive.trace import DepthTrace as DepthTrace
+    from deepenough.errors import UserError as UserError
+    from deepenough.runs import Record as Record
+    from deepenough.runs import RunFolder as RunFolder
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DepthTrace",
+    "ParConfig",
+    "ParForCausalLM",
+    "Record",
+    "RunFolder",
+    "UserError",
+]
+
+_MODULES = {
+    "DepthTrace": "deepenough.adaptive.trace",
+    "ParConfig": "deepenough.adaptive.par",
+    "ParForCausalLM": "deepenough.adaptive.par",
+    "Record": "deepenough.runs",
+    "RunFolder": "deepenough.runs",
+    "UserError": "deepenough.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value  # found directly from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
