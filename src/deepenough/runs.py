@@ -111,7 +111,9 @@ def append_record(path: str | os.PathLike[str], record: Record) -> None:
 def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
     """All records of a metrics file in order, and the number of corrupted lines that were skipped."""
     if not Path(path).is_file():
-        raise UserError(f"There is no metrics file {path}; give the folder of a run that has started.")
+        raise UserError(
+            f"There is no metrics file {path}; give the folder of a run that has started."
+        )
     records: list[Record] = []
     num_corrupted = 0
     for _, record in _lines(Path(path)):
@@ -217,7 +219,9 @@ class RunFolder:
         """
         folder = cls(Path(path))
         if resume and overwrite:
-            raise UserError("A run can be resumed or overwritten, not both; give only one of the two.")
+            raise UserError(
+                "A run can be resumed or overwritten, not both; give only one of the two."
+            )
         if folder.path.exists() and not folder.path.is_dir():
             raise UserError(f"{path} is a file; choose another folder for the run.")
         if folder.path.is_dir() and any(folder.path.iterdir()):
@@ -228,7 +232,9 @@ class RunFolder:
                     f"The run folder {path} exists already; resume it, overwrite it or choose another."
                 )
             elif not folder.is_run():
-                raise UserError(f"{path} holds no run that could be resumed; choose another folder.")
+                raise UserError(
+                    f"{path} holds no run that could be resumed; choose another folder."
+                )
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -240,9 +246,13 @@ class RunFolder:
         """The folder of a run that exists."""
         folder = cls(Path(path))
         if not folder.path.is_dir():
-            raise UserError(f"There is no run folder {path}; give the folder that a run has written.")
+            raise UserError(
+                f"There is no run folder {path}; give the folder that a run has written."
+            )
         if not folder.is_run():
-            raise UserError(f"{path} is not a run folder: it has neither config.yaml nor metrics.jsonl.")
+            raise UserError(
+                f"{path} is not a run folder: it has neither config.yaml nor metrics.jsonl."
+            )
         return folder
 
     def is_run(self) -> bool:
@@ -250,15 +260,27 @@ class RunFolder:
         return any(place.is_file() for place in (self.config, self.metrics, self.log))
 
     def _delete(self) -> None:
-        own = (self.config, self.metrics, self.log, self.checkpoints, self.model, self.plots, self.events)
+        own = (
+            self.config,
+            self.metrics,
+            self.log,
+            self.checkpoints,
+            self.model,
+            self.plots,
+            self.events,
+        )
         names = {place.name for place in own}
         # A kill may leave the temporary form of one of our own files behind.
         foreign = sorted(
-            entry.name for entry in self.path.iterdir() if entry.name.removesuffix(".tmp") not in names
+            entry.name
+            for entry in self.path.iterdir()
+            if entry.name.removesuffix(".tmp") not in names
         )
         if foreign or not self.is_run():
             reason = f"it holds {foreign[0]}" if foreign else "no run has written there"
-            raise UserError(f"{self.path} is not overwritten because {reason}; choose another folder.")
+            raise UserError(
+                f"{self.path} is not overwritten because {reason}; choose another folder."
+            )
         if Path.cwd().is_relative_to(self.path.resolve()):
             raise UserError(f"{self.path} is the current folder; overwrite it from outside.")
         # The entries go, the folder stays: it may be a mount point or a symbolic link.

@@ -1,0 +1,15 @@
+"""The command table: every command's name and its one line of help.
+
+A command is a file of this package with the same name and a function `main(argv) -> int`; it is imported
+only when called, so that the table itself costs nothing.
+"""
+
+COMMANDS: dict[str, str] = {
+    "search": "find which blocks a language model needs on your text and machine",
+    "derive": "read the block pattern out of a search",
+    "train": "train a language model with a given or derived pattern",
+    "evaluate": "measure perplexity and bits per byte of a trained model",
+    "generate": "write text with a trained model",
+    "cutoffs": "find the best adaptive-softmax cutoffs for word counts",
+    "plot": "draw the pictures of a run",
+}

@@ -1,0 +1,279 @@
+"""Settings: plain dataclasses, read from defaults, a YAML file and overrides, written back as YAML.
+
+A command's settings are one dataclass, nested where it has sections. The string literal under a field
+is the only text of that option; it becomes the command's `--help`. `jsonargparse` checks and converts
+the values, whether they come from a file or from flags, so both accept and refuse the same things.
+
+Precedence: defaults < YAML file < overrides (flags). A key that no field has is an error, never ignored,
+except the section `provenance` that `dump` writes, so that a saved file can be given again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import types
+import typing
+from argparse import ArgumentError
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import docstring_parser
+import yaml
+from jsonargparse import ArgumentParser, Namespace, get_loader
+
+from deepenough.errors import UserError
+from deepenough.provenance import provenance
+
+S = TypeVar("S")
+
+PROVENANCE = "provenance"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting: its dotted name, type, default (`MISSING` if it must be given) and text."""
+
+    name: str
+    type: Any
+    default: Any
+    text: str
+    section: str
+    """Title of the section it belongs to, as people read it."""
+
+
+def options(cls: type, prefix: str = "", section: str = "", defaults: Any = None) -> list[Option]:
+    """All options of a settings class in order, those of nested sections after its own."""
+    hints, texts = typing.get_type_hints(cls), _field_texts(cls)
+    own: list[Option] = []
+    nested: list[Option] = []
+    for field in dataclasses.fields(cls):
+        name, hint = prefix + field.name, hints[field.name]
+        default = getattr(defaults, field.name) if defaults is not None else _default(field)
+        text = texts.get(field.name, "")
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            title = text or (hint.__doc__ or field.name)
+            base = None if default is MISSING else default
+            nested += options(hint, f"{name}.", title.strip().splitlines()[0].rstrip("."), base)
+        else:
+            own.append(Option(name, hint, default, text, section))
+    return own + nested
+
+
+def resolve(
+    cls: type[S],
+    yaml_path: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> S:
+    """The settings from defaults, then the YAML file, then `overrides` (nested or dotted names)."""
+    values = read_yaml(cls, yaml_path) if yaml_path is not None else {}
+    for name, value in _flatten(cls, overrides or {}, "the given settings").items():
+        values[name] = value
+    parser = make_parser(cls)
+    return build(cls, check(parser, cls, values))
+
+
+def read_yaml(cls: type, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The values of a settings file by dotted name; UserError for a key that `cls` does not have."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"The settings file {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"The settings file {path} is not UTF-8 text; give a YAML file.") from error
+    try:
+        content = get_loader("yaml")(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(
+            f"The settings file {path} is not valid YAML{where}; correct it."
+        ) from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(
+            f"The settings file {path} must hold `name: value` lines, nested by section."
+        )
+    content.pop(PROVENANCE, None)
+    return _flatten(cls, content, str(path))
+
+
+def make_parser(cls: type, **kwargs: Any) -> ArgumentParser:
+    """A parser with one flag for every option of `cls`, grouped by section."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None, **kwargs)
+    groups: dict[str, Any] = {"": parser}
+    for option in options(cls):
+        if option.section not in groups:
+            groups[option.section] = parser.add_argument_group(option.section)
+        required = option.default is MISSING
+        groups[option.section].add_argument(
+            f"--{option.name}",
+            type=option.type,
+            default=None if required else option.default,
+            help=option.text + (" Must be given." if required else ""),
+        )
+    return parser
+
+
+def check(
+    parser: ArgumentParser, cls: type, values: Mapping[str, Any], argv: list[str] | None = None
+) -> Namespace:
+    """Values by dotted name, then flags, converted to the types of `cls` or refused in a sentence."""
+    try:
+        namespace = parser.parse_object(dict(values))
+        return namespace if argv is None else parser.parse_args(argv, namespace=namespace)
+    except ArgumentError as error:
+        raise UserError(_sentence(str(error), cls)) from error
+
+
+def build(cls: type[S], namespace: Namespace) -> S:
+    """The settings object from checked values."""
+    for option in options(cls):
+        value = namespace[option.name]
+        if value is None and option.default is MISSING:
+            raise UserError(f"Option --{option.name} must be given; {_lower_first(option.text)}")
+        if value is None and not _allows_none(option.type):
+            raise UserError(f"Option --{option.name} needs a value: {_lower_first(option.text)}")
+    return _build(cls, namespace)
+
+
+def _build(cls: type[S], namespace: Namespace) -> S:
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        hint, value = hints[field.name], namespace[field.name]
+        nested = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        values[field.name] = _build(hint, value) if nested else value
+    return cls(**values)
+
+
+def to_dict(settings: Any) -> dict[str, Any]:
+    """The settings as nested dicts of plain values, as they stand in YAML."""
+    return {
+        field.name: _plain(getattr(settings, field.name)) for field in dataclasses.fields(settings)
+    }
+
+
+def dump(
+    settings: Any, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None
+) -> None:
+    """Write the settings with where they come from (versions, commit, `extra`); safe to be killed in."""
+    content = to_dict(settings) | {PROVENANCE: {**provenance(), **(extra or {})}}
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
+    partial = Path(f"{os.fspath(path)}.tmp")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def nearest(name: str, names: list[str]) -> str | None:
+    """The known name that was most likely meant, or None."""
+    same_ending = [known for known in names if known.rpartition(".")[2] == name.rpartition(".")[2]]
+    close = difflib.get_close_matches(
+        name, same_ending or names, n=1, cutoff=0.0 if same_ending else 0.6
+    )
+    return close[0] if close else None
+
+
+def _field_texts(cls: type) -> dict[str, str]:
+    """The string literals under the fields, inherited ones included."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            for part in docstring_parser.parse_from_object(base).params:
+                texts[part.arg_name] = " ".join((part.description or "").split())
+    return texts
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _flatten(cls: type, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Nested or dotted values by dotted name; UserError at the first that is no option of `cls`."""
+    names = [option.name for option in options(cls)]
+    sections = {name[: end.start()] for name in names for end in re.finditer(r"\.", name)}
+    flat: dict[str, Any] = {}
+
+    def visit(part: Mapping[str, Any], prefix: str) -> None:
+        for key, value in part.items():
+            name = f"{prefix}{key}"
+            if name in names:
+                flat[name] = value
+            elif name not in sections:
+                hint = nearest(name, names + [part for part in sections if part not in prefix])
+                meant = f"; did you mean {hint}?" if hint else "; remove it."
+                raise UserError(f"There is no setting {name} (in {source}){meant}")
+            elif isinstance(value, Mapping):
+                visit(value, f"{name}.")
+            elif value is not None:  # a section heading with nothing under it is empty, not wrong
+                raise UserError(f"{name} (in {source}) is a section and needs settings under it.")
+
+    visit(values, "")
+    return flat
+
+
+def _sentence(message: str, cls: type) -> str:
+    """jsonargparse's message, which is several lines about types, as one sentence about the option."""
+    known = {option.name: option for option in options(cls)}
+    if unrecognized := re.match(r"unrecognized arguments: (\S+)", message):
+        given = unrecognized[1].partition("=")[0]
+        if not given.startswith("-"):
+            return f"{given!r} does not belong to an option; give settings as --name value."
+        hint = nearest(given.strip("-"), list(known))
+        return f"There is no option {given}; " + (
+            f"did you mean --{hint}?" if hint else "see --help for those there are."
+        )
+    key = re.match(r'Parser key "([^"]+)"', message)
+    if key and key[1] in known:
+        value = re.search(r"(?:Got|Given) value: (.*)", message, re.DOTALL)
+        got = f", not {value[1].strip()!r}" if value else ""
+        return f"Option --{key[1]} must be {_type_name(known[key[1]].type)}{got}."
+    if missing := re.match(r"argument --([\w.]+)\S*: expected one argument", message):
+        return f"Option --{missing[1]} needs a value; write --{missing[1]} VALUE."
+    return " ".join(message.split())
+
+
+def _type_name(hint: Any) -> str:
+    """A type as people say it."""
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        Path: "a path",
+    }
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(str(argument) for argument in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(argument) for argument in arguments)
+    if origin in (list, tuple):
+        return f"a list, each item {_type_name(arguments[0])}, such as [1,2]"
+    if hint is type(None):
+        return "null"
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _allows_none(hint: Any) -> bool:
+    return hint in (Any, None, type(None)) or type(None) in typing.get_args(hint)
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:] if text else "see --help."
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
