@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 
 from deepenough import __version__
@@ -17,13 +18,30 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit code: 2 for what the user can put right, 130 for Ctrl-C."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _run(words)
+        code = _run(words)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"deepenough: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("deepenough: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not _reader_gone():
+            raise
+        return 141  # as a shell reports a program whose reader has left
+
+
+def _reader_gone() -> bool:
+    """Whether stdout is a pipe nobody reads any more, as after `deepenough plot --help | head -1`."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, or Python would complain about it on the way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _run(words: list[str]) -> int:

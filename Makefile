@@ -1,0 +1,43 @@
+# Every target does its own set-up: `make test` and `make demo` work from a clean clone.
+# Anything installed is remembered by a stamp and redone only when its list of packages changes.
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# One thread for each of the processes that run side by side.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench
+
+help:
+	@echo "make setup  install everything into $(VENV)"
+	@echo "make demo   search, on text that comes with Python, for the blocks a language model needs"
+	@echo "make test   lint, check types and run all tests"
+	@echo "make lint   lint and check types only"
+	@echo "make bench  measure every claim again (long)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/deepenough search --config configs/demo.yaml --run.folder runs/demo/par --run.overwrite true
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src
+
+test: lint
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
+
+bench: $(STAMP)
+	set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
