@@ -1,0 +1,22 @@
+"""Text to batches of tokens: corpora, tokenizers, token files, context batches."""
+
+from deepenough.data.batches import Batch, ContextBatches
+from deepenough.data.corpus import Corpus, open_corpus
+from deepenough.data.prepare import Prepared, prepare
+from deepenough.data.settings import DataSettings
+from deepenough.data.tokenizer import load_tokenizer, train_tokenizer
+from deepenough.data.tokens import TokenFile, token_file
+
+__all__ = [
+    "Batch",
+    "ContextBatches",
+    "Corpus",
+    "DataSettings",
+    "Prepared",
+    "TokenFile",
+    "load_tokenizer",
+    "open_corpus",
+    "prepare",
+    "token_file",
+    "train_tokenizer",
+]

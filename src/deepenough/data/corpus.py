@@ -1,0 +1,175 @@
+"""Corpora: named sources of text lines in up to three splits, always streamed.
+
+Whatever the source, a split is one thing: a function that starts a fresh iterator of lines. What a
+source lacks in valid and test text is cut from its training text by blocks of neighbouring lines,
+spread evenly and the same on every run.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from deepenough.data.hub import hub_files
+from deepenough.data.python_prose import prose_lines
+from deepenough.data.text_files import TEXT_SUFFIXES, group_by_split, read_lines, text_files_under
+from deepenough.errors import UserError
+
+Lines = Callable[[], Iterator[str]]
+
+SPLITS = ("train", "valid", "test")
+DATA_VARIABLE = "DEEPENOUGH_DATA"
+BLOCK_LINES = 20
+GOLDEN_RATIO = 0.6180339887498949
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text source; `sources` maps each split to a function that starts its lines."""
+
+    name: str
+    sources: Mapping[str, Lines]
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(split for split in SPLITS if split in self.sources)
+
+    def lines(self, split: str) -> Iterator[str]:
+        """A fresh iterator of the split's lines, without line ends."""
+        if split not in self.sources:
+            raise UserError(
+                f"The corpus {self.name} has no split {split!r}: it has {', '.join(self.splits)}."
+            )
+        lines = self.sources[split]()
+        first = next(lines, None)
+        if first is None:
+            raise UserError(
+                f"The {split} split of the corpus {self.name} is empty: give a longer text, "
+                "or files named train, valid and test."
+            )
+        return _prepend(first, lines)
+
+    def fingerprint(self, split: str) -> str:
+        """A hash of the split's content, streamed."""
+        digest = hashlib.blake2b(digest_size=16)
+        for line in self.lines(split):
+            digest.update(line.encode("utf-8", errors="surrogatepass"))
+            digest.update(b"\n")
+        return digest.hexdigest()
+
+
+def open_corpus(
+    name: str,
+    *,
+    valid_fraction: float = 0.05,
+    test_fraction: float = 0.05,
+    cache: str | os.PathLike[str] | None = None,
+) -> Corpus:
+    """Find a corpus by name.
+
+    In this order: `python` (the prose inside Python itself), a file, a folder or a glob, the same
+    under `$DEEPENOUGH_DATA`, and a `datasets` hub name. `hf:name`, `hf:name:config` and
+    `hf:name:config:column` always mean the hub.
+    """
+    if not (valid_fraction >= 0 and test_fraction >= 0 and valid_fraction + test_fraction < 1):
+        raise UserError(
+            "valid_fraction and test_fraction must be at least 0 and together below 1: "
+            f"got {valid_fraction} and {test_fraction}."
+        )
+    sources = _find(name, cache)
+    missing = {
+        split: fraction
+        for split, fraction in (("valid", valid_fraction), ("test", test_fraction))
+        if split not in sources and fraction > 0
+    }
+    if missing:
+        sources |= _hold_out(sources["train"], missing)
+    corpus = Corpus(name, sources)
+    corpus.lines("train")  # an empty corpus is refused here, not in the middle of a run
+    return corpus
+
+
+def _find(name: str, cache: str | os.PathLike[str] | None) -> dict[str, Lines]:
+    if name == "python":
+        return {"train": prose_lines}
+    if not name.startswith("hf:"):
+        local = _find_local(name)
+        if local is not None:
+            return local
+        if not _may_be_hub_name(name):
+            raise UserError(f"No corpus {name!r}: {_where_looked(name)}.")
+    return _sources_of(hub_files(name.removeprefix("hf:"), cache, _where_looked(name)))
+
+
+def _find_local(name: str) -> dict[str, Lines] | None:
+    for candidate in candidates(name):
+        if candidate.is_file():
+            return {"train": partial(read_lines, [candidate])}
+        if candidate.is_dir():
+            paths = text_files_under(candidate)
+            if not paths:
+                raise UserError(
+                    f"The folder {candidate} holds no text file ({', '.join(sorted(TEXT_SUFFIXES))}"
+                    "): name other files by a glob."
+                )
+            return _sources_of(paths)
+        paths = sorted(Path(path) for path in glob.glob(str(candidate), recursive=True))
+        paths = [path for path in paths if path.is_file()]
+        if paths:
+            return _sources_of(paths)
+    return None
+
+
+def candidates(name: str) -> list[Path]:
+    """The places a relative name may mean: as given, then under `$DEEPENOUGH_DATA`."""
+    given = Path(name).expanduser()
+    base = os.environ.get(DATA_VARIABLE)
+    return [given, Path(base) / given] if base and not given.is_absolute() else [given]
+
+
+def _sources_of(paths: list[Path]) -> dict[str, Lines]:
+    return {split: partial(read_lines, files) for split, files in group_by_split(paths).items()}
+
+
+def _may_be_hub_name(name: str) -> bool:
+    return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and "*" not in name
+
+
+def _where_looked(name: str) -> str:
+    if name.startswith("hf:"):
+        return "hf: means the hub alone"
+    base = os.environ.get(DATA_VARIABLE)
+    elsewhere = f"nor under {base} (${DATA_VARIABLE})" if base else f"and ${DATA_VARIABLE} is unset"
+    return f"no file, folder or glob of that name is here, {elsewhere}"
+
+
+def _hold_out(lines: Lines, fractions: Mapping[str, float]) -> dict[str, Lines]:
+    return {
+        split: partial(_lines_in_blocks, lines, split, fractions) for split in ("train", *fractions)
+    }
+
+
+def _lines_in_blocks(lines: Lines, wanted: str, fractions: Mapping[str, float]) -> Iterator[str]:
+    for number, line in enumerate(lines()):
+        if _split_of_block(number // BLOCK_LINES, fractions) == wanted:
+            yield line
+
+
+def _split_of_block(block: int, fractions: Mapping[str, float]) -> str:
+    # Multiples of the golden ratio fill the unit interval evenly, whatever the fractions are.
+    place = (block + 1) * GOLDEN_RATIO % 1.0
+    for split, fraction in fractions.items():
+        if place < fraction:
+            return split
+        place -= fraction
+    return "train"
+
+
+def _prepend(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest

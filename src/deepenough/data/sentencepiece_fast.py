@@ -1,0 +1,133 @@
+"""SentencePiece unigram models as Hugging Face fast tokenizers with the same ids.
+
+transformers converts SentencePiece files too, but its generic road handles spaces, user-defined
+symbols and byte pieces in ways that change ids (it strips each stretch of text between two symbols,
+never adds the leading space, and drops the rule that extra spaces collapse). Here each rule of the
+model file becomes the `tokenizers` step that does the same:
+
+- A user-defined symbol is a piece like any other whose score is the one SentencePiece's own Viterbi
+  search gives it (its bytes times the best score, less 0.1), not a token cut out beforehand.
+- No pre-tokenizer splits words: the search runs over the whole line, as in SentencePiece.
+- The text of a byte piece, such as "<0x41>", stands for itself: SentencePiece keeps byte pieces out
+  of its search, `tokenizers` does not, so the text is cut there.
+
+Two differences remain and are Hugging Face's habit: the text of a control token (`[EOS]`) is
+encoded as that token, and a model's own character map is applied per grapheme, so that letters with
+combining accents can come out otherwise. Token files are therefore written by SentencePiece itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+from sentencepiece import sentencepiece_model_pb2 as spm
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from deepenough.errors import UserError
+
+SPACE = "\u2581"  # SentencePiece's visible space
+# Trained tokenizers write the visible space itself as this noncharacter, which Unicode keeps out of
+# exchanged text: else it would come back as a space.
+STAND_IN = "\ufdd0"
+
+Piece = spm.ModelProto.SentencePiece
+
+
+def parse_model(content: bytes, path: Path | None = None) -> spm.ModelProto:
+    """The model in the bytes of a SentencePiece file; `path` is for the error alone."""
+    model = spm.ModelProto()
+    try:
+        model.ParseFromString(content)
+    except DecodeError as error:
+        raise UserError(f"{path} is not a SentencePiece model file: {error}.") from error
+    if not model.pieces:
+        raise UserError(f"{path} is not a SentencePiece model file: it holds no pieces.")
+    if model.trainer_spec.model_type != spm.TrainerSpec.UNIGRAM:
+        raise UserError(
+            f"{path} is not a unigram SentencePiece model: give the folder of a Hugging Face "
+            "tokenizer instead."
+        )
+    return model
+
+
+def fast_tokenizer(model: spm.ModelProto, lowercase: bool) -> PreTrainedTokenizerFast:
+    """The Hugging Face form of a SentencePiece model, with lower-casing before it if asked for."""
+    spec = model.trainer_spec
+    backend = Tokenizer(
+        models.Unigram(_vocabulary(model), unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
+    )
+    backend.normalizer = _normalizer(model, lowercase)
+    if spec.byte_fallback:
+        backend.pre_tokenizer = pre_tokenizers.Split(
+            Regex("<(?=0x[0-9A-F]{2}>)"), behavior="merged_with_previous"
+        )
+    backend.decoder = _decoder(model)
+    special = {
+        f"{role}_token": AddedToken(model.pieces[number].piece, normalized=False, special=True)
+        for role, number in special_ids(model).items()
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        **special,
+    )
+
+
+def special_ids(model: spm.ModelProto) -> dict[str, int]:
+    """The ids of unk, bos, eos and pad, as far as the model has them."""
+    spec = model.trainer_spec
+    ids = {"unk": spec.unk_id, "bos": spec.bos_id, "eos": spec.eos_id, "pad": spec.pad_id}
+    return {role: number for role, number in ids.items() if 0 <= number < len(model.pieces)}
+
+
+def _vocabulary(model: spm.ModelProto) -> list[tuple[str, float]]:
+    best = max(piece.score for piece in model.pieces if piece.type == Piece.NORMAL)
+    return [
+        (
+            piece.piece,
+            len(piece.piece.encode("utf-8")) * best - 0.1
+            if piece.type == Piece.USER_DEFINED
+            else piece.score,
+        )
+        for piece in model.pieces
+    ]
+
+
+def _normalizer(model: spm.ModelProto, lowercase: bool) -> normalizers.Normalizer:
+    spec = model.normalizer_spec
+    steps: list[normalizers.Normalizer] = []
+    if lowercase:
+        steps.append(normalizers.Lowercase())
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    if is_lossless(model):
+        steps.append(normalizers.Replace(SPACE, STAND_IN))
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
+    return normalizers.Sequence(steps)
+
+
+def _decoder(model: spm.ModelProto) -> decoders.Decoder:
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " ")]
+    if model.trainer_spec.byte_fallback:
+        steps.append(decoders.ByteFallback())
+    steps.append(decoders.Fuse())
+    if model.normalizer_spec.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    if is_lossless(model):
+        steps.append(decoders.Replace(STAND_IN, SPACE))
+    return decoders.Sequence(steps)
+
+
+def is_lossless(model: spm.ModelProto) -> bool:
+    """Whether the model changes nothing of its input, as those trained here do not."""
+    spec = model.normalizer_spec
+    changes = spec.precompiled_charsmap or spec.remove_extra_whitespaces or spec.add_dummy_prefix
+    return model.trainer_spec.byte_fallback and not changes

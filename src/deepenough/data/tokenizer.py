@@ -1,0 +1,157 @@
+"""Tokenizers: trained on a corpus, or given as a SentencePiece file or a Hugging Face folder.
+
+Trained ones are SentencePiece unigram models with byte fallback and no normalisation, so that any
+text comes back from its ids unchanged (with lower-casing: up to case). Spaces are kept as they are
+and none is put before a line. The special tokens look like `<|eos|>`, not `</s>` or `<unk>`, which
+occur in real text: WikiText is full of `<unk>`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import sentencepiece
+from tokenizers import normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from deepenough.data.corpus import candidates
+from deepenough.data.encoding import (
+    MODEL_FILE,
+    attach_encoder,
+    lower,
+    lowers_case,
+    save_with_encoder,
+)
+from deepenough.data.sentencepiece_fast import SPACE, STAND_IN, fast_tokenizer, parse_model
+from deepenough.errors import UserError
+
+SPECIAL_TOKENS = {"unk": "<|unk|>", "bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>"}
+# Training reads a random sample, so that its memory is bounded: 200,000 stretches of at most 2,048
+# characters, far more than a vocabulary needs.
+SAMPLE_SIZE = 200_000
+SAMPLE_CHARACTERS = 2048
+SEED = 1
+# Not the number of cores: floating-point sums, and so the pieces, depend on how they are shared out.
+NUM_TRAINING_THREADS = 4
+
+
+def load_tokenizer(
+    path: str | os.PathLike[str], lowercase: bool = False
+) -> PreTrainedTokenizerBase:
+    """A SentencePiece `.model` file, its ids kept, or a folder that `AutoTokenizer` loads.
+
+    A relative path is tried as given, then under `$DEEPENOUGH_DATA`; what is no path is tried as a
+    hub name.
+    """
+    found = next((place for place in candidates(os.fspath(path)) if place.exists()), None)
+    if found is not None and found.is_file():
+        model = found.read_bytes()
+        tokenizer = fast_tokenizer(parse_model(model, found), lowercase)
+        attach_encoder(tokenizer, model)
+        return tokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(os.fspath(found or path))
+    except Exception as error:  # transformers raises many kinds
+        what = f"The folder {found} holds no" if found else "There is no file, folder or hub"
+        raise UserError(
+            f"{what} tokenizer{'' if found else f' {os.fspath(path)!r}'} that could be loaded "
+            f"({type(error).__name__}): give a SentencePiece .model file or a folder with "
+            "tokenizer.json."
+        ) from error
+    if lowercase and not lowers_case(tokenizer):
+        _lower_first(tokenizer)
+    if found is not None and (found / MODEL_FILE).is_file():
+        model = (found / MODEL_FILE).read_bytes()
+        if len(parse_model(model, found / MODEL_FILE).pieces) == len(tokenizer):
+            attach_encoder(tokenizer, model)
+    return tokenizer
+
+
+def train_tokenizer(
+    lines: Iterable[str],
+    vocab_size: int,
+    lowercase: bool = False,
+    symbols: Sequence[str] = (),
+    folder: str | os.PathLike[str] | None = None,
+) -> PreTrainedTokenizerBase:
+    """Train a tokenizer of exactly `vocab_size` pieces, saved to `folder` if one is given.
+
+    Each of `symbols` is always one piece, whatever surrounds it.
+    """
+    if lowercase:
+        lines, symbols = map(lower, lines), [lower(symbol) for symbol in symbols]
+    model = _train(lines, vocab_size, list(dict.fromkeys(symbols)))
+    tokenizer = fast_tokenizer(parse_model(model), lowercase)
+    attach_encoder(tokenizer, model)
+    if folder is not None:
+        save_with_encoder(tokenizer, Path(folder))
+    return tokenizer
+
+
+def _train(lines: Iterable[str], vocab_size: int, symbols: list[str]) -> bytes:
+    written = io.BytesIO()
+    # The sample is drawn in C++, from a generator of its own.
+    sentencepiece.set_random_generator_seed(SEED)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_stretches(lines),
+            model_writer=written,
+            model_type="unigram",
+            vocab_size=vocab_size,
+            user_defined_symbols=symbols,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            input_sentence_size=SAMPLE_SIZE,
+            shuffle_input_sentence=True,
+            max_sentence_length=4 * SAMPLE_CHARACTERS,
+            num_threads=NUM_TRAINING_THREADS,
+            minloglevel=2,
+            **{f"{role}_id": number for number, role in enumerate(SPECIAL_TOKENS)},
+            **{f"{role}_piece": token for role, token in SPECIAL_TOKENS.items()},
+        )
+    except RuntimeError as error:
+        raise _explained(error, vocab_size) from error
+    return written.getvalue()
+
+
+def _stretches(lines: Iterable[str]) -> Iterator[str]:
+    """The lines as training takes them: of bounded length, and none that it would skip."""
+    for line in lines:
+        # SentencePiece skips a sentence with a tab in it; tabs are left to byte fallback.
+        line = line.replace("\t", " ").replace(SPACE, STAND_IN)
+        for start in range(0, len(line), SAMPLE_CHARACTERS):
+            yield line[start : start + SAMPLE_CHARACTERS]
+
+
+def _explained(error: RuntimeError, vocab_size: int) -> UserError:
+    message = str(error)
+    if largest := re.search(r"value <= (\d+)", message):
+        return UserError(
+            f"A vocabulary of {vocab_size} pieces is more than this corpus can give: "
+            f"set vocab_size to {largest[1]} or less."
+        )
+    if smallest := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", message):
+        return UserError(
+            f"A vocabulary of {vocab_size} pieces cannot hold the characters of this corpus: "
+            f"set vocab_size to more than {smallest[1]}."
+        )
+    return UserError(f"SentencePiece could not train a tokenizer: {message.splitlines()[0]}")
+
+
+def _lower_first(tokenizer: PreTrainedTokenizerBase) -> None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(
+            f"{type(tokenizer).__name__} cannot be told to lower the case of its text: "
+            "leave lowercase off."
+        )
+    steps = [normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
+    backend.normalizer = normalizers.Sequence(steps)

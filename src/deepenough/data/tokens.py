@@ -1,0 +1,153 @@
+"""Token files: a split of a corpus as one memory-mapped array of ids, written once.
+
+Text is encoded in blocks of lines and appended to disk, so memory does not grow with the corpus.
+A file is keyed by what decides its content: the text, the tokenizer, and whether line ends count.
+
+Line ends. With `end_of_line` the tokenizer's eos id follows every line, blank ones too. What is not
+in the tokens is not counted either: `num_words` and `num_bytes`, which turn a loss per token into
+one per word or per byte, count a line end as a word and a byte only if the model had to predict it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from deepenough.data.cache import cache_folder, entry, key_of
+from deepenough.data.corpus import Corpus
+from deepenough.data.encoding import encoder_of
+from deepenough.errors import UserError
+
+FORMAT = "1"
+BLOCK_CHARACTERS = 1 << 21
+COUNT_BLOCK = 1 << 22
+IDS_FILE = "ids.bin"
+COUNTS_FILE = "counts.json"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a token file holds; written beside the ids."""
+
+    vocab_size: int
+    num_tokens: int
+    num_lines: int
+    num_words: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """The ids of one split on disk."""
+
+    folder: Path
+    counts: Counts
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenFile:
+        return cls(folder, Counts(**json.loads((folder / COUNTS_FILE).read_text("utf-8"))))
+
+    @property
+    def ids(self) -> npt.NDArray[np.unsignedinteger]:
+        """The ids, mapped from disk and read-only."""
+        return np.memmap(self.folder / IDS_FILE, dtype=id_type(self.vocab_size), mode="r")
+
+    def __len__(self) -> int:
+        return self.counts.num_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self.counts.vocab_size
+
+    @property
+    def num_words(self) -> int:
+        """Words between white space, plus line ends where they are tokens."""
+        return self.counts.num_words
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the text as the corpus has it, with line ends where they are tokens."""
+        return self.counts.num_bytes
+
+    def vocab_counts(self) -> npt.NDArray[np.int64]:
+        """How often each id occurs, in blocks so that the file is never in memory whole."""
+        ids, total = self.ids, np.zeros(self.vocab_size, dtype=np.int64)
+        for start in range(0, len(ids), COUNT_BLOCK):
+            total += np.bincount(ids[start : start + COUNT_BLOCK], minlength=self.vocab_size)
+        return total
+
+
+def id_type(vocab_size: int) -> type[np.unsignedinteger]:
+    return np.uint16 if vocab_size < 1 << 16 else np.uint32
+
+
+def token_file(
+    corpus: Corpus,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    end_of_line: bool = True,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> TokenFile:
+    """The tokens of a split: from the cache, or encoded now."""
+    eos = tokenizer.eos_token_id if end_of_line else None
+    key = key_of(FORMAT, corpus.fingerprint(split), tokenizer_fingerprint(tokenizer), str(eos))
+    folder = cache_folder(cache_dir) / "tokens" / key
+    return TokenFile.open(entry(folder, partial(_write, corpus, split, tokenizer, eos)))
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of all that decides a tokenizer's ids; the same after saving and loading."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return key_of(backend.to_str())
+    return key_of(type(tokenizer).__name__, json.dumps(tokenizer.get_vocab(), sort_keys=True))
+
+
+def _write(
+    corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerBase, eos: int | None, folder: Path
+) -> None:
+    vocab_size, encode = len(tokenizer), encoder_of(tokenizer)
+    line_end = [] if eos is None else [eos]
+    num_tokens = num_lines = num_words = num_bytes = 0
+    progress = tqdm(desc=f"tokens of {split}", unit="B", unit_scale=True, disable=None, leave=False)
+    with (folder / IDS_FILE).open("wb") as file, progress:
+        for lines in _blocks(corpus.lines(split)):
+            ids = [number for line in encode(lines) for number in (*line, *line_end)]
+            np.array(ids, dtype=id_type(vocab_size)).tofile(file)
+            block_bytes = sum(len(line.encode("utf-8")) for line in lines)
+            num_tokens += len(ids)
+            num_lines += len(lines)
+            num_words += sum(len(line.split()) for line in lines)
+            num_bytes += block_bytes
+            progress.update(block_bytes)
+    if num_tokens == 0:
+        raise UserError(
+            f"The {split} split of the corpus {corpus.name} gives no tokens: give a longer text."
+        )
+    if eos is not None:
+        num_words, num_bytes = num_words + num_lines, num_bytes + num_lines
+    counts = Counts(vocab_size, num_tokens, num_lines, num_words, num_bytes)
+    (folder / COUNTS_FILE).write_text(json.dumps(asdict(counts), indent=1) + "\n", "utf-8")
+
+
+def _blocks(lines: Iterator[str]) -> Iterator[list[str]]:
+    block: list[str] = []
+    size = 0
+    for line in lines:
+        block.append(line)
+        size += len(line) + 1
+        if size >= BLOCK_CHARACTERS:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
