@@ -1,8 +1,8 @@
 """Transformers that go only as deep as they need.
 
-The names below are the public API. They are loaded when first used, so that `import deepenough` (and
-with it `deepenough --help`) does not wait for torch. To add a name, write it in three places: the
-imports for type checkers, `__all__`, and the table of modules; a test keeps the three equal.
+The names below are the public API. They are loaded when first used, so that `import deepenough`
+(and with it `deepenough --help`) does not wait for torch. To add a name, write it in three places:
+the imports for type checkers, `__all__`, and the table of modules; a test keeps the three equal.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import select
 import sys
 
 from deepenough import __version__
@@ -15,7 +16,7 @@ EXAMPLE = "deepenough search --config configs/demo.yaml --run.folder runs/first"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return the exit code: 2 for what the user can put right, 130 for Ctrl-C."""
+    """Run one command; the exit code is 2 for what the user can put right, 130 for Ctrl-C."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         code = _run(words)
@@ -34,14 +35,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _reader_gone() -> bool:
-    """Whether stdout is a pipe nobody reads any more, as after `deepenough plot --help | head -1`."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # What is still buffered goes nowhere, or Python would complain about it on the way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    """Whether stdout is a pipe nobody reads any more, as after `deepenough --help | head -1`.
+
+    Asked of the system, because a broken pipe to a worker process must not end in silence.
+    """
+    stdout = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(stdout, select.POLLOUT)
+    gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if gone:  # what is still buffered goes nowhere, or Python would complain on the way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return gone
 
 
 def _run(words: list[str]) -> int:

@@ -1,10 +1,10 @@
 """What a run leaves behind: a folder of files with fixed names, and one line per measurement.
 
-`metrics.jsonl` is the interface between a run and everything that looks at it later: training appends
-`Record`s, reports read them, and neither knows the other. Two choices follow from that:
+`metrics.jsonl` is the interface between a run and everything that looks at it later: training
+appends `Record`s, reports read them, and neither knows the other. Two choices follow from that:
 
-- A run may be killed at any moment. Every record is written as one line in one call, a line torn by a
-  kill is repaired before the next append, and a reader skips (and counts) what it cannot understand.
+- A run may be killed at any moment. Every record is written as one line in one call, a line torn by
+  a kill is mended before the next append, and a reader skips (and counts) what it cannot read.
 - Values come back as they went in, so NaN and infinity are written as Python's `json` writes them
   (`NaN`, `Infinity`): a loss that diverged must not look like a missing one.
 """
@@ -68,8 +68,8 @@ def _plain(value: Any) -> Any:
 class Metrics:
     """The file `metrics.jsonl` of a run that is being written.
 
-    The file is opened anew for every record: at a few records a second this costs nothing, and there is
-    no open handle to leak, to share between processes or to leave behind after a crash.
+    The file is opened anew for every record: at a few records a second this costs nothing, and
+    there is no open handle to leak, to share between processes or to leave behind after a crash.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -109,7 +109,7 @@ def append_record(path: str | os.PathLike[str], record: Record) -> None:
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
-    """All records of a metrics file in order, and the number of corrupted lines that were skipped."""
+    """All records of a metrics file in order, and how many corrupted lines were skipped."""
     if not Path(path).is_file():
         raise UserError(
             f"There is no metrics file {path}; give the folder of a run that has started."
@@ -140,7 +140,7 @@ def _record_or_none(line: bytes) -> Record | None:
 
 
 def _mend_last_line(path: Path) -> None:
-    """Complete or remove a last line without a line end, else the next record would be glued to it."""
+    """Complete or remove a last line without its end, else the next record would be glued to it."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with open(path, "rb+") as file:
@@ -166,8 +166,8 @@ def _mend_last_line(path: Path) -> None:
 class RunFolder:
     """The folder of one run and the places in it.
 
-    `RunFolder(path)` names the places without touching the disk, `create` starts or resumes a run there,
-    `open` reads one that exists.
+    `RunFolder(path)` names the places without touching the disk, `create` starts or resumes a run
+    there, `open` reads one that exists.
     """
 
     path: Path
@@ -211,17 +211,15 @@ class RunFolder:
     def create(
         cls, path: str | os.PathLike[str], resume: bool = False, overwrite: bool = False
     ) -> RunFolder:
-        """Make the folder for a run; what is already there is kept unless overwriting is asked for.
+        """Make the folder for a run; what is there already is kept unless `overwrite` is set.
 
-        `resume` accepts the folder of an earlier run (or none yet, so that one command can be repeated
-        until it is through). `overwrite` deletes an earlier run, and only that: a folder holding
-        anything a run does not write is refused.
+        `resume` accepts the folder of an earlier run (or none yet, so that one command can be
+        repeated until it is through). `overwrite` deletes an earlier run, and only that: a folder
+        holding anything a run does not write is refused.
         """
         folder = cls(Path(path))
         if resume and overwrite:
-            raise UserError(
-                "A run can be resumed or overwritten, not both; give only one of the two."
-            )
+            raise UserError("A run is either resumed or overwritten; give only one of the two.")
         if folder.path.exists() and not folder.path.is_dir():
             raise UserError(f"{path} is a file; choose another folder for the run.")
         if folder.path.is_dir() and any(folder.path.iterdir()):
@@ -229,7 +227,8 @@ class RunFolder:
                 folder._delete()
             elif not resume:
                 raise UserError(
-                    f"The run folder {path} exists already; resume it, overwrite it or choose another."
+                    f"The run folder {path} exists already; give --resume to go on with it, "
+                    "--overwrite to replace it, or another folder."
                 )
             elif not folder.is_run():
                 raise UserError(

@@ -1,11 +1,11 @@
-"""Settings: plain dataclasses, read from defaults, a YAML file and overrides, written back as YAML.
+"""Settings: plain dataclasses, read from defaults, a YAML file and overrides, written as YAML.
 
-A command's settings are one dataclass, nested where it has sections. The string literal under a field
-is the only text of that option; it becomes the command's `--help`. `jsonargparse` checks and converts
-the values, whether they come from a file or from flags, so both accept and refuse the same things.
+A command's settings are one dataclass, nested where it has sections. The string literal under a
+field is the only text of that option; it becomes the command's `--help`. `jsonargparse` checks and
+converts the values, whether they come from a file or from flags, so both accept the same things.
 
-Precedence: defaults < YAML file < overrides (flags). A key that no field has is an error, never ignored,
-except the section `provenance` that `dump` writes, so that a saved file can be given again.
+Precedence: defaults < YAML file < overrides (flags). A key that no field has is an error. Only the
+section `provenance`, which `dump` writes, is passed over, so that a saved file can be given again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import docstring_parser
 import yaml
-from jsonargparse import ArgumentParser, Namespace, get_loader
+from jsonargparse import ArgumentParser, Namespace
 
 from deepenough.errors import UserError
 from deepenough.provenance import provenance
@@ -71,14 +71,12 @@ def resolve(
 ) -> S:
     """The settings from defaults, then the YAML file, then `overrides` (nested or dotted names)."""
     values = read_yaml(cls, yaml_path) if yaml_path is not None else {}
-    for name, value in _flatten(cls, overrides or {}, "the given settings").items():
-        values[name] = value
-    parser = make_parser(cls)
-    return build(cls, check(parser, cls, values))
+    values |= _flatten(cls, overrides or {}, "the given settings")
+    return build(cls, check(make_parser(cls), cls, values))
 
 
 def read_yaml(cls: type, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The values of a settings file by dotted name; UserError for a key that `cls` does not have."""
+    """The values of a settings file by dotted name; UserError for a key `cls` does not have."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -86,7 +84,7 @@ def read_yaml(cls: type, path: str | os.PathLike[str]) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"The settings file {path} is not UTF-8 text; give a YAML file.") from error
     try:
-        content = get_loader("yaml")(text)
+        content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
@@ -123,7 +121,7 @@ def make_parser(cls: type, **kwargs: Any) -> ArgumentParser:
 def check(
     parser: ArgumentParser, cls: type, values: Mapping[str, Any], argv: list[str] | None = None
 ) -> Namespace:
-    """Values by dotted name, then flags, converted to the types of `cls` or refused in a sentence."""
+    """Values by dotted name, then flags, converted to their types or refused in a sentence."""
     try:
         namespace = parser.parse_object(dict(values))
         return namespace if argv is None else parser.parse_args(argv, namespace=namespace)
@@ -162,7 +160,7 @@ def to_dict(settings: Any) -> dict[str, Any]:
 def dump(
     settings: Any, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the settings with where they come from (versions, commit, `extra`); safe to be killed in."""
+    """Write the settings and where they come from (versions, commit, `extra`), whole or not."""
     content = to_dict(settings) | {PROVENANCE: {**provenance(), **(extra or {})}}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
     partial = Path(f"{os.fspath(path)}.tmp")
@@ -218,7 +216,7 @@ def _flatten(cls: type, values: Mapping[str, Any], source: str) -> dict[str, Any
 
 
 def _sentence(message: str, cls: type) -> str:
-    """jsonargparse's message, which is several lines about types, as one sentence about the option."""
+    """jsonargparse's message, several lines about types, as one sentence about the option."""
     known = {option.name: option for option in options(cls)}
     if unrecognized := re.match(r"unrecognized arguments: (\S+)", message):
         given = unrecognized[1].partition("=")[0]

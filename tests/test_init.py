@@ -1,0 +1,38 @@
+"""The public API: complete, the same for people and type checkers, and free until used."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deepenough
+
+
+def test_the_three_lists_of_public_names_are_equal() -> None:
+    tree = ast.parse(Path(deepenough.__file__).read_text(encoding="utf-8"))
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
+    seen_by_checkers = {alias.name: node.module for node in imports for alias in node.names}
+    assert seen_by_checkers == deepenough._MODULES
+    assert sorted(deepenough._MODULES) == deepenough.__all__
+
+
+@pytest.mark.parametrize("name", deepenough.__all__)
+def test_public_name_loads(name: str) -> None:
+    assert getattr(deepenough, name).__name__ == name
+    assert name in dir(deepenough)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = deepenough.Nothing
+
+
+def test_importing_the_package_loads_no_heavy_library() -> None:
+    program = (
+        "import sys, deepenough; print(*{'torch', 'transformers', 'numpy'} & sys.modules.keys())"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.stdout.strip(), result.returncode) == ("", 0)
