@@ -2,6 +2,7 @@
 
 from deepenough.data.batches import Batch, ContextBatches
 from deepenough.data.corpus import Corpus, open_corpus
+from deepenough.data.encoding import save_tokenizer
 from deepenough.data.prepare import Prepared, prepare
 from deepenough.data.settings import DataSettings
 from deepenough.data.tokenizer import load_tokenizer, train_tokenizer
@@ -17,6 +18,7 @@ __all__ = [
     "load_tokenizer",
     "open_corpus",
     "prepare",
+    "save_tokenizer",
     "token_file",
     "train_tokenizer",
 ]

@@ -1,9 +1,9 @@
 """Context batches: one token stream cut into lanes, so that a model's memory follows on.
 
-With `B` lanes and segments of `S` tokens, lane `b` is the stream from `b*T*S` on, `T` segments long,
-and batch `t` holds positions `t*S .. (t+1)*S` of every lane. Labels are the next tokens, so the last
-token of a lane is predicted too (it is the first of the next lane). Only the end of the stream is
-left out, fewer than `B*S` tokens, however the corpus is stored.
+With `B` lanes and segments of `S` tokens, lane `b` is the stream from `b*T*S` on, `T` segments
+long, and batch `t` holds positions `t*S .. (t+1)*S` of every lane. Labels are the next tokens; the
+last label of a lane is the first token of the next lane. Only the end of the stream is left out,
+fewer than `B*S` tokens, however the corpus is stored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ContextBatches:
             )
         if batch_size % world_size:
             raise UserError(
-                f"A batch of {batch_size} lanes cannot be shared equally by {world_size} processes: "
+                f"A batch of {batch_size} lanes cannot be shared by {world_size} processes: "
                 f"make batch_size a multiple of {world_size}."
             )
         self.num_batches = max(len(ids) - 1, 0) // (batch_size * length)

@@ -37,25 +37,29 @@ def key_of(*parts: str) -> str:
 
 
 def entry(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """Return `folder`, first calling `fill` on a temporary folder that becomes it if it is missing."""
+    """Return `folder`; if it is missing, `fill` a temporary one first, which becomes it."""
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            fill(temporary)
+            temporary.chmod(0o755)  # mkdtemp makes it private, but a cache may be shared
+            _put(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise UserError(
-            f"The cache folder {folder.parent} cannot be written ({error.strerror}): "
-            "name another with --data.cache or XDG_CACHE_HOME."
+            f"The cache {folder.parent} could not be written ({error.strerror or error}): "
+            "free some space or name another folder as cache."
         ) from error
-    try:
-        fill(temporary)
-        temporary.chmod(0o755)  # mkdtemp makes it private; other users may share a cache
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # not that another process was first
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def _put(temporary: Path, folder: Path) -> None:
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was first, with the same content
+            raise

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from deepenough.data.hub import hub_files
-from deepenough.data.python_prose import prose_lines
+from deepenough.data.python_prose import prose_file
 from deepenough.data.text_files import TEXT_SUFFIXES, group_by_split, read_lines, text_files_under
 from deepenough.errors import UserError
 
@@ -96,7 +96,7 @@ def open_corpus(
 
 def _find(name: str, cache: str | os.PathLike[str] | None) -> dict[str, Lines]:
     if name == "python":
-        return {"train": prose_lines}
+        return {"train": partial(read_lines, [prose_file(cache)])}
     if not name.startswith("hf:"):
         local = _find_local(name)
         if local is not None:

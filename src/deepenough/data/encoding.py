@@ -62,7 +62,7 @@ def attach_encoder(tokenizer: PreTrainedTokenizerBase, model: bytes) -> None:
     setattr(tokenizer, ATTRIBUTE, SentencePieceEncoder(model, lowers_case(tokenizer)))
 
 
-def save_with_encoder(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """`save_pretrained`, and the SentencePiece model beside it, which makes encoding faster."""
     tokenizer.save_pretrained(folder)
     encoder = getattr(tokenizer, ATTRIBUTE, None)

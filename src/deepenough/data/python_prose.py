@@ -8,32 +8,37 @@ version always gives the same text.
 from __future__ import annotations
 
 import ast
+import os
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
+
+from deepenough.data.cache import cache_folder, entry, key_of
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 # One-line docstrings are mostly fragments ("Return the name."), hardly prose.
 MIN_CHARACTERS = 80
+FILE = "prose.txt"
 
 
-def prose_lines() -> Iterator[str]:
-    """The lines of the corpus; documents are separated by a blank line."""
-    return iter(_prose())
+def prose_file(cache: str | os.PathLike[str] | None = None) -> Path:
+    """The corpus as a text file in the cache: parsing the library takes some seconds."""
+    root = Path(sysconfig.get_path("stdlib"))
+    folder = cache_folder(cache) / "python" / key_of(sys.version, str(root))
+    return entry(folder, lambda folder: _write(root, folder / FILE)) / FILE
 
 
-@cache
-def _prose() -> tuple[str, ...]:
+def _write(root: Path, path: Path) -> None:
     documents = [topics[name] for name in sorted(topics)]
-    documents += _docstrings(Path(sysconfig.get_path("stdlib")))
-    lines: list[str] = []
-    for document in dict.fromkeys(documents):
-        lines += [line.rstrip() for line in document.strip("\n").split("\n")]
-        lines.append("")
-    return tuple(lines)
+    documents += _docstrings(root)
+    with path.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
+        for document in dict.fromkeys(documents):  # inherited docstrings occur twice
+            for line in document.strip("\n").split("\n"):
+                file.write(line.rstrip() + "\n")
+            file.write("\n")
 
 
 def _docstrings(root: Path) -> Iterator[str]:

@@ -11,17 +11,20 @@ model file becomes the `tokenizers` step that does the same:
 - The text of a byte piece, such as "<0x41>", stands for itself: SentencePiece keeps byte pieces out
   of its search, `tokenizers` does not, so the text is cut there.
 
-Two differences remain and are Hugging Face's habit: the text of a control token (`[EOS]`) is
-encoded as that token, and a model's own character map is applied per grapheme, so that letters with
-combining accents can come out otherwise. Token files are therefore written by SentencePiece itself.
+Differences remain in four rare places. Where two cuts of a line score exactly alike (runs of one
+character), rounding decides, and SentencePiece rounds to 32 bits. The text of a special token, such
+as `<|eos|>`, becomes that token, as always in Hugging Face. And in models that bring a character
+map, which those trained here do not, letters followed by combining accents and the visible space
+U+2581 can come out otherwise. Token files are therefore written by SentencePiece itself.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import DecodeError
-from sentencepiece import sentencepiece_model_pb2 as spm
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -32,19 +35,22 @@ SPACE = "\u2581"  # SentencePiece's visible space
 # exchanged text: else it would come back as a space.
 STAND_IN = "\ufdd0"
 
-Piece = spm.ModelProto.SentencePiece
+# Protobuf makes its classes at run time, out of a type checker's sight.
+_spm: Any = sentencepiece_model_pb2
+Model = Any
+Piece: Any = _spm.ModelProto.SentencePiece
 
 
-def parse_model(content: bytes, path: Path | None = None) -> spm.ModelProto:
+def parse_model(content: bytes, path: Path | None = None) -> Model:
     """The model in the bytes of a SentencePiece file; `path` is for the error alone."""
-    model = spm.ModelProto()
+    model = _spm.ModelProto()
     try:
         model.ParseFromString(content)
     except DecodeError as error:
         raise UserError(f"{path} is not a SentencePiece model file: {error}.") from error
     if not model.pieces:
         raise UserError(f"{path} is not a SentencePiece model file: it holds no pieces.")
-    if model.trainer_spec.model_type != spm.TrainerSpec.UNIGRAM:
+    if model.trainer_spec.model_type != _spm.TrainerSpec.UNIGRAM:
         raise UserError(
             f"{path} is not a unigram SentencePiece model: give the folder of a Hugging Face "
             "tokenizer instead."
@@ -52,7 +58,7 @@ def parse_model(content: bytes, path: Path | None = None) -> spm.ModelProto:
     return model
 
 
-def fast_tokenizer(model: spm.ModelProto, lowercase: bool) -> PreTrainedTokenizerFast:
+def fast_tokenizer(model: Model, lowercase: bool) -> PreTrainedTokenizerFast:
     """The Hugging Face form of a SentencePiece model, with lower-casing before it if asked for."""
     spec = model.trainer_spec
     backend = Tokenizer(
@@ -76,14 +82,14 @@ def fast_tokenizer(model: spm.ModelProto, lowercase: bool) -> PreTrainedTokenize
     )
 
 
-def special_ids(model: spm.ModelProto) -> dict[str, int]:
+def special_ids(model: Model) -> dict[str, int]:
     """The ids of unk, bos, eos and pad, as far as the model has them."""
     spec = model.trainer_spec
     ids = {"unk": spec.unk_id, "bos": spec.bos_id, "eos": spec.eos_id, "pad": spec.pad_id}
     return {role: number for role, number in ids.items() if 0 <= number < len(model.pieces)}
 
 
-def _vocabulary(model: spm.ModelProto) -> list[tuple[str, float]]:
+def _vocabulary(model: Model) -> list[tuple[str, float]]:
     best = max(piece.score for piece in model.pieces if piece.type == Piece.NORMAL)
     return [
         (
@@ -96,7 +102,7 @@ def _vocabulary(model: spm.ModelProto) -> list[tuple[str, float]]:
     ]
 
 
-def _normalizer(model: spm.ModelProto, lowercase: bool) -> normalizers.Normalizer:
+def _normalizer(model: Model, lowercase: bool) -> normalizers.Normalizer:
     spec = model.normalizer_spec
     steps: list[normalizers.Normalizer] = []
     if lowercase:
@@ -114,7 +120,7 @@ def _normalizer(model: spm.ModelProto, lowercase: bool) -> normalizers.Normalize
     return normalizers.Sequence(steps)
 
 
-def _decoder(model: spm.ModelProto) -> decoders.Decoder:
+def _decoder(model: Model) -> decoders.Decoder:
     steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " ")]
     if model.trainer_spec.byte_fallback:
         steps.append(decoders.ByteFallback())
@@ -126,7 +132,7 @@ def _decoder(model: spm.ModelProto) -> decoders.Decoder:
     return decoders.Sequence(steps)
 
 
-def is_lossless(model: spm.ModelProto) -> bool:
+def is_lossless(model: Model) -> bool:
     """Whether the model changes nothing of its input, as those trained here do not."""
     spec = model.normalizer_spec
     changes = spec.precompiled_charsmap or spec.remove_extra_whitespaces or spec.add_dummy_prefix

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DataSettings:
+    """Text and batches"""
+
     corpus: str = "python"
     """Text to use: `python` (the prose inside Python), a file, folder or glob, a folder of
     $DEEPENOUGH_DATA, or a `datasets` name (`hf:name`, `hf:name:config:column`)."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
+
+from deepenough.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ def read_lines(paths: Iterable[Path]) -> Iterator[str]:
 
 def _lines_of(path: Path) -> Iterator[str]:
     num_invalid = 0
-    with path.open("rb") as file:
+    with _open(path) as file:
         if file.peek(3)[:3] == b"\xef\xbb\xbf":  # a byte order mark is no text
             file.read(3)
         rest = b""  # the tail of a cut that fell inside a character
@@ -64,6 +67,13 @@ def _lines_of(path: Path) -> Iterator[str]:
             num_invalid,
             "" if num_invalid == 1 else "s",
         )
+
+
+def _open(path: Path) -> BufferedReader:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _character_boundary(raw: bytes) -> int:

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 from tokenizers import normalizers
@@ -24,18 +25,18 @@ from deepenough.data.encoding import (
     attach_encoder,
     lower,
     lowers_case,
-    save_with_encoder,
+    save_tokenizer,
 )
 from deepenough.data.sentencepiece_fast import SPACE, STAND_IN, fast_tokenizer, parse_model
 from deepenough.errors import UserError
 
 SPECIAL_TOKENS = {"unk": "<|unk|>", "bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>"}
-# Training reads a random sample, so that its memory is bounded: 200,000 stretches of at most 2,048
-# characters, far more than a vocabulary needs.
+# Training reads a random sample, so that its memory is bounded: 200,000 stretches of at most 512
+# characters, more than a vocabulary needs.
 SAMPLE_SIZE = 200_000
-SAMPLE_CHARACTERS = 2048
+SAMPLE_CHARACTERS = 512
 SEED = 1
-# Not the number of cores: floating-point sums, and so the pieces, depend on how they are shared out.
+# Not the number of cores: floating-point sums, and so the pieces, depend on how work is shared.
 NUM_TRAINING_THREADS = 4
 
 
@@ -49,10 +50,8 @@ def load_tokenizer(
     """
     found = next((place for place in candidates(os.fspath(path)) if place.exists()), None)
     if found is not None and found.is_file():
-        model = found.read_bytes()
-        tokenizer = fast_tokenizer(parse_model(model, found), lowercase)
-        attach_encoder(tokenizer, model)
-        return tokenizer
+        return _from_model(found.read_bytes(), lowercase, found)
+    tokenizer: PreTrainedTokenizerBase
     try:
         tokenizer = AutoTokenizer.from_pretrained(os.fspath(found or path))
     except Exception as error:  # transformers raises many kinds
@@ -82,18 +81,31 @@ def train_tokenizer(
 
     Each of `symbols` is always one piece, whatever surrounds it.
     """
+    for symbol in symbols:
+        if not symbol or symbol != "".join(symbol.split()):
+            raise UserError(
+                f"The symbol {symbol!r} is empty or has white space in it: leave it out."
+            )
     if lowercase:
         lines, symbols = map(lower, lines), [lower(symbol) for symbol in symbols]
     model = _train(lines, vocab_size, list(dict.fromkeys(symbols)))
-    tokenizer = fast_tokenizer(parse_model(model), lowercase)
-    attach_encoder(tokenizer, model)
+    tokenizer = _from_model(model, lowercase)
     if folder is not None:
-        save_with_encoder(tokenizer, Path(folder))
+        save_tokenizer(tokenizer, Path(folder))
+    return tokenizer
+
+
+def _from_model(model: bytes, lowercase: bool, path: Path | None = None) -> PreTrainedTokenizerBase:
+    tokenizer = fast_tokenizer(parse_model(model, path), lowercase)
+    attach_encoder(tokenizer, model)
     return tokenizer
 
 
 def _train(lines: Iterable[str], vocab_size: int, symbols: list[str]) -> bytes:
     written = io.BytesIO()
+    special: dict[str, Any] = {}
+    for number, (role, token) in enumerate(SPECIAL_TOKENS.items()):
+        special |= {f"{role}_id": number, f"{role}_piece": token}
     # The sample is drawn in C++, from a generator of its own.
     sentencepiece.set_random_generator_seed(SEED)
     try:
@@ -114,8 +126,7 @@ def _train(lines: Iterable[str], vocab_size: int, symbols: list[str]) -> bytes:
             max_sentence_length=4 * SAMPLE_CHARACTERS,
             num_threads=NUM_TRAINING_THREADS,
             minloglevel=2,
-            **{f"{role}_id": number for number, role in enumerate(SPECIAL_TOKENS)},
-            **{f"{role}_piece": token for role, token in SPECIAL_TOKENS.items()},
+            **special,
         )
     except RuntimeError as error:
         raise _explained(error, vocab_size) from error
@@ -143,6 +154,8 @@ def _explained(error: RuntimeError, vocab_size: int) -> UserError:
             f"A vocabulary of {vocab_size} pieces cannot hold the characters of this corpus: "
             f"set vocab_size to more than {smallest[1]}."
         )
+    if "sentences_.empty()" in message:
+        return UserError("The corpus holds no text that a tokenizer could be trained on.")
     return UserError(f"SentencePiece could not train a tokenizer: {message.splitlines()[0]}")
 
 

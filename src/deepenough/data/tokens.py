@@ -19,7 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import (
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from transformers import PreTrainedTokenizerBase
 
 from deepenough.data.cache import cache_folder, entry, key_of
@@ -54,7 +61,11 @@ class TokenFile:
 
     @classmethod
     def open(cls, folder: Path) -> TokenFile:
-        return cls(folder, Counts(**json.loads((folder / COUNTS_FILE).read_text("utf-8"))))
+        counts = Counts(**json.loads((folder / COUNTS_FILE).read_text("utf-8")))
+        size = counts.num_tokens * np.dtype(id_type(counts.vocab_size)).itemsize
+        if (folder / IDS_FILE).stat().st_size != size:
+            raise UserError(f"The token file in {folder} is damaged: delete that folder.")
+        return cls(folder, counts)
 
     @property
     def ids(self) -> npt.NDArray[np.unsignedinteger]:
@@ -109,7 +120,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of all that decides a tokenizer's ids; the same after saving and loading."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return key_of(backend.to_str())
+        # Not the whole state: calls with padding or truncation are remembered in it.
+        state = json.loads(backend.to_str())
+        parts = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+        return key_of(*(json.dumps(state[part], sort_keys=True) for part in parts))
     return key_of(type(tokenizer).__name__, json.dumps(tokenizer.get_vocab(), sort_keys=True))
 
 
@@ -119,8 +133,8 @@ def _write(
     vocab_size, encode = len(tokenizer), encoder_of(tokenizer)
     line_end = [] if eos is None else [eos]
     num_tokens = num_lines = num_words = num_bytes = 0
-    progress = tqdm(desc=f"tokens of {split}", unit="B", unit_scale=True, disable=None, leave=False)
-    with (folder / IDS_FILE).open("wb") as file, progress:
+    with (folder / IDS_FILE).open("wb") as file, _progress() as progress:
+        task = progress.add_task(f"Encoding {corpus.name}, {split}", total=None)
         for lines in _blocks(corpus.lines(split)):
             ids = [number for line in encode(lines) for number in (*line, *line_end)]
             np.array(ids, dtype=id_type(vocab_size)).tofile(file)
@@ -129,7 +143,7 @@ def _write(
             num_lines += len(lines)
             num_words += sum(len(line.split()) for line in lines)
             num_bytes += block_bytes
-            progress.update(block_bytes)
+            progress.advance(task, block_bytes)
     if num_tokens == 0:
         raise UserError(
             f"The {split} split of the corpus {corpus.name} gives no tokens: give a longer text."
@@ -138,6 +152,20 @@ def _write(
         num_words, num_bytes = num_words + num_lines, num_bytes + num_lines
     counts = Counts(vocab_size, num_tokens, num_lines, num_words, num_bytes)
     (folder / COUNTS_FILE).write_text(json.dumps(asdict(counts), indent=1) + "\n", "utf-8")
+
+
+def _progress() -> Progress:
+    # The size of a streamed corpus is unknown beforehand, so what is shown is the rate.
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 def _blocks(lines: Iterator[str]) -> Iterator[list[str]]:
