@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import deepenough
 
@@ -23,6 +24,11 @@ def test_the_three_lists_of_public_names_are_equal() -> None:
 def test_public_name_loads(name: str) -> None:
     assert getattr(deepenough, name).__name__ == name
     assert name in dir(deepenough)
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = Path(__file__).parents[1] / "CITATION.cff"
+    assert yaml.safe_load(citation.read_text(encoding="utf-8"))["version"] == deepenough.__version__
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

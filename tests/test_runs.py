@@ -155,6 +155,13 @@ class TestMetrics:
         assert Metrics(path).truncate_after(3) == 0
         assert not path.exists()
 
+    def test_a_full_disk_is_said_in_a_sentence(self) -> None:
+        full = Path("/dev/full")
+        if not full.exists():
+            pytest.skip("this system has no /dev/full")
+        with pytest.raises(UserError, match="No space left on device; make room"):
+            Metrics(full).append(Record(1, "train", {}))
+
     def test_reading_a_missing_file_is_the_users_error(self, path: Path) -> None:
         with pytest.raises(UserError, match=r"no metrics file .*metrics\.jsonl"):
             read_records(path)

@@ -79,8 +79,14 @@ class Metrics:
     def append(self, record: Record) -> None:
         """Add one line; it is with the operating system when this returns."""
         line = record.to_json() + "\n"
-        with open(self.path, "ab", buffering=0) as file:
-            file.write(line.encode())
+        try:
+            with open(self.path, "ab") as file:
+                file.write(line.encode())
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written: {error.strerror}; make room or choose a folder "
+                "that can be written to."
+            ) from error
 
     def truncate_after(self, step: int) -> int:
         """Drop the records later than `step`, so that a resumed run does not say things twice.
