@@ -1,0 +1,159 @@
+"""Names beside points without overlap.
+
+Greedy: each label in turn takes the cheapest of some places in rings around its point. Covering
+another name, a marker or a line costs, leaving the axes costs more, and so does distance, a
+little: a label that moved away is tied to its point by a thin line, which should cross nothing
+either. Simple, deterministic, and enough for some dozens of points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.text import Annotation
+
+from deepenough.report import style
+
+Segment = tuple[tuple[float, float], tuple[float, float]]
+
+# Lengths are in points (1/72 inch) from here on, so that no choice depends on the resolution.
+
+#: Rings of places around a marker; a label on the first is plainly its marker's and needs no tie.
+RINGS = (6.5, 13.0, 22.0, 34.0, 48.0, 64.0, 84.0)
+ANGLES = (45, 315, 0, 135, 225, 180, 90, 270, 22, 338, 158, 202, 68, 112, 248, 292)
+MARKER_RADIUS = 4.5
+LINE_RADIUS = 1.0
+#: Kept free around a text: its size varies a little with the resolution.
+GAP = 1.5
+
+# Prices of one square point covered, and of the square of the number of a ring.
+OUTSIDE_PRICE = 50.0
+TEXT_PRICE = 20.0
+MARK_PRICE = 5.0
+TIE_OVER_MARK_PRICE = 1.0
+RING_PRICE = 4.0
+
+
+@dataclass(frozen=True)
+class Label:
+    """A text and the data point it names; important ones choose their place first."""
+
+    x: float
+    y: float
+    text: str
+    important: bool = False
+
+
+def place_labels(
+    axes: Axes, labels: Sequence[Label], avoid: Sequence[Segment] = ()
+) -> list[Annotation]:
+    """Write the labels and return them in the order given; `avoid` are lines in data coordinates.
+
+    Places are found for the present layout, so limits and layout must not change afterwards.
+    """
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    points_per_pixel = 72.0 / figure.dpi
+
+    def locate(xy: tuple[float, float]) -> np.ndarray:
+        return np.asarray(axes.transData.transform(xy)) * points_per_pixel
+
+    anchors = [locate((label.x, label.y)) for label in labels]
+    marks = [_square(anchor, MARKER_RADIUS) for anchor in anchors]
+    for start, end in avoid:
+        marks += _boxes_along(locate(start), locate(end))
+    texts: list[np.ndarray] = []
+    window = np.array(axes.get_window_extent().extents) * points_per_pixel
+    written: dict[int, Annotation] = {}
+    for i in sorted(range(len(labels)), key=lambda i: not labels[i].important):
+        weight = "bold" if labels[i].important else "normal"
+        half = _half_size(axes, labels[i].text, weight) * points_per_pixel + GAP
+        offset, ring = _best_place(anchors[i], half, texts, marks, window)
+        texts.append(_box(anchors[i] + offset, half))
+        tie = None
+        if ring:
+            marks += _tie(anchors[i], offset)
+            tie = {
+                "arrowstyle": "-",
+                "color": style.FAINT,
+                "linewidth": 0.6,
+                "shrinkA": 0,
+                "shrinkB": 4,
+            }
+        written[i] = axes.annotate(
+            labels[i].text, (labels[i].x, labels[i].y), xytext=tuple(offset),
+            textcoords="offset points", ha="center", va="center", arrowprops=tie, zorder=4,
+            fontsize=style.LABEL_SIZE, fontweight=weight, linespacing=1.1, annotation_clip=False,
+        )  # fmt: skip
+    return [written[i] for i in range(len(labels))]
+
+
+def _half_size(axes: Axes, text: str, weight: str) -> np.ndarray:
+    """Half the width and height of a text, in pixels."""
+    probe = axes.text(0, 0, text, fontsize=style.LABEL_SIZE, fontweight=weight, linespacing=1.1)
+    extent = probe.get_window_extent()
+    probe.remove()
+    return np.array([extent.width, extent.height]) / 2
+
+
+def _best_place(
+    anchor: np.ndarray,
+    half: np.ndarray,
+    texts: Sequence[np.ndarray],
+    marks: Sequence[np.ndarray],
+    window: np.ndarray,
+) -> tuple[np.ndarray, int]:
+    """The cheapest place as its offset from the anchor and the number of its ring."""
+    all_texts, all_marks = np.array(texts).reshape(-1, 4), np.array(marks).reshape(-1, 4)
+    best_price, best_offset, best_ring = np.inf, np.zeros(2), 0
+    for ring, distance in enumerate(RINGS):
+        if RING_PRICE * ring**2 >= best_price:
+            break  # this far out nothing can be cheaper
+        for angle in np.deg2rad(ANGLES):
+            direction = np.array([np.cos(angle), np.sin(angle)])
+            # The near edge or corner of the box is at the ring, whatever the length of the text.
+            offset = distance * direction + half * direction / np.abs(direction).max()
+            box = _box(anchor + offset, half)[None]
+            price = RING_PRICE * ring**2
+            price += OUTSIDE_PRICE * (4 * half.prod() - _covered(box, window[None]))
+            price += TEXT_PRICE * _covered(box, all_texts) + MARK_PRICE * _covered(box, all_marks)
+            if ring:
+                tie = np.array(_tie(anchor, offset))
+                price += TEXT_PRICE * _covered(tie, all_texts)
+                price += TIE_OVER_MARK_PRICE * _covered(tie, all_marks)
+            # Less by more than rounding: of equal places the first stays, on every machine.
+            if price < best_price - 1e-6:
+                best_price, best_offset, best_ring = price, offset, ring
+    return best_offset, best_ring
+
+
+def _tie(anchor: np.ndarray, offset: np.ndarray) -> list[np.ndarray]:
+    """The line from a point to its label, without the beginning, which its own marker covers."""
+    skipped = min(1.0, 2 * MARKER_RADIUS / float(np.hypot(*offset)))
+    return _boxes_along(anchor + skipped * offset, anchor + offset)
+
+
+def _boxes_along(start: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
+    """A line as a chain of small boxes: a slanted one must not block its whole rectangle."""
+    num = max(2, int(np.hypot(*(end - start)) / (2 * LINE_RADIUS)) + 1)
+    return [_square(start + t * (end - start), LINE_RADIUS) for t in np.linspace(0, 1, num)]
+
+
+def _square(centre: np.ndarray, radius: float) -> np.ndarray:
+    return _box(centre, np.array([radius, radius]))
+
+
+def _box(centre: np.ndarray, half: np.ndarray) -> np.ndarray:
+    """(left, bottom, right, top)"""
+    return np.concatenate([centre - half, centre + half])
+
+
+def _covered(boxes: np.ndarray, others: np.ndarray) -> float:
+    """The area that boxes [n, 4] and others [m, 4] share, pair by pair."""
+    a, b = boxes[:, None], others[None]
+    width = np.minimum(a[..., 2], b[..., 2]) - np.maximum(a[..., 0], b[..., 0])
+    height = np.minimum(a[..., 3], b[..., 3]) - np.maximum(a[..., 1], b[..., 1])
+    return float((width.clip(0) * height.clip(0)).sum())
