@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deepenough.errors import UserError
-from deepenough.measure import cutoff_choice, softmax_time
+from deepenough.measure import cutoff_choice, softmax_cost, softmax_time
 from deepenough.measure.cutoff_choice import choose_cutoffs
 from deepenough.measure.softmax_cost import (
     LayerShape,
@@ -13,7 +13,7 @@ from deepenough.measure.softmax_cost import (
     fit_non_negative,
     measure_softmax_cost,
 )
-from deepenough.measure.softmax_time import time_partitions
+from deepenough.measure.softmax_time import can_be_timed, time_partitions
 from deepenough.models.cutoffs import ClusterCost, optimal_cutoffs
 
 SHAPE = LayerShape(d_model=16, div_value=2.0, batch_tokens=64)
@@ -93,13 +93,28 @@ def test_typical_batch_has_every_cluster_at_its_share():
         assert np.mean(batch < cut) == pytest.approx(shares[:cut].sum(), abs=1e-3)
 
 
-def test_layers_are_timed_and_large_ones_left_out(monkeypatch):
-    times = time_partitions(COUNTS, [[], [30], [10, 100]], SHAPE, rounds=2)
-    assert all(seconds > 0 for seconds in times)
+def test_layers_are_timed(monkeypatch):
+    layers = [[], [30], [10, 100]]
+    turns = []
+    times = time_partitions(COUNTS, layers, SHAPE, 2, lambda items: turns.extend(items) or items)
+    assert len(turns) == 2
+    assert all(0 < seconds < 60 for seconds in times)
+    monkeypatch.setattr(softmax_time, "_PATIENCE", 0.0)
+    monkeypatch.setattr(softmax_cost, "_PATIENCE", 0.0)
+    assert len(time_partitions(COUNTS, layers, SHAPE, 10**6)) == 3  # ends long before
+    assert measure_softmax_cost(40, SHAPE, 2, rounds=1000).num_points > 1
+
+
+def test_where_a_layer_is_too_large_to_run_the_fit_decides(monkeypatch):
+    assert can_be_timed(COUNTS, [], SHAPE)
     monkeypatch.setattr(softmax_time, "_MAX_OUTPUTS", 64 * 100)
-    times = time_partitions(COUNTS, [[], [30], [10, 100]], SHAPE, rounds=1)
-    assert times[0] is None
-    assert times[1] is not None
+    assert not can_be_timed(COUNTS, [], SHAPE)
+    assert not can_be_timed(COUNTS, [1], SHAPE)
+    assert can_be_timed(COUNTS, [30], SHAPE)
+    monkeypatch.setattr(softmax_time, "_MAX_OUTPUTS", 1)
+    choice = choose_cutoffs(COUNTS, SHAPE, max_clusters=3)
+    assert all(candidate.measured is None for candidate in choice.candidates)
+    assert choice.best.fitted == min(candidate.fitted for candidate in choice.candidates)
 
 
 def test_choice_among_numbers_of_clusters():

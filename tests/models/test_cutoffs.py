@@ -51,10 +51,12 @@ def test_every_partition_of_a_small_vocabulary(data):
     assert found == optimal_cutoffs_ref(masses, clusters)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_equals_the_plain_loop_in_any_order(data):
     masses = data.draw(few_values | many_values)
+    if data.draw(st.booleans()):  # descending masses are solved in a smaller space
+        masses.sort(reverse=True)
     clusters = data.draw(st.integers(1, len(masses)))
     assert optimal_cutoffs(masses, clusters) == optimal_cutoffs_ref(masses, clusters)
 

@@ -194,6 +194,7 @@ def _show(masses: npt.NDArray[Any], cutoffs: list[int], cost: float, seconds: fl
         f"A token costs {cost:,.1f} outputs on average instead of {len(masses):,} "
         f"({len(masses) / cost:,.1f} times fewer). Solved in {seconds:.3f} s.",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -221,4 +222,5 @@ def _show_choice(choice: Choice) -> None:
         f"Chosen: {choice.best.cutoffs or 'a full softmax, without cutoffs'}. The fitted times are "
         f"off by {choice.cost.relative_error:.0%} (median of {choice.cost.num_points} timings).",
         highlight=False,
+        soft_wrap=True,
     )

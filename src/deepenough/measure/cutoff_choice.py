@@ -4,7 +4,7 @@
 2. For every number of clusters the best cutoffs under the fitted costs are found exactly
    (`cheapest_cutoffs`); those that minimise `size * mass` stand beside them.
 3. Of these few candidates the promising ones are run as real layers, taking turns
-   (`softmax_time`), and the fastest is chosen.
+   (`softmax_time`), and the fastest is chosen; where one is too large to be run, the fit decides.
 
 So cutoffs are optimal for the fitted costs, and the number of clusters is chosen by measurement.
 """
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from deepenough.errors import UserError
 from deepenough.measure.softmax_cost import LayerShape, SoftmaxCost, measure_softmax_cost
-from deepenough.measure.softmax_time import time_partitions
+from deepenough.measure.softmax_time import can_be_timed, time_partitions
 from deepenough.models.cutoffs import cheapest_cutoffs, optimal_cutoffs
 
 Track = Callable[[Sequence[Any], str], Iterable[Any]]
@@ -73,10 +73,13 @@ def choose_cutoffs(
         proposals.setdefault(tuple(optimal_cutoffs(masses, number).cutoffs), "size x mass")
     fitted = {cutoffs: cost.seconds(masses, cutoffs) for cutoffs in proposals}
     promising = [c for c in proposals if fitted[c] <= _PROMISING * min(fitted.values())]
-    times = time_partitions(
-        masses, promising, shape, track=lambda turns: track(turns, "Timing whole layers")
-    )
-    measured = dict(zip(promising, times, strict=True))
+    measured: dict[tuple[int, ...], float] = {}
+    # One that cannot be run cannot be judged by the clock, nor may it lose for that.
+    if all(can_be_timed(masses, cutoffs, shape) for cutoffs in promising):
+        times = time_partitions(
+            masses, promising, shape, track=lambda turns: track(turns, "Timing whole layers")
+        )
+        measured = dict(zip(promising, times, strict=True))
     candidates = [
         Candidate(list(cutoffs), best_for, fitted[cutoffs], measured.get(cutoffs))
         for cutoffs, best_for in proposals.items()
@@ -105,7 +108,7 @@ def _numbers_of_clusters(
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float]:
-    """The fastest that was run comes first; the fit decides only where no layer could be."""
+    """Those that were run come first, by the clock; where none was, the fit decides."""
     if candidate.measured is None:
         return True, candidate.fitted
     return False, candidate.measured

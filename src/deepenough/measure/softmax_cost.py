@@ -34,6 +34,9 @@ _MAX_OUTPUTS = 1 << 23
 """Rows times words of the largest product that is timed: four float32 copies of it are 128 MB."""
 
 _MIN_WORDS = 32
+_MIN_ROUNDS = 3
+_PATIENCE = 15.0
+"""Seconds of timing after which no more rounds are begun."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,9 @@ def measure_softmax_cost(
 ) -> SoftmaxCost:
     """Time and fit the parts of an adaptive softmax for up to `max_clusters` clusters.
 
-    The whole grid is run `rounds` times and the fastest time of a place counts, so that a busy
-    moment of the machine spoils no single place. `track` may wrap the work to show its progress.
+    The whole grid is run `rounds` times, fewer if that takes long, and the fastest time of a place
+    counts, so that a busy moment of the machine spoils no single place. `track` may wrap the work
+    to show its progress.
     """
     widths = shape.tail_widths(max_clusters - 1)
     points = _grid(vocab_size, shape.batch_tokens, widths)
@@ -107,8 +111,12 @@ def measure_softmax_cost(
         steps.run(point)  # the first run pays for allocations that later ones find done
     # In an order that changes, or the same place would always follow the largest one, caches cold.
     shuffle = random.Random(0).sample
-    for point in track([point for _ in range(rounds) for point in shuffle(points, len(points))]):
+    schedule = [point for _ in range(rounds) for point in shuffle(points, len(points))]
+    deadline = time.perf_counter() + _PATIENCE
+    for num_done, point in enumerate(track(schedule)):
         start = time.perf_counter()
+        if start > deadline and num_done >= _MIN_ROUNDS * len(points):
+            break
         steps.run(point)
         point.seconds = min(point.seconds, time.perf_counter() - start)
     return _fit_all(points, widths, shape.batch_tokens)

@@ -24,6 +24,10 @@ from deepenough.measure.softmax_cost import LayerShape
 _MAX_OUTPUTS = 1 << 25
 """Outputs (rows times words) of a cluster up to which a layer is timed: about 0.5 GB of buffers."""
 
+_MIN_TURNS = 3
+_PATIENCE = 15.0
+"""Seconds of timing after which no more turns are begun."""
+
 
 def time_partitions(
     masses: npt.ArrayLike,
@@ -31,28 +35,40 @@ def time_partitions(
     shape: LayerShape,
     rounds: int = 25,
     track: Callable[[Sequence[int]], Iterable[int]] = iter,
-) -> list[float | None]:
-    """Seconds of a training step for each list of cutoffs; None where a layer is too large."""
+) -> list[float]:
+    """Seconds of a training step for each list of cutoffs, the fastest of `rounds` turns.
+
+    Fewer turns are taken if that takes long. `track` may wrap them to show their progress.
+    """
     shares = np.asarray(masses, dtype=np.float64)
-    shares = shares / shares.sum()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layers = {
-            number: _layer(len(shares), list(cuts), shape)
-            for number, cuts in enumerate(cutoffs)
-            if _fits(shares, cuts, shape.batch_tokens)
-        }
+        layers = [_layer(len(shares), list(cuts), shape) for cuts in cutoffs]
         hidden = torch.randn(shape.batch_tokens, shape.d_model)
         targets = _typical_batch(shares, shape.batch_tokens)
-    for layer in layers.values():
+    for layer in layers:
         _step(layer, hidden, targets)  # the first one pays for allocations
-    seconds: dict[int, float] = {}
+    seconds = [float("inf")] * len(layers)
     order = random.Random(0)
-    for _ in track(range(rounds)):
-        for number in order.sample(sorted(layers), len(layers)):
-            elapsed = _step(layers[number], hidden, targets)
-            seconds[number] = min(elapsed, seconds.get(number, elapsed))
-    return [seconds.get(number) for number in range(len(cutoffs))]
+    deadline = time.perf_counter() + _PATIENCE
+    for turn in track(range(rounds)):
+        if turn >= _MIN_TURNS and time.perf_counter() > deadline:
+            break
+        for number in order.sample(range(len(layers)), len(layers)):
+            seconds[number] = min(seconds[number], _step(layers[number], hidden, targets))
+    return seconds
+
+
+def can_be_timed(masses: npt.ArrayLike, cutoffs: Sequence[int], shape: LayerShape) -> bool:
+    """Whether the layer's buffers are small enough to try it on any machine."""
+    shares = np.asarray(masses, dtype=np.float64)
+    shares = shares / shares.sum()
+    bounds = [*cutoffs, len(shares)]
+    outputs = [shape.batch_tokens * bounds[0]]
+    for start, stop in itertools.pairwise(bounds):
+        rows = shape.batch_tokens * shares[start:stop].sum()
+        outputs.append(int(rows * (stop - start)))
+    return max(outputs) <= _MAX_OUTPUTS
 
 
 def _typical_batch(shares: npt.NDArray[np.float64], batch_tokens: int) -> torch.Tensor:
@@ -61,14 +77,6 @@ def _typical_batch(shares: npt.NDArray[np.float64], batch_tokens: int) -> torch.
     quantiles = (np.arange(batch_tokens) + 0.5) / batch_tokens * running[-1]
     words = torch.from_numpy(np.searchsorted(running, quantiles, side="right"))
     return words[torch.randperm(batch_tokens)]
-
-
-def _fits(shares: npt.NDArray[np.float64], cutoffs: Sequence[int], batch_tokens: int) -> bool:
-    head, *rest = [*cutoffs, len(shares)]
-    outputs = [batch_tokens * head]
-    for start, stop in itertools.pairwise([head, *rest]):
-        outputs.append(int(batch_tokens * (stop - start) * shares[start:stop].sum()))
-    return max(outputs) <= _MAX_OUTPUTS
 
 
 def _layer(vocab_size: int, cutoffs: list[int], shape: LayerShape) -> nn.Module:

@@ -86,7 +86,8 @@ def optimal_cutoffs(masses: npt.ArrayLike, clusters: int) -> Partition:
     value = np.arange(end + 1) * prefix  # D_1
     best_cuts: list[Positions] = []
     for k in range(2, clusters):
-        value, cuts = _add_cluster(value, prefix, k)
+        reach = _reach(checked, k, clusters)
+        value, cuts = _add_cluster(value, prefix[: reach + 1], k)
         best_cuts.append(
             cuts.astype(np.int32)
         )  # what memory is made of when there are many clusters
@@ -190,10 +191,24 @@ def _prefix_sums(values: Numbers) -> Numbers:
     return np.concatenate(([0], sums)).astype(np.int64 if exact else np.float64)
 
 
+def _reach(values: Numbers, k: int, clusters: int) -> int:
+    """How far the first `k` of `clusters` clusters can extend at the smallest best cuts.
+
+    For a given set of sizes it is best to give descending masses ascending sizes (rearrangement
+    inequality). Were the last cluster smaller than the average, another order of the sizes would
+    be as good with an earlier last cut. So the first k clusters hold no more than k/K of the words.
+    """
+    descending = bool((values[:-1] >= values[1:]).all())
+    return len(values) * k // clusters if descending else len(values)
+
+
 def _add_cluster(previous: Numbers, prefix: Numbers, k: int) -> tuple[Numbers, Positions]:
-    """One step of (2): from D_(k-1) to D_k[j] and its smallest best `i`, for all j = k ... N."""
+    """One step of (2): from D_(k-1) to D_k[j] and its smallest best `i`, k <= j < len(prefix).
+
+    `previous` may be shorter, where no best `i` lies further right.
+    """
     end = len(prefix) - 1
-    value = np.zeros_like(previous)
+    value = np.zeros(end + 1, dtype=previous.dtype)
     cuts = np.zeros(end + 1, dtype=np.int64)
     cuts[k - 1] = k - 1  # stands for the row above the first one: no cut lies further left
     cuts[end], value[end] = _solve_row(previous, prefix, k, end)
@@ -210,7 +225,7 @@ def _add_cluster(previous: Numbers, prefix: Numbers, k: int) -> tuple[Numbers, P
 
 def _solve_row(previous: Numbers, prefix: Numbers, k: int, j: int) -> tuple[int, Any]:
     """The smallest best `i` of one row among all k-1 <= i < j, and its value."""
-    i = np.arange(k - 1, j)
+    i = np.arange(k - 1, min(j, len(previous)))
     costs = previous[i] + (j - i) * (prefix[j] - prefix[i])
     best = int(np.argmin(costs))
     return k - 1 + best, costs[best]
