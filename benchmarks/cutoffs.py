@@ -1,0 +1,160 @@
+"""Optimal cutoffs: how long the exact solver takes, and what measured cutoffs save.
+
+    python benchmarks/cutoffs.py [--save]
+
+Three things, all measured in this run:
+
+- the solver on a 12,000-word vocabulary (WikiText-2 with its tokenizer where $DEEPENOUGH_DATA has
+  them, else a Zipf law) and on a million words of a Zipf law, with 3 and 10 clusters;
+- the plain O(K N^2) loop beside it on small vocabularies, results compared, to show how each grows;
+- a training step of torch's adaptive softmax with the cutoffs that were chosen by measuring, those
+  that minimise size x mass, and a full softmax, taking turns.
+
+`--save` writes benchmarks/results/cutoffs.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepenough.measure.cutoff_choice import choose_cutoffs
+from deepenough.measure.softmax_cost import LayerShape
+from deepenough.measure.softmax_time import time_partitions
+from deepenough.models.cutoffs import Partition, optimal_cutoffs, optimal_cutoffs_ref
+from deepenough.provenance import provenance
+
+RESULTS = Path(__file__).parent / "results" / "cutoffs.json"
+SHAPE = LayerShape(d_model=128, div_value=4.0, batch_tokens=1024)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    save = parser.parse_args().save
+    name, words = small_vocabulary()
+    results: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": f"python {' '.join(sys.argv)}",
+        "machine": machine(),
+        "provenance": provenance(),
+        "solver": solver_times({name: words, "Zipf": zipf(1_000_000)}),
+        "growth": growth(),
+        "layer": {"vocabulary": name, **vars(SHAPE), "steps": layer_times(words)},
+    }
+    if save:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {RESULTS}")
+
+
+def solver_times(vocabularies: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    print("Exact solver, fastest of 5")
+    rows = []
+    for name, masses in vocabularies.items():
+        for clusters in (3, 10):
+            seconds, found = fastest(lambda m=masses, k=clusters: optimal_cutoffs(m, k), 5)
+            print(
+                f"  {name:10} {len(masses):>9,} words, {clusters:>2} clusters: {seconds:8.4f} s"
+                f"  cost {found.cost:,.2f}  cutoffs {found.cutoffs}"
+            )
+            rows.append(
+                {"vocabulary": name, "words": len(masses), "clusters": clusters}
+                | {"seconds": seconds, **vars(found)}
+            )
+    return rows
+
+
+def growth() -> list[dict[str, Any]]:
+    print("Growth with the vocabulary (Zipf, 3 clusters): this solver against the plain loop")
+    rows = []
+    for size in (500, 1000, 2000):
+        masses = zipf(size)
+        fast, found = fastest(lambda m=masses: optimal_cutoffs(m, 3), 5)
+        plain, expected = fastest(lambda m=masses: optimal_cutoffs_ref(m, 3), 1)
+        if found != expected:
+            raise AssertionError(f"the solvers disagree: {found} and {expected}")
+        print(f"  {size:>5} words: {fast:.5f} s against {plain:.3f} s, {plain / fast:,.0f} times")
+        rows.append({"words": size, "seconds": fast, "plain_loop_seconds": plain})
+    return rows
+
+
+def layer_times(words: np.ndarray) -> list[dict[str, Any]]:
+    print(f"Training step of the layer, {SHAPE}, {torch.get_num_threads()} threads")
+    choice = choose_cutoffs(words, SHAPE)
+    layers = {"chosen by measuring": choice.best.cutoffs, "full softmax": []}
+    for candidate in choice.candidates:
+        if candidate.cutoffs and candidate is not choice.best:
+            name = f"{candidate.best_for}, {len(candidate.cutoffs) + 1} clusters"
+            layers[name] = candidate.cutoffs
+    times = time_partitions(words, list(layers.values()), SHAPE)
+    chosen = times[0]
+    rows = []
+    for (name, cutoffs), seconds in zip(layers.items(), times, strict=True):
+        fitted = choice.cost.seconds(words, cutoffs)
+        print(
+            f"  {name:26} {cutoffs!s:22} {1e3 * seconds:8.2f} ms (fitted {1e3 * fitted:.2f}), "
+            f"{seconds / chosen:.2f} times the chosen one"
+        )
+        rows.append({"layer": name, "cutoffs": cutoffs, "seconds": seconds, "fitted": fitted})
+    return rows
+
+
+def small_vocabulary() -> tuple[str, np.ndarray]:
+    """Counts, descending: of WikiText-2 in 12,000 pieces, lower-cased, where it is at hand."""
+    folder = Path(os.environ.get("DEEPENOUGH_DATA", ""))
+    text, model = folder / "wikitext-2" / "train.txt", folder / "par" / "wiki2_12k.model"
+    if not (text.is_file() and model.is_file()):
+        return "Zipf", zipf(12_000)
+    import sentencepiece
+
+    encoder = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    counts = np.zeros(encoder.vocab_size(), dtype=np.int64)
+    with text.open(encoding="utf-8") as lines:
+        for ids in encoder.encode([line.strip().lower() for line in lines]):
+            np.add.at(counts, ids, 1)
+    return "WikiText-2", np.sort(counts)[::-1]
+
+
+def zipf(num_words: int) -> np.ndarray:
+    """Whole counts that fall as 1/rank, from 10^9."""
+    return (1e9 / np.arange(1, num_words + 1)).astype(np.int64)
+
+
+def fastest(solve: Callable[[], Partition], turns: int) -> tuple[float, Partition]:
+    best = float("inf")
+    for _ in range(turns):
+        start = time.perf_counter()
+        found = solve()
+        best = min(best, time.perf_counter() - start)
+    return best, found
+
+
+def machine() -> dict[str, Any]:
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    return {
+        "processor": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "load_before": os.getloadavg(),
+    }
+
+
+if __name__ == "__main__":
+    main()
