@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -106,11 +107,9 @@ def _train(lines: Iterable[str], vocab_size: int, symbols: list[str]) -> bytes:
     special: dict[str, Any] = {}
     for number, (role, token) in enumerate(SPECIAL_TOKENS.items()):
         special |= {f"{role}_id": number, f"{role}_piece": token}
-    # The sample is drawn in C++, from a generator of its own.
-    sentencepiece.set_random_generator_seed(SEED)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_stretches(lines),
+            sentence_iterator=iter(_sample(lines)),
             model_writer=written,
             model_type="unigram",
             vocab_size=vocab_size,
@@ -121,8 +120,6 @@ def _train(lines: Iterable[str], vocab_size: int, symbols: list[str]) -> bytes:
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
-            input_sentence_size=SAMPLE_SIZE,
-            shuffle_input_sentence=True,
             max_sentence_length=4 * SAMPLE_CHARACTERS,
             num_threads=NUM_TRAINING_THREADS,
             minloglevel=2,
@@ -131,6 +128,24 @@ def _train(lines: Iterable[str], vocab_size: int, symbols: list[str]) -> bytes:
     except RuntimeError as error:
         raise _explained(error, vocab_size) from error
     return written.getvalue()
+
+
+def _sample(lines: Iterable[str]) -> list[str]:
+    """Stretches of text chosen evenly from all of it (reservoir sampling), in random order.
+
+    The order matters: SentencePiece takes quadratic time over text that repeats itself at length,
+    as corpora with a document twice in them do, and shuffling leaves no repeat longer than a
+    stretch.
+    """
+    random_ = random.Random(SEED)
+    sample: list[str] = []
+    for number, stretch in enumerate(_stretches(lines)):
+        if number < SAMPLE_SIZE:
+            sample.append(stretch)
+        elif (place := random_.randrange(number + 1)) < SAMPLE_SIZE:
+            sample[place] = stretch
+    random_.shuffle(sample)
+    return sample
 
 
 def _stretches(lines: Iterable[str]) -> Iterator[str]:

@@ -1,0 +1,248 @@
+"""Corpora by every kind of name, their splits, and what is said when there is none."""
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepenough.data import open_corpus, text_files
+from deepenough.data.corpus import BLOCK_LINES
+from deepenough.errors import UserError
+
+
+def numbered(num_lines):
+    return [f"line {number}" for number in range(num_lines)]
+
+
+def write(path, lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes("".join(line + "\n" for line in lines).encode())
+    return path
+
+
+def test_a_file_is_split_by_blocks(tmp_path):
+    lines = numbered(4000)
+    corpus = open_corpus(str(write(tmp_path / "book.txt", lines)))
+    assert corpus.splits == ("train", "valid", "test")
+    parts = {split: list(corpus.lines(split)) for split in corpus.splits}
+    assert sorted(line for part in parts.values() for line in part) == sorted(lines)
+    assert len(parts["valid"]) == pytest.approx(200, abs=BLOCK_LINES)
+    assert len(parts["test"]) == pytest.approx(200, abs=BLOCK_LINES)
+    for part in parts.values():
+        assert part == sorted(part, key=lines.index)
+        assert len(part) % BLOCK_LINES == 0
+    assert {split: list(corpus.lines(split)) for split in corpus.splits} == parts
+
+
+@given(st.floats(0, 0.6), st.floats(0, 0.3))
+def test_fractions_are_kept(tmp_path_factory, valid, test):
+    path = tmp_path_factory.getbasetemp() / "fractions.txt"
+    if not path.exists():
+        write(path, numbered(6000))
+    corpus = open_corpus(str(path), valid_fraction=valid, test_fraction=test)
+    for split, fraction in (("valid", valid), ("test", test)):
+        if fraction > 0.01:
+            num_lines = sum(1 for _ in corpus.lines(split))
+            assert num_lines == pytest.approx(fraction * 6000, abs=4 * BLOCK_LINES)
+
+
+@pytest.mark.parametrize(("valid", "test"), [(-0.1, 0.1), (0.5, 0.5)])
+def test_impossible_fractions(tmp_path, valid, test):
+    with pytest.raises(UserError, match="together below 1"):
+        open_corpus("python", valid_fraction=valid, test_fraction=test)
+
+
+def test_a_folder_with_named_splits(tmp_path):
+    write(tmp_path / "wiki.train.tokens", ["t"])
+    write(tmp_path / "wiki.validation.tokens", ["v"])
+    write(tmp_path / "wiki.test.tokens", ["s"])
+    corpus = open_corpus(str(tmp_path))
+    assert [list(corpus.lines(split)) for split in ("train", "valid", "test")] == [
+        ["t"],
+        ["v"],
+        ["s"],
+    ]
+
+
+def test_a_missing_split_is_cut_from_train(tmp_path):
+    write(tmp_path / "train.txt", numbered(1000))
+    write(tmp_path / "test.txt", ["s"])
+    corpus = open_corpus(str(tmp_path))
+    assert list(corpus.lines("test")) == ["s"]
+    both = [*corpus.lines("train"), *corpus.lines("valid")]
+    assert sorted(both) == sorted(numbered(1000))
+
+
+def test_a_folder_of_any_text(tmp_path):
+    write(tmp_path / "b.md", ["b"])
+    write(tmp_path / "a" / "c.txt", ["c"])
+    write(tmp_path / ".git" / "hidden.txt", ["hidden"])
+    write(tmp_path / "image.png", ["no text"])
+    corpus = open_corpus(str(tmp_path), valid_fraction=0, test_fraction=0)
+    assert corpus.splits == ("train",)
+    assert list(corpus.lines("train")) == ["c", "b"]
+
+
+def test_a_glob(tmp_path):
+    for name in ("1.py", "2.py", "3.txt"):
+        write(tmp_path / "deep" / name, [name])
+    corpus = open_corpus(str(tmp_path / "**" / "*.py"), valid_fraction=0, test_fraction=0)
+    assert list(corpus.lines("train")) == ["1.py", "2.py"]
+
+
+def test_a_name_under_the_data_folder(tmp_path, monkeypatch):
+    write(tmp_path / "mine" / "train.txt", numbered(1000))
+    monkeypatch.setenv("DEEPENOUGH_DATA", str(tmp_path))
+    assert next(open_corpus("mine").lines("train")) == "line 0"
+
+
+def test_python_prose_is_english_and_stable(own_cache):
+    corpus = open_corpus("python")
+    lines = [line for split in corpus.splits for line in corpus.lines(split)]
+    assert 1_000_000 < sum(len(line) + 1 for line in lines) < 5_000_000
+    words = " ".join(lines).split()
+    assert words.count("the") > 10_000
+    assert corpus.fingerprint("train") == open_corpus("python").fingerprint("train")
+    assert len(list((own_cache / "python").iterdir())) == 1
+
+
+def test_line_ends_and_marks(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\n\n two\x0c\xc2\x85\xe2\x80\xa8 \nlast")
+    corpus = open_corpus(str(path), valid_fraction=0, test_fraction=0)
+    assert list(corpus.lines("train")) == ["one", "", " two\x0c\x85\u2028 ", "last"]
+
+
+def test_invalid_utf8_is_replaced_and_said_once(tmp_path, caplog):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(b"good\nb\xffd\n\xc3\nfine\n")
+    corpus = open_corpus(str(path), valid_fraction=0, test_fraction=0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert list(corpus.lines("train")) == ["good", "b\ufffdd", "\ufffd", "fine"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: 2 lines had bytes that are not UTF-8; they were replaced by U+FFFD."
+    ]
+
+
+@given(st.text(alphabet="aé\u20ac\U0001f600 ", max_size=80))
+def test_very_long_lines_are_cut_between_characters(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "long.txt"
+    path.write_text(text + "\nnext\n", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_files, "MAX_LINE_BYTES", 7)
+        lines = list(text_files.read_lines([path]))
+    assert lines[-1] == "next"
+    assert "".join(lines[:-1]) == text
+    assert all(len(line.encode()) <= 7 + 4 for line in lines)
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path):
+    one = open_corpus(str(write(tmp_path / "one.txt", numbered(999))))
+    same = open_corpus(str(write(tmp_path / "same.txt", numbered(999))))
+    other = open_corpus(str(write(tmp_path / "other.txt", [*numbered(998), "line 998 "])))
+    for split in one.splits:
+        assert one.fingerprint(split) == same.fingerprint(split)
+    assert any(one.fingerprint(split) != other.fingerprint(split) for split in one.splits)
+
+
+@pytest.mark.parametrize("name", ["./nowhere.txt", "/nowhere/at/all", "no*where"])
+def test_missing(name, monkeypatch):
+    monkeypatch.delenv("DEEPENOUGH_DATA", raising=False)
+    with pytest.raises(UserError, match=r"no file, folder or glob.*DEEPENOUGH_DATA is unset"):
+        open_corpus(name)
+
+
+def test_empty(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match="is empty"):
+        open_corpus(str(tmp_path / "empty.txt"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="holds no text file"):
+        open_corpus(str(tmp_path / "folder"))
+
+
+def test_too_short_to_hold_out(tmp_path):
+    corpus = open_corpus(str(write(tmp_path / "short.txt", ["one line"])))
+    with pytest.raises(UserError, match=r"valid split .* is empty"):
+        corpus.lines("valid")
+    with pytest.raises(UserError, match="no split 'dev'"):
+        corpus.lines("dev")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that serves the given splits, counting how often it is asked."""
+
+    def serve(splits):
+        asked = []
+
+        def load_dataset(name, config=None, *, streaming):
+            asked.append((name, config))
+            assert streaming
+            if isinstance(splits, Exception):
+                raise splits
+            import datasets
+
+            return datasets.IterableDatasetDict(
+                {
+                    split: datasets.IterableDataset.from_generator(lambda rows=rows: iter(rows))
+                    for split, rows in splits.items()
+                }
+            )
+
+        import datasets
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return asked
+
+    return serve
+
+
+def test_hub_rows_are_streamed_once(hub):
+    asked = hub(
+        {
+            "train": [{"text": "a\nb"}, {"text": "c"}],
+            "validation": [{"text": "v"}],
+            "unsupervised": [{"text": "never"}],
+        }
+    )
+    for _ in range(2):
+        corpus = open_corpus("hf:owner/name", test_fraction=0)
+        assert corpus.splits == ("train", "valid")
+        assert list(corpus.lines("train")) == ["a", "b", "c"]
+        assert list(corpus.lines("valid")) == ["v"]
+    assert asked == [("owner/name", None)]
+
+
+def test_hub_config_and_column(hub):
+    asked = hub({"train": [{"body": "words", "id": 1}]})
+    corpus = open_corpus("hf:name:config:body", valid_fraction=0, test_fraction=0)
+    assert list(corpus.lines("train")) == ["words"]
+    assert asked == [("name", "config")]
+    with pytest.raises(UserError, match="no column 'text' but body, id"):
+        open_corpus("hf:name:config")
+
+
+def test_hub_is_asked_for_what_is_not_local(hub):
+    asked = hub({"train": [{"text": "words"}]})
+    assert list(open_corpus("owner/name", valid_fraction=0, test_fraction=0).lines("train"))
+    assert asked == [("owner/name", None)]
+
+
+def test_hub_without_train(hub):
+    hub({"test": [{"text": "words"}]})
+    with pytest.raises(UserError, match="no train split: it has test"):
+        open_corpus("hf:owner/name")
+
+
+def test_hub_out_of_reach(hub, monkeypatch):
+    monkeypatch.setenv("DEEPENOUGH_DATA", "/somewhere")
+    hub(ConnectionError("no network\nand a long story"))
+    with pytest.raises(UserError) as error:
+        open_corpus("owner/name")
+    message = str(error.value)
+    for part in ("file, folder or glob", "/somewhere", "hub", "ConnectionError: no network"):
+        assert part in message
+    assert "\n" not in message

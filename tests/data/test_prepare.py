@@ -1,0 +1,69 @@
+"""From settings to tokens in one call, cached."""
+
+import pytest
+
+from deepenough import settings as settings_module
+from deepenough.data import DataSettings, prepare
+from deepenough.data import prepare as prepare_function
+from deepenough.data import tokenizer as training
+from deepenough.errors import UserError
+
+
+@pytest.fixture
+def text(tmp_path, prose):
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(prose), encoding="utf-8")
+    return str(path)
+
+
+def test_trains_a_tokenizer_and_encodes_every_split(text, prose):
+    prepared = prepare(DataSettings(corpus=text, vocab_size=600, lowercase=True, symbols=["@-@"]))
+    assert set(prepared.tokens) == {"train", "valid", "test"}
+    assert len(prepared.tokenizer) == 600
+    ids = prepared.tokens["train"].ids
+    assert (ids == prepared.tokenizer.eos_token_id).sum() == prepared.tokens[
+        "train"
+    ].counts.num_lines
+    first = next(prepared.corpus.lines("train"))
+    assert prepared.tokenizer.decode(ids[:200]).startswith(first.lower())
+
+
+def test_everything_is_cached(text, monkeypatch):
+    settings = DataSettings(corpus=text, vocab_size=500)
+    first = prepare(settings)
+    monkeypatch.setattr(training, "_train", None)
+    again = prepare(settings)
+    assert again.tokens == first.tokens
+    assert again.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    with pytest.raises(TypeError):  # another size is trained anew
+        prepare(DataSettings(corpus=text, vocab_size=501))
+
+
+@pytest.mark.parametrize(("end_of_line", "has_ends"), [(None, False), (True, True), (False, False)])
+def test_a_given_tokenizer_adds_line_ends_only_when_asked(
+    text, tokenizer, tmp_path, end_of_line, has_ends
+):
+    tokenizer.save_pretrained(tmp_path / "t")
+    settings = DataSettings(
+        corpus=text, tokenizer=str(tmp_path / "t"), end_of_line=end_of_line, cache=str(tmp_path)
+    )
+    ids = prepare(settings).tokens["train"].ids
+    assert (ids == tokenizer.eos_token_id).any() == has_ends
+
+
+def test_the_cache_can_be_elsewhere(text, tmp_path, own_cache):
+    prepare_function(DataSettings(corpus=text, vocab_size=500, cache=str(tmp_path / "mine")))
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["tokenizers", "tokens"]
+    assert not own_cache.exists()
+
+
+def test_a_vocabulary_too_large_leaves_no_entry(text, own_cache):
+    with pytest.raises(UserError, match="more than this corpus can give"):
+        prepare(DataSettings(corpus=text, vocab_size=1_000_000))
+    assert list((own_cache / "tokenizers").iterdir()) == []
+
+
+def test_every_setting_has_a_text():
+    options = settings_module.options(DataSettings)
+    assert len(options) > 8
+    assert all(option.text for option in options)

@@ -1,0 +1,223 @@
+"""Tokenizers: any text comes back, saved ones are the same, ids are SentencePiece's own."""
+
+import json
+
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
+
+from deepenough.data import load_tokenizer, save_tokenizer, train_tokenizer
+from deepenough.data import tokenizer as training
+from deepenough.data.encoding import MODEL_FILE, encoder_of, lower, lowers_case
+from deepenough.errors import UserError
+
+# U+FDD0 stands for the visible space inside trained tokenizers: the one character they change.
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufdd0"))
+# Text near what the pieces are made of: words, spaces, symbols and byte pieces spelled out.
+FRAGMENTS = st.lists(
+    st.sampled_from(
+        ["the ", "  ", " class", "@-@", "<0x41>", "<", "0x41>", "\u2581", "é", "I", "\t"]
+    )
+).map("".join)
+HARD_TEXT = [
+    "",
+    " ",
+    "  two  spaces  ",
+    "tab\tand\nnewline\r\n",
+    "<0x41><0xE2>",
+    "\u2581\u2581 visible \u2581 spaces\u2581",
+    "\x00\x7f\u200b\ufeff\U0010ffff",
+    "<unk> </s> <s> [UNK]",
+    "e\u0301 \u00e9 \ufb01 \u2460 \u3000 \u00a0",
+    "日本語 العربية 🙂👩‍👩‍👧",
+]
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def scores(tokenizer):
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    return [score for _, score in model["vocab"]]
+
+
+def assert_same_or_tied(tokenizer, mine, theirs):
+    """The same ids, or as good ones: SentencePiece sums in 32 bits, so ties fall either way."""
+    if mine != theirs:
+        score = scores(tokenizer)
+        assert len(mine) == len(theirs)
+        assert sum(score[i] for i in mine) == pytest.approx(sum(score[i] for i in theirs), rel=1e-6)
+
+
+@pytest.mark.parametrize("text", HARD_TEXT)
+def test_hard_text_comes_back(tokenizer, text):
+    assert tokenizer.decode(ids_of(tokenizer, text)) == text
+    assert tokenizer.decode(encoder_of(tokenizer)([text])[0]) == text
+
+
+@given(text=TEXT | FRAGMENTS)
+def test_any_text_comes_back(tokenizer, text):
+    assert tokenizer.decode(ids_of(tokenizer, text)) == text
+
+
+@given(text=TEXT | FRAGMENTS)
+def test_any_text_comes_back_up_to_case(lower_tokenizer, text):
+    assert lower_tokenizer.decode(ids_of(lower_tokenizer, text)) == lower(text)
+
+
+@given(text=TEXT | FRAGMENTS)
+def test_trained_ids_are_sentencepieces(tokenizer, lower_tokenizer, text):
+    for either in (tokenizer, lower_tokenizer):
+        assert_same_or_tied(either, ids_of(either, text), encoder_of(either)([text])[0])
+
+
+def test_real_lines_are_sentencepieces(tokenizer, prose):
+    encoded = encoder_of(tokenizer)(prose)
+    differing = 0
+    for line, ids in zip(prose, encoded, strict=True):
+        assert_same_or_tied(tokenizer, ids_of(tokenizer, line), ids)
+        differing += ids_of(tokenizer, line) != ids
+        assert tokenizer.decode(ids) == line
+    assert differing < len(prose) / 100
+
+
+@given(TEXT)
+def test_lower_case_is_letter_by_letter(text):
+    # A letter that is new to either side's Unicode tables may be known to the other alone.
+    assert lower(text.replace("Σ", "σ")) == lower(text)
+    if text.isascii():
+        assert lower(text) == text.lower()
+
+
+def test_lower_case_is_pythons_but_for_the_last_sigma():
+    assert lower("ÀÉÎ İ ΣΊΣΥΦΟΣ") == "àéî i̇ σίσυφοσ"
+
+
+def test_special_ids_are_fixed(tokenizer):
+    ids = [getattr(tokenizer, f"{role}_token_id") for role in ("unk", "bos", "eos", "pad")]
+    assert ids == [0, 1, 2, 3]
+    assert len(tokenizer) == tokenizer.vocab_size == 800
+    assert tokenizer("x")["input_ids"] == ids_of(tokenizer, "x")
+
+
+def test_special_tokens_are_left_out_when_asked(tokenizer):
+    ids = [tokenizer.bos_token_id, *ids_of(tokenizer, "two words"), tokenizer.eos_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "two words"
+
+
+def test_symbols_are_one_piece(tokenizer):
+    pieces = tokenizer.convert_ids_to_tokens(ids_of(tokenizer, "role @-@ playing a@-@b"))
+    assert pieces.count("@-@") == 2
+
+
+@pytest.mark.parametrize("save", [lambda t, f: t.save_pretrained(f), save_tokenizer])
+@pytest.mark.parametrize("load", [AutoTokenizer.from_pretrained, load_tokenizer])
+def test_saved_and_loaded_is_the_same(tmp_path, lower_tokenizer, prose, save, load):
+    save(lower_tokenizer, tmp_path)
+    loaded = load(str(tmp_path))
+    assert isinstance(loaded, PreTrainedTokenizerFast)
+    assert lowers_case(loaded)
+    for text in [*prose[:300], *HARD_TEXT, "ROLE @-@ Playing"]:
+        assert ids_of(loaded, text) == ids_of(lower_tokenizer, text)
+    assert loaded.eos_token_id == lower_tokenizer.eos_token_id
+    assert loaded.decode(ids_of(loaded, "A  b ")) == "a  b "
+
+
+def test_training_is_repeatable_also_on_a_sample(monkeypatch, prose):
+    monkeypatch.setattr(training, "SAMPLE_SIZE", 1500)
+    vocabularies = [train_tokenizer(iter(prose), 500).get_vocab() for _ in range(2)]
+    assert vocabularies[0] == vocabularies[1]
+
+
+def test_lower_case_reaches_pieces_and_symbols(prose):
+    small = train_tokenizer(prose, 500, lowercase=True, symbols=["@FOO@", "@foo@"])
+    learned = list(small.get_vocab())[:]
+    assert not any(piece != piece.lower() for piece in learned if not piece.startswith("<0x"))
+    assert "@foo@" in small.convert_ids_to_tokens(ids_of(small, "x @Foo@ y"))
+
+
+def test_vocabulary_too_large_says_what_is_possible(prose):
+    with pytest.raises(
+        UserError, match=r"90000 pieces is more .* set vocab_size to \d+ or less"
+    ) as e:
+        train_tokenizer(prose[:200], 90000)
+    largest = int(str(e.value).split()[-3])
+    assert len(train_tokenizer(prose[:200], largest)) == largest
+
+
+def test_vocabulary_too_small_says_what_is_needed(prose):
+    with pytest.raises(UserError, match=r"cannot hold the characters .* more than \d+"):
+        train_tokenizer(prose[:200], 100)
+
+
+@pytest.mark.parametrize("vocab_size", [0, -5])
+def test_no_vocabulary(prose, vocab_size):
+    with pytest.raises(UserError):
+        train_tokenizer(prose[:200], vocab_size)
+
+
+@pytest.mark.parametrize("lines", [[], ["", ""]])
+def test_nothing_to_train_on(lines):
+    with pytest.raises(UserError, match="no text"):
+        train_tokenizer(lines, 500)
+
+
+@pytest.mark.parametrize("symbol", ["", " ", "a b"])
+def test_impossible_symbols(prose, symbol):
+    with pytest.raises(UserError, match="symbol"):
+        train_tokenizer(prose, 500, symbols=[symbol])
+
+
+def test_long_lines_and_tabs_are_trained_on():
+    lines = ["\t".join(f"word{number % 50}" for number in range(20_000))]
+    assert any("word" in piece for piece in train_tokenizer(lines, 290).get_vocab())
+
+
+def test_a_corpus_that_is_there_twice_trains_no_slower_than_a_longer_one(prose):
+    # Unshuffled, the second copy would be one repeat of 150,000 characters, and take minutes.
+    assert len(train_tokenizer([*prose, *prose], 500)) == 500
+
+
+def test_a_hub_style_folder_can_be_lowered(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    BertTokenizer(vocab=str(tmp_path / "vocab.txt"), do_lower_case=False).save_pretrained(tmp_path)
+    plain, lowered = load_tokenizer(tmp_path), load_tokenizer(tmp_path, lowercase=True)
+    assert ids_of(plain, "HELLO") == [1]
+    assert ids_of(lowered, "HELLO") == encoder_of(lowered)(["HELLO"])[0] == [5]
+
+
+def test_a_foreign_model_file_is_not_attached(tmp_path, tokenizer, lower_tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / MODEL_FILE).write_bytes(lower_tokenizer.sentencepiece_encoder.model)
+    assert not hasattr(load_tokenizer(tmp_path), "sentencepiece_encoder")
+
+
+@pytest.mark.parametrize("content", [b"", b"no model", b"\x0a\x03abc"])
+def test_no_model_file(tmp_path, content):
+    path = tmp_path / "x.model"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"x\.model is not a SentencePiece model"):
+        load_tokenizer(path)
+
+
+def test_not_a_unigram_model(tmp_path, prose):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(prose),
+        model_prefix=str(tmp_path / "bpe"),
+        model_type="bpe",
+        vocab_size=300,
+        minloglevel=2,
+    )
+    with pytest.raises(UserError, match="not a unigram"):
+        load_tokenizer(tmp_path / "bpe.model")
+
+
+def test_no_tokenizer(tmp_path):
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="no file, folder or hub tokenizer 'no/where'"):
+        load_tokenizer("no/where")
