@@ -209,6 +209,11 @@ class RunFolder:
         return self.path / "plots"
 
     @property
+    def derived(self) -> Path:
+        """The run that trains what a search has found."""
+        return self.path / "derived"
+
+    @property
     def events(self) -> Path:
         """TensorBoard event files."""
         return self.path / "events"
@@ -273,6 +278,7 @@ class RunFolder:
             self.model,
             self.plots,
             self.events,
+            self.derived,
         )
         names = {place.name for place in own}
         # A kill may leave the temporary form of one of our own files behind.

@@ -1,0 +1,1 @@
+"""Mechanisms that decide how deep to go; each leaves a `DepthTrace`."""

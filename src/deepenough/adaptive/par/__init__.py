@@ -1,0 +1,11 @@
+"""PAR: choose the blocks of a language model (Pay Attention when Required, arXiv 2009.04534)."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from deepenough.adaptive.par.config import ParConfig
+from deepenough.adaptive.par.model import ParForCausalLM, ParOutput
+
+AutoConfig.register("par", ParConfig)
+AutoModelForCausalLM.register(ParConfig, ParForCausalLM)
+
+__all__ = ["ParConfig", "ParForCausalLM", "ParOutput"]

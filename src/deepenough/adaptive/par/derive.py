@@ -1,0 +1,75 @@
+"""From probabilities to a pattern: the likeliest one, within a budget if one is given.
+
+    maximise  sum_b log pi_b(kind_b)   subject to   cost(pattern) <= budget * cost(interleaved)
+
+All blocks have one shape, so a pattern's cost depends only on how many blocks of each kind it has.
+That makes the constrained optimum exact and cheap: the best patterns for every pair of counts
+(attention, dense) are found block by block, and the best pair that fits the budget is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY, interleaved
+from deepenough.errors import UserError
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """Cost of one block of each kind and of everything around the blocks, in one unit."""
+
+    attention: float
+    dense: float
+    identity: float
+    rest: float
+
+    def of(self, pattern: str) -> float:
+        """Of a whole forward pass."""
+        return self.rest + sum(self.of_block(kind) for kind in pattern)
+
+    def of_block(self, kind: str) -> float:
+        return {ATTENTION: self.attention, DENSE: self.dense, IDENTITY: self.identity}[kind]
+
+    def relative(self, pattern: str) -> float:
+        """As a share of the interleaved baseline with as many blocks."""
+        return self.of(pattern) / self.of(interleaved(len(pattern)))
+
+
+def derive(
+    probabilities: Sequence[Sequence[float]],
+    costs: BlockCosts | None = None,
+    budget: float | None = None,
+) -> str:
+    """The likeliest pattern; with a budget, the likeliest of those that keep it."""
+    if budget is not None and costs is None:
+        raise ValueError("a budget needs the costs of the blocks")
+    num_blocks = len(probabilities)
+    best: dict[tuple[int, int], tuple[float, str]] = {(0, 0): (0.0, "")}
+    for row in probabilities:
+        score_a, score_d, score_i = (math.log(max(p, 1e-300)) for p in row)
+        longer: dict[tuple[int, int], tuple[float, str]] = {}
+        for (num_a, num_d), (score, pattern) in best.items():
+            for counts, gain, kind in (
+                ((num_a + 1, num_d), score_a, ATTENTION),
+                ((num_a, num_d + 1), score_d, DENSE),
+                ((num_a, num_d), score_i, IDENTITY),
+            ):
+                candidate = (score + gain, pattern + kind)
+                if counts not in longer or candidate[0] > longer[counts][0]:
+                    longer[counts] = candidate
+        best = longer
+    patterns = [found for counts, found in best.items() if counts != (0, 0)]
+    if budget is not None:
+        assert costs is not None
+        fitting = [found for found in patterns if costs.relative(found[1]) <= budget]
+        if not fitting:
+            cheapest = min(costs.relative(pattern) for _, pattern in patterns)
+            raise UserError(
+                f"No pattern of {num_blocks} blocks costs at most {budget:.0%} of the interleaved "
+                f"baseline: the cheapest costs {cheapest:.0%}; give a budget of at least that."
+            )
+        patterns = fitting
+    return max(patterns)[1]

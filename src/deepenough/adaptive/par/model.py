@@ -1,0 +1,290 @@
+"""PAR Transformer-XL (arXiv 2009.04534) as a Hugging Face model.
+
+One class serves the SuperNet, any fixed pattern, and everything between: blocks marked `*` in the
+config's pattern compute both branches and mix them, the others only their own. Memory is Transformer-
+XL's: pass `memories` back in to continue a stream. `generate()` keeps keys and values instead, which is
+the same computation, and sees as far back as training did (`config.sliding_window`).
+
+Shapes: B lanes, S new tokens, K keys, D width, N blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.utils import ModelOutput
+
+from deepenough.adaptive.par.block import Context, ParBlock
+from deepenough.adaptive.par.choice import BranchChoice
+from deepenough.adaptive.par.config import ParConfig, with_pattern
+from deepenough.adaptive.par.flops import branch_flops, head_flops
+from deepenough.adaptive.par.pattern import BRANCHES, IDENTITY, OPEN
+from deepenough.adaptive.trace import DepthTrace
+from deepenough.errors import UserError
+from deepenough.models.attention import RelativeAttention, distance_codes, visible_keys
+from deepenough.models.dropout import Dropout
+from deepenough.models.embedding import embedding
+
+Memories = tuple[Tensor | None, ...]
+
+
+@dataclass
+class ParOutput(ModelOutput):
+    loss: Tensor | None = None
+    """Mean negative log-likelihood in nats."""
+    logits: Tensor | None = None
+    """`[B, S, V]`; left out where only the loss is asked for."""
+    memories: Memories | None = None
+    """To be passed with the next segment of the same lanes."""
+    past_key_values: Cache | None = None
+    trace: DepthTrace | None = None
+
+
+class ParForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = ParConfig
+    config: ParConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: ParConfig) -> None:
+        super().__init__(config)
+        self.embedding = embedding(
+            config.vocab_size,
+            config.d_model,
+            config.cutoffs,
+            config.div_value,
+            config.adaptive_input,
+        )
+        self.dropout = Dropout(config.dropout)
+        self.blocks = nn.ModuleList(ParBlock(config, kind) for kind in config.pattern)
+        self.norm = nn.LayerNorm(config.d_model)
+        self.output: nn.Module
+        if config.cutoffs:
+            self.output = nn.AdaptiveLogSoftmaxWithLoss(
+                config.d_model, config.vocab_size, config.cutoffs, div_value=config.div_value
+            )
+        else:
+            self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.choice = None
+        if OPEN in config.pattern:
+            self.choice = BranchChoice(
+                config.num_blocks, config.straight_through, config.learn_tau
+            )
+        self.block_seconds: Tensor | None = None
+        """Latency of each block, where it has been measured on this machine; goes into traces."""
+        self._contexts: dict[tuple[Any, ...], Context] = {}
+        self.post_init()
+
+    # -- what transformers asks of a model ---------------------------------------------------
+
+    def _init_weights(self, module: nn.Module) -> None:
+        width = self.config.d_model
+        if isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=width**-0.5)
+        elif isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=self.config.initializer_range)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, RelativeAttention):
+            init.zeros_(module.v_minus_u)
+        elif isinstance(module, BranchChoice):
+            init.zeros_(module.alpha)
+            init.ones_(module.tau)
+            if module.log_tau is not None:
+                init.zeros_(module.log_tau)
+            init.constant_(module.decided, -1)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return None if self.config.cutoffs else self.output
+
+    # -- the forward pass --------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
+        memories: Memories | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        noise: Tensor | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> ParOutput | tuple[Any, ...]:
+        """`labels` are shifted here, as everywhere in transformers; `targets` are the next tokens
+        themselves, for streams in which the last token's successor is known too. `noise` replaces
+        the SuperNet's own Gumbel draw."""
+        cache = past_key_values if use_cache is not False else None
+        hidden, new_memories, num_keys = self._run_blocks(input_ids, attention_mask, memories, cache, noise)
+        if labels is not None:
+            targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+        loss = logits = None
+        if targets is not None:
+            loss = self._loss(hidden, targets)
+        if targets is None or labels is not None:
+            logits = self._logits(hidden[:, -logits_to_keep:])
+        trace = None
+        if not self.training:
+            counted = targets if logits is None else None
+            trace = self._trace(hidden.shape, num_keys, cache is not None, counted)
+        output = ParOutput(loss, logits, new_memories, cache, trace)
+        return output if return_dict is not False else output.to_tuple()
+
+    def _run_blocks(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        memories: Memories | None,
+        cache: Cache | None,
+        noise: Tensor | None,
+    ) -> tuple[Tensor, Memories | None, int]:
+        num_lanes, num_new = input_ids.shape
+        hidden = self.dropout(self.embedding(input_ids) * self.config.d_model**0.5)
+        num_past = cache.get_seq_length() if cache is not None else _memory_length(memories)
+        if cache is not None:
+            num_past = min(num_past, self.config.sliding_window - 1)
+        num_keys = num_past + num_new
+        context = self._context(num_new, num_keys, hidden, attention_mask)
+        weights = self.choice(num_lanes, noise) if self.choice is not None else None
+        kept: list[Tensor | None] = []
+        cache_index = 0
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, ParBlock)
+            memory = memories[index] if memories is not None else None
+            hidden, normed = block(
+                hidden,
+                context,
+                memory,
+                cache,
+                cache_index,
+                weights[index] if weights is not None and block.kind == OPEN else None,
+            )
+            cache_index += block.attends
+            kept.append(self._remember(memory, normed) if block.attends else None)
+        return self.norm(hidden), tuple(kept) if cache is None else None, num_keys
+
+    def _remember(self, memory: Tensor | None, normed: Tensor) -> Tensor:
+        """The last `mem_len` states, cut off from the graph."""
+        length = self.config.mem_len
+        if memory is not None and normed.shape[1] < length:
+            normed = torch.cat([memory, normed], 1)
+        return normed[:, max(0, normed.shape[1] - length) :].detach()
+
+    def _context(
+        self, num_new: int, num_keys: int, hidden: Tensor, attention_mask: Tensor | None
+    ) -> Context:
+        key = (num_new, num_keys, hidden.dtype, hidden.device)
+        if key not in self._contexts:
+            if len(self._contexts) > 64:  # generation without a cache meets every length once
+                self._contexts.clear()
+            codes = distance_codes(num_keys + 1, self.config.d_model).flip(0)
+            visible = visible_keys(num_new, num_keys, self.config.sliding_window)
+            mask = torch.zeros(num_new, num_keys).masked_fill(~visible, -torch.inf)
+            self._contexts[key] = Context(codes.to(hidden), mask.to(hidden))
+        context = self._contexts[key]
+        if attention_mask is None or bool(attention_mask.all()):
+            return context
+        padding = attention_mask[:, None, None, -num_keys:] == 0
+        # The most negative number, not -inf: a row of padding alone must not become NaN.
+        lowest = torch.finfo(hidden.dtype).min
+        mask = context.mask.masked_fill(padding, lowest).clamp(min=lowest)
+        return Context(context.codes, mask)
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        if not self.config.cutoffs:
+            return F.cross_entropy(self.output(hidden), targets)
+        kept = targets != -100
+        if not bool(kept.all()):
+            hidden, targets = hidden[kept], targets[kept]
+        loss: Tensor = self.output(hidden, targets).loss
+        return loss
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if isinstance(self.output, nn.AdaptiveLogSoftmaxWithLoss):
+            return self.output.log_prob(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        logits: Tensor = self.output(hidden)
+        return logits
+
+    def _trace(
+        self, shape: torch.Size, num_keys: int, cached: bool, targets: Tensor | None
+    ) -> DepthTrace:
+        num_lanes, num_new, _ = shape
+        units = (num_lanes, num_new)
+        kinds = self.pattern
+        block_flops = sum(
+            branch_flops(
+                self.config, kind, num_lanes, num_new, num_keys, num_new if cached else None
+            )
+            for kind in kinds
+        )
+        flops = head_flops(self.config, targets, num_lanes * num_new) + block_flops / (
+            num_lanes * num_new
+        )
+        ran = torch.tensor([kind != IDENTITY for kind in kinds])
+        return DepthTrace(
+            depth=torch.full(units, len(kinds)),
+            ran=ran.expand(*units, -1),
+            flops=flops.view(units),
+            block_seconds=self.block_seconds,
+        )
+
+    # -- the search --------------------------------------------------------------------------
+
+    @property
+    def pattern(self) -> str:
+        """The blocks as they are now; stars are still open."""
+        return "".join(block.kind for block in self.blocks)  # type: ignore[misc]
+
+    def decide(self, block: int, kind: str) -> None:
+        """Close one block of the search: from now on only its branch `kind` is computed."""
+        assert self.choice is not None
+        self.choice.decided[block] = BRANCHES.index(kind)
+        self.apply_decisions()
+
+    def apply_decisions(self) -> None:
+        """Close the blocks that a loaded state says are closed."""
+        assert self.choice is not None
+        for block, branch in zip(self.blocks, self.choice.decided.tolist(), strict=True):
+            if branch >= 0:
+                block.kind = BRANCHES[branch]  # type: ignore[assignment]
+
+    def with_pattern(self, pattern: str) -> ParForCausalLM:
+        """A model of the given pattern with this one's weights, wherever it has them."""
+        config = with_pattern(self.config, pattern)
+        other = ParForCausalLM(config)
+        own, wanted = self.state_dict(), other.state_dict()
+        missing = [name for name in wanted if name not in own]
+        if missing:
+            raise UserError(
+                f"The pattern {pattern} cannot be taken out of {self.config.pattern}: "
+                f"there are no weights {missing[0]}."
+            )
+        other.load_state_dict({name: own[name] for name in wanted})
+        return other
+
+    def probabilities(self) -> Tensor:
+        """`pi` over attention, dense and identity for every block, decided ones included."""
+        if self.choice is None:
+            raise ValueError(f"the pattern {self.pattern} has no open block")
+        return self.choice.probabilities().detach()
+
+
+def _memory_length(memories: Memories | None) -> int:
+    return next((m.shape[1] for m in memories or () if m is not None), 0)

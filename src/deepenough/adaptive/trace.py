@@ -1,0 +1,76 @@
+"""`DepthTrace`: where each token or example stopped, which blocks ran, and what that cost.
+
+Every mechanism returns one beside its predictions, whatever its way of deciding. Measuring needs
+nothing else, which is why methods that have little in common fit one chart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DepthTrace:
+    """Units are tokens `[B, T]` or examples `[B]`; L is the number of blocks of the model."""
+
+    depth: Tensor
+    """How many blocks deep the unit went before it stopped: integers, one a unit."""
+
+    ran: Tensor
+    """Which blocks ran for the unit: booleans, `[*units, L]`."""
+
+    flops: Tensor
+    """What the unit cost, multiply-adds counted as two, the output head included: one a unit."""
+
+    block_seconds: Tensor | None = None
+    """Latency of each block measured on this machine, `[L]`, where it has been measured."""
+
+    def __post_init__(self) -> None:
+        if self.ran.shape[:-1] != self.depth.shape or self.flops.shape != self.depth.shape:
+            raise ValueError(
+                f"a trace needs depth and flops of one shape and ran with one axis more: got "
+                f"{tuple(self.depth.shape)}, {tuple(self.flops.shape)}, {tuple(self.ran.shape)}"
+            )
+
+    @property
+    def num_units(self) -> int:
+        return self.depth.numel()
+
+    @property
+    def total_flops(self) -> float:
+        return float(self.flops.double().sum())
+
+    @property
+    def mean_depth(self) -> float:
+        return float(self.depth.double().mean())
+
+    @property
+    def mean_blocks(self) -> float:
+        """Blocks executed for a unit, on average; below `mean_depth` where blocks are skipped."""
+        return float(self.ran.double().sum(-1).mean())
+
+    @property
+    def seconds(self) -> float | None:
+        """Sum of the measured latencies of the blocks that ran for at least one unit."""
+        if self.block_seconds is None:
+            return None
+        ran_at_all = self.ran.flatten(0, -2).any(0)
+        return float(self.block_seconds[ran_at_all].sum())
+
+    def detach(self) -> DepthTrace:
+        return replace(self, flops=self.flops.detach())
+
+    @classmethod
+    def join(cls, traces: list[DepthTrace]) -> DepthTrace:
+        """The traces of several batches as one, units in a row."""
+        if not traces:
+            raise ValueError("there is no trace to join")
+        return cls(
+            depth=torch.cat([t.depth.flatten() for t in traces]),
+            ran=torch.cat([t.ran.flatten(0, -2) for t in traces]),
+            flops=torch.cat([t.flops.flatten() for t in traces]),
+            block_seconds=traces[0].block_seconds,
+        )

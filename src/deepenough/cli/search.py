@@ -1,0 +1,21 @@
+"""`deepenough search`: find the blocks a language model needs."""
+
+from __future__ import annotations
+
+from deepenough.cli.parse import parse
+
+
+def main(argv: list[str]) -> int:
+    from deepenough.train.par import ParSearch, search
+
+    settings = parse(
+        "search",
+        ParSearch,
+        argv,
+        description="Train a SuperNet that chooses its own blocks, then derive the pattern it found.",
+        example="deepenough search --corpus mytext.txt --folder runs/mine --steps 2000 --budget 0.65",
+    )
+    found = search(settings)
+    cost = "" if found.relative_cost is None else f", {found.relative_cost:.0%} of the baseline's cost"
+    print(f"pattern {found.pattern}{cost}; next: deepenough plot {settings.run.folder}")
+    return 0

@@ -1,0 +1,20 @@
+"""`deepenough train`: train a language model with fixed blocks."""
+
+from __future__ import annotations
+
+from deepenough.cli.parse import parse
+
+
+def main(argv: list[str]) -> int:
+    from deepenough.train.par import ParTraining, train
+
+    settings = parse(
+        "train",
+        ParTraining,
+        argv,
+        description="Train a language model with a given block pattern (default: interleaved).",
+        example="deepenough train --corpus mytext.txt --pattern aadadd --folder runs/aadadd",
+    )
+    run = train(settings)
+    print(f"model in {run.model}; next: deepenough generate --run {run.path} --prompt 'Once'")
+    return 0

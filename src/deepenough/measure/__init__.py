@@ -1,0 +1,1 @@
+"""Quality and cost, measured: perplexity, FLOPs, latency, the cost of an output layer."""

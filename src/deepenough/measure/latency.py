@@ -1,0 +1,131 @@
+"""Latency of blocks and models on this machine, at the shape they will really have.
+
+Timings of a shared machine are noisy upwards only, so the best of several rounds is taken, and the
+things to compare take turns within a round: a slow moment hits all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from deepenough.adaptive.par.block import ParBlock
+from deepenough.adaptive.par.config import ParConfig, with_pattern
+from deepenough.adaptive.par.derive import BlockCosts
+from deepenough.adaptive.par.flops import branch_flops, head_flops
+from deepenough.adaptive.par.model import Memories, ParForCausalLM
+from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY
+
+
+def interleaved_best(
+    functions: Mapping[str, Callable[[], object]], rounds: int = 7, warmup: int = 1
+) -> dict[str, float]:
+    """Seconds of each function, best of `rounds`, taking turns."""
+    best = dict.fromkeys(functions, float("inf"))
+    for turn in range(warmup + rounds):
+        for name, function in functions.items():
+            started = time.perf_counter()
+            function()
+            seconds = time.perf_counter() - started
+            if turn >= warmup:
+                best[name] = min(best[name], seconds)
+    return best
+
+
+def _stream(model: ParForCausalLM, lanes: int) -> tuple[Tensor, Memories]:
+    """One batch and the memory it would meet in the middle of a text."""
+    config, device = model.config, model.device
+    generator = torch.Generator().manual_seed(0)
+    # Frequent tokens are frequent: the adaptive softmax would be timed wrongly on uniform ones.
+    zipf = 1.0 / torch.arange(1, config.vocab_size + 1)
+    draws = torch.multinomial(zipf, lanes * config.length, True, generator=generator)
+    memory = torch.zeros(lanes, config.mem_len, config.d_model, device=device, dtype=model.dtype)
+    memories = tuple(memory if block.attends else None for block in model.blocks)  # type: ignore[union-attr]
+    return draws.view(lanes, config.length).to(device), memories
+
+
+def forward_function(model: ParForCausalLM, lanes: int) -> Callable[[], object]:
+    """One evaluation step, a segment of every lane with full memory, ready to be timed."""
+    ids, memories = _stream(model, lanes)
+
+    def run() -> None:
+        with torch.inference_mode():
+            model(ids, targets=ids, memories=memories)
+
+    model.eval()
+    return run
+
+
+def measure_block_costs(config: ParConfig, lanes: int, rounds: int = 7) -> BlockCosts:
+    """Seconds of each kind of block and of the rest, in a forward pass at the real shape.
+
+    Whole models are timed and differences taken, so that each block is seen as it runs among
+    others: `rest` from a model of one dense block, each kind from `num_blocks` more of it.
+    """
+    count = max(2, config.num_blocks)
+    patterns = {
+        "one": DENSE,
+        DENSE: DENSE * (1 + count),
+        ATTENTION: DENSE + ATTENTION * count,
+        IDENTITY: DENSE + IDENTITY * count,
+    }
+    functions = {
+        name: forward_function(ParForCausalLM(with_pattern(config, pattern)), lanes)
+        for name, pattern in patterns.items()
+    }
+    seconds = interleaved_best(functions, rounds)
+    each = {
+        kind: max(0.0, seconds[kind] - seconds["one"]) / count
+        for kind in (ATTENTION, DENSE, IDENTITY)
+    }
+    rest = max(0.0, seconds["one"] - each[DENSE])
+    return BlockCosts(each[ATTENTION], each[DENSE], each[IDENTITY], rest)
+
+
+def count_block_costs(config: ParConfig, lanes: int) -> BlockCosts:
+    """The same in FLOPs; the output layer is counted on tokens of a Zipf distribution."""
+    ids, _ = _stream(ParForCausalLM(with_pattern(config, DENSE)), lanes)
+    keys = config.mem_len + config.length
+    costs = {
+        kind: float(branch_flops(config, kind, lanes, config.length, keys))
+        for kind in (ATTENTION, DENSE, IDENTITY)
+    }
+    rest = float(head_flops(config, ids, ids.numel()).sum())
+    return BlockCosts(costs[ATTENTION], costs[DENSE], costs[IDENTITY], rest)
+
+
+@torch.inference_mode()
+def measure_blocks(model: ParForCausalLM, lanes: int, rounds: int = 5) -> Tensor:
+    """Seconds of each block of a model; also kept in it, so that its traces tell them."""
+    model.eval()
+    ids, memories = _stream(model, lanes)
+    best = torch.full((len(model.blocks),), torch.inf, dtype=torch.float64)
+    started: dict[int, float] = {}
+
+    def before(index: int) -> Callable[..., None]:
+        return lambda *_: started.__setitem__(index, time.perf_counter())
+
+    def after(index: int) -> Callable[..., None]:
+        def note(*_: object) -> None:
+            seconds = time.perf_counter() - started[index]
+            best[index] = min(float(best[index]), seconds)
+
+        return note
+
+    hooks = []
+    for index, block in enumerate(model.blocks):
+        assert isinstance(block, ParBlock)
+        hooks.append(block.register_forward_pre_hook(before(index)))
+        hooks.append(block.register_forward_hook(after(index)))
+    try:
+        for _ in range(rounds):
+            model(ids, targets=ids, memories=memories)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    model.block_seconds = best
+    return best
+

@@ -1,0 +1,1 @@
+"""One training loop for every method, with its schedules, checkpoints and distribution."""
