@@ -12,6 +12,7 @@ import io
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ SPECIAL_TOKENS = {"unk": "<|unk|>", "bos": "<|bos|>", "eos": "<|eos|>", "pad": "
 # characters, more than a vocabulary needs.
 SAMPLE_SIZE = 200_000
 SAMPLE_CHARACTERS = 512
+MAX_COPIES = 20
 SEED = 1
 # Not the number of cores: floating-point sums, and so the pieces, depend on how work is shared.
 NUM_TRAINING_THREADS = 4
@@ -131,11 +133,10 @@ def _train(lines: Iterable[str], vocab_size: int, symbols: list[str]) -> bytes:
 
 
 def _sample(lines: Iterable[str]) -> list[str]:
-    """Stretches of text chosen evenly from all of it (reservoir sampling), in random order.
+    """Stretches of text chosen evenly from all of it by reservoir sampling, in random order.
 
-    The order matters: SentencePiece takes quadratic time over text that repeats itself at length,
-    as corpora with a document twice in them do, and shuffling leaves no repeat longer than a
-    stretch.
+    SentencePiece takes hours over text that repeats itself for long (one line, thousands of times),
+    so copies of a stretch are scattered, and few are kept.
     """
     random_ = random.Random(SEED)
     sample: list[str] = []
@@ -145,7 +146,13 @@ def _sample(lines: Iterable[str]) -> list[str]:
         elif (place := random_.randrange(number + 1)) < SAMPLE_SIZE:
             sample[place] = stretch
     random_.shuffle(sample)
-    return sample
+    copies = Counter[str]()
+    kept = []
+    for stretch in sample:
+        copies[stretch] += 1
+        if copies[stretch] <= MAX_COPIES:
+            kept.append(stretch)
+    return kept
 
 
 def _stretches(lines: Iterable[str]) -> Iterator[str]:
