@@ -1,8 +1,8 @@
 """SentencePiece unigram models as Hugging Face fast tokenizers with the same ids.
 
-transformers converts SentencePiece files too, but its generic road handles spaces, user-defined
-symbols and byte pieces in ways that change ids (it strips each stretch of text between two symbols,
-never adds the leading space, and drops the rule that extra spaces collapse). Here each rule of the
+transformers 5.22 converts SentencePiece files in two ways, and both change ids on ordinary lines:
+`TokenizersBackend` neither adds the leading space nor collapses others, and `SpmConverter` cuts
+user-defined symbols out first and then strips the text before each of them. Here each rule of the
 model file becomes the `tokenizers` step that does the same:
 
 - A user-defined symbol is a piece like any other whose score is the one SentencePiece's own Viterbi
