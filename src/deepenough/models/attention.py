@@ -81,8 +81,8 @@ class RelativeAttention(nn.Module):
 
     def keys_values(self, context_BKD: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.key_value(context_BKD).unflatten(-1, (2, self.num_heads, self.head_width))
-        key, value = heads.permute(2, 0, 3, 1, 4)
-        return key, value  # BHKE
+        key_BHKE, value_BHKE = heads.permute(2, 0, 3, 1, 4)
+        return key_BHKE, value_BHKE
 
     def forward(
         self,
@@ -94,40 +94,36 @@ class RelativeAttention(nn.Module):
     ) -> Tensor:
         """`codes_CD` holds the distances K, K-1, ..., 0; `mask` is added, -inf where unseen."""
         num_lanes, num_queries, width = hidden_BSD.shape
-        by_head = (num_lanes, num_queries, self.num_heads, self.head_width)
+        shape = (self.num_heads, self.head_width)
         scale = self.head_width**-0.5
-        query_BSD = self.query(hidden_BSD)  # q + u
-        # The codes are the same for every lane, so one matrix product per head serves them all.
-        by_distance_HEC = self.position(codes_CD * scale).unflatten(-1, by_head[2:]).permute(1, 2, 0)
-        query_HNE = (query_BSD + self.v_minus_u).reshape(-1, *by_head[2:]).transpose(0, 1)
-        distance_HNC = torch.bmm(query_HNE, by_distance_HEC)
-        position_HBSK = relative_shift(
-            distance_HNC.unflatten(1, (num_lanes, num_queries))
-        )
-        query_BSHE = query_BSD.view(by_head)
+        # Heads come first: the codes are the same for every lane, so that one matrix product per
+        # head serves them all, and the rows of its result shift without a copy.
+        query_HNE = self.query(hidden_BSD.flatten(0, 1)).unflatten(-1, shape).transpose(0, 1)
+        query_HNE = query_HNE.contiguous()  # q + u
+        by_distance_HEC = self.position(codes_CD * scale).unflatten(-1, shape).permute(1, 2, 0)
+        distance_HNC = torch.bmm(query_HNE + self.v_minus_u.view(*shape)[:, None], by_distance_HEC)
+        position_HBSK = relative_shift(distance_HNC.unflatten(1, (num_lanes, num_queries)))
+        query_HBSE = query_HNE.unflatten(1, (num_lanes, num_queries))
         if torch.is_grad_enabled() and position_HBSK.requires_grad:
-            mixed_BSHE = self._attend(query_BSHE * scale, key_BHKE, value_BHKE, position_HBSK, mask)
+            key_HBKE, value_HBKE = key_BHKE.transpose(0, 1), value_BHKE.transpose(0, 1)
+            mask = mask if mask.dim() == 2 else mask.transpose(0, 1)
+            mixed_HBSE = self._attend(query_HBSE, key_HBKE, value_HBKE, position_HBSK + mask)
+            mixed_BSHE = mixed_HBSE.permute(1, 2, 0, 3)
         else:
             mixed_BSHE = F.scaled_dot_product_attention(
-                query_BSHE.transpose(1, 2),
+                query_HBSE.transpose(0, 1),
                 key_BHKE,
                 value_BHKE,
                 attn_mask=position_HBSK.transpose(0, 1) + mask,
                 scale=scale,
             ).transpose(1, 2)
-        return self.output(mixed_BSHE.reshape(num_lanes, num_queries, width))
+        return self.output(mixed_BSHE.reshape(-1, width)).view_as(hidden_BSD)
 
-    def _attend(
-        self, query_BSHE: Tensor, key_BHKE: Tensor, value_BHKE: Tensor, bias: Tensor, mask: Tensor
-    ) -> Tensor:
-        # Heads come first, as in the bias: its shifted rows then need no copy of their own.
-        num_lanes, num_queries = query_BSHE.shape[:2]
-        query = query_BSHE.permute(2, 0, 1, 3).flatten(0, 1)
-        key, value = (x.transpose(0, 1).flatten(0, 1) for x in (key_BHKE, value_BHKE))
-        bias = bias + (mask if mask.dim() == 2 else mask.transpose(0, 1))
-        logits = torch.baddbmm(bias.flatten(0, 1), query, key.transpose(1, 2))
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        """Softmax attention with a bias that has a gradient, heads first; `bias` is used up."""
+        query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+        logits = bias.flatten(0, 1).baddbmm_(query, key.mT, alpha=self.head_width**-0.5)
         weights = logits.softmax(-1)
         if self.training and self.dropout:
             weights = F.dropout(weights, self.dropout)
-        mixed = torch.bmm(weights, value)
-        return mixed.unflatten(0, (self.num_heads, num_lanes)).permute(1, 2, 0, 3)
+        return torch.bmm(weights, value).unflatten(0, bias.shape[:2])

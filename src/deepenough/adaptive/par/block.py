@@ -38,7 +38,10 @@ class Dense(nn.Module):
         self.down = nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu_(self.up(x)))
+        # Rows in two dimensions: a linear map of more returns a view of its result, and changing
+        # that in place would make autograd copy it several times over.
+        inner = self.up(x.flatten(0, -2)).relu_()
+        return self.down(inner).view_as(x)
 
 
 class ParBlock(nn.Module):
