@@ -186,8 +186,8 @@ class SearchTask(LanguageTask):
             self._decide()
 
     def _decide(self) -> None:
-        """Close the blocks that have made up their mind; a share of the search is left free."""
-        if self.progress < 0.1:
+        """Close the blocks that have made up their mind."""
+        if self.progress < self.search.decide_after:
             return
         rows = self.model.probabilities()
         for block, kind in enumerate(self.model.pattern):

@@ -24,6 +24,7 @@ from deepenough.train.language import LanguageTask, SearchTask
 from deepenough.train.log import log_to
 from deepenough.train.loop import Trainer, make_accelerator
 from deepenough.train.settings import RunSettings, TrainSettings
+from deepenough.train.use import load_model
 
 log = logging.getLogger("deepenough")
 
@@ -173,21 +174,6 @@ def block_costs(
         torch.distributed.broadcast_object_list(table)
     assert table[0] is not None
     return table[0]
-
-
-def load_model(folder: str) -> ParForCausalLM:
-    """The model of a run folder, or of a folder in Hugging Face form."""
-    path = Path(folder)
-    path = path / "model" if (path / "model" / "config.json").is_file() else path
-    if not (path / "config.json").is_file():
-        raise UserError(
-            f"There is no model in {folder}: give the folder of a finished run, or one with a "
-            "config.json."
-        )
-    try:
-        return ParForCausalLM.from_pretrained(path)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"The model in {folder} cannot be loaded: {error}") from error
 
 
 def _prepare(data: DataSettings, accelerator: Accelerator) -> Prepared:

@@ -112,6 +112,9 @@ class SearchSettings:
     decide_at: float = 1.0
     """Close a block once a branch has this probability: its other branch is computed no more."""
 
+    decide_after: float = 0.05
+    """Share of the search before which no block is closed."""
+
     retrain: Literal["none", "scratch", "supernet"] = "none"
     """Train the derived pattern afterwards, from new weights or from the SuperNet's."""
 

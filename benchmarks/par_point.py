@@ -1,0 +1,148 @@
+"""The point of PAR: a searched pattern against the interleaved baseline where attention costs.
+
+    python benchmarks/par_point.py train --runs runs/par-point [--seeds 3]
+    python benchmarks/par_point.py measure --runs runs/par-point [--save]
+
+`train` searches, derives within the latency budget and trains, for every seed, the searched pattern,
+the baseline and hand-written patterns, all for the same number of steps on the same text; what is
+finished already is left alone. `measure` times one forward pass of every pattern, taking turns, and
+sets it beside the perplexities; with --save the table and the frontier are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import RESULTS, save_result
+
+from deepenough.adaptive.par import ParForCausalLM
+from deepenough.adaptive.par.pattern import interleaved
+from deepenough.measure.latency import forward_function, interleaved_best
+from deepenough.report import plot_frontier
+from deepenough.runs import RunFolder, read_records
+from deepenough.settings import resolve
+from deepenough.train.par import ParSearch, ParTraining, derive_run, search, train
+
+CONFIG = Path(__file__).parent.parent / "configs" / "par-long-context.yaml"
+HAND_WRITTEN = ("aadddddd", "addddddd", "aaaadddd", "aaddaadd", "dddddddd")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=["train", "measure"])
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--search-steps", type=int, default=365)
+    parser.add_argument("--cache", default=None)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--save", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.action == "train":
+        train_all(arguments)
+    else:
+        measure_all(arguments)
+
+
+def settings_of(arguments: argparse.Namespace, seed: int) -> ParSearch:
+    settings = resolve(ParSearch, str(CONFIG))
+    settings.data = replace(settings.data, cache=arguments.cache)
+    settings.train = replace(settings.train, seed=seed)
+    return settings
+
+
+def train_all(arguments: argparse.Namespace) -> None:
+    for seed in range(arguments.seeds):
+        pattern = find_pattern(arguments, seed)
+        for each in (pattern, interleaved(8)):
+            train_pattern(arguments, each, seed)
+    for seed in range(arguments.seeds):
+        for each in HAND_WRITTEN:
+            train_pattern(arguments, each, seed)
+
+
+def find_pattern(arguments: argparse.Namespace, seed: int) -> str:
+    settings = settings_of(arguments, seed)
+    steps = arguments.search_steps
+    settings.train = replace(settings.train, steps=steps, valid_every=steps, save_every=steps)
+    folder = arguments.runs / f"search-{seed}"
+    settings.run = replace(settings.run, folder=str(folder), resume=folder.exists())
+    if (folder / "model").exists():
+        return derive_run(RunFolder.open(folder), settings.search.budget).pattern
+    found = search(settings)
+    print(f"seed {seed}: searched {found.pattern} at {found.relative_cost:.3f}", flush=True)
+    return found.pattern
+
+
+def train_pattern(arguments: argparse.Namespace, pattern: str, seed: int) -> None:
+    folder = arguments.runs / f"{pattern}-{seed}"
+    if (folder / "model").exists():
+        return
+    settings = settings_of(arguments, seed)
+    run = replace(settings.run, folder=str(folder), resume=folder.exists())
+    model = replace(settings.model, pattern=pattern)
+    train(ParTraining(run=run, data=settings.data, model=model, train=settings.train))
+    print(f"seed {seed}: trained {pattern}", flush=True)
+
+
+def last_values(folder: Path, kind: str) -> dict[str, Any]:
+    records, _ = read_records(folder / "metrics.jsonl")
+    return next(record.values for record in reversed(records) if record.kind == kind)
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    searched = [
+        last_values(folder, "derive")["pattern"]
+        for folder in sorted(arguments.runs.glob("search-*"))
+    ]
+    patterns: dict[str, list[float]] = {}
+    for folder in sorted(arguments.runs.glob("*-[0-9]")):
+        pattern = folder.name.rpartition("-")[0]
+        if pattern != "search" and (folder / "model").exists():
+            patterns.setdefault(pattern, []).append(last_values(folder, "valid")["perplexity"])
+    torch.manual_seed(0)
+    settings = settings_of(arguments, 0)
+    functions = {
+        pattern: forward_function(
+            ParForCausalLM(settings.model.config(12000, settings.data.length, pattern)),
+            settings.data.batch_size,
+        )
+        for pattern in patterns
+    }
+    seconds = interleaved_best(functions, arguments.rounds, warmup=2)
+    baseline = interleaved(8)
+    rows = []
+    for pattern, perplexities in sorted(patterns.items(), key=lambda item: seconds[item[0]]):
+        group = "searched" if pattern in searched else "hand-written"
+        rows.append(
+            {
+                "name": pattern,
+                "pattern": pattern,
+                "group": "baseline" if pattern == baseline else group,
+                "milliseconds": 1000 * seconds[pattern],
+                "relative_time": seconds[pattern] / seconds[baseline],
+                "perplexity": perplexities,
+                "relative_perplexity": statistics.mean(perplexities)
+                / statistics.mean(patterns[baseline]),
+            }
+        )
+    result = {"config": f"configs/{CONFIG.name}", "searched": searched, "patterns": rows}
+    save_result("par_point", result, arguments.save)
+    if arguments.save:
+        plot_frontier(
+            rows,
+            RESULTS / "par_point",
+            x="relative_time",
+            y="perplexity",
+            x_label="forward time, share of the interleaved baseline",
+            y_label="validation perplexity",
+            title="WikiText-2, 512 tokens + 512 of memory",
+        )
+
+
+if __name__ == "__main__":
+    main()

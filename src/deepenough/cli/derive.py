@@ -1,0 +1,44 @@
+"""`deepenough derive`: read the pattern out of a search."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from deepenough.cli.parse import parse
+
+
+@dataclass
+class DeriveSettings:
+    """Derive"""
+
+    run: str
+    """Folder of the search."""
+
+    budget: float | None = None
+    """Largest cost of the pattern, as a share of the interleaved baseline's."""
+
+    json: bool = False
+    """Print one JSON object instead of a sentence."""
+
+
+def main(argv: list[str]) -> int:
+    settings = parse(
+        "derive",
+        DeriveSettings,
+        argv,
+        description="The likeliest block pattern of a search, within a budget if one is given.",
+        example="deepenough derive --run runs/mine --budget 0.65",
+    )
+    from deepenough.runs import RunFolder
+    from deepenough.train.par import derive_run
+
+    found = derive_run(RunFolder.open(settings.run), settings.budget)
+    if settings.json:
+        content = {"pattern": found.pattern, "relative_cost": found.relative_cost}
+        print(json.dumps(content | {"pi": found.probabilities}))
+        return 0
+    cost = f" at {found.relative_cost:.0%} of the baseline's cost" if found.relative_cost else ""
+    print(f"{found.pattern}{cost}")
+    print(f"next: deepenough train --config {settings.run}/config.yaml --pattern {found.pattern}")
+    return 0

@@ -1,0 +1,44 @@
+"""`deepenough evaluate`: perplexity and cost of a trained model on a text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from deepenough.cli.parse import parse
+from deepenough.data.settings import DataSettings
+
+
+@dataclass
+class EvaluateSettings:
+    """Evaluate"""
+
+    run: str
+    """Folder of a finished run, or of a model."""
+
+    split: str = "test"
+    """Part of the corpus to read."""
+
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+    data: DataSettings = field(default_factory=DataSettings)
+
+
+def main(argv: list[str]) -> int:
+    settings = parse(
+        "evaluate",
+        EvaluateSettings,
+        argv,
+        description="Perplexity per token and per word, bits per byte, and compute, on a text.",
+        example="deepenough evaluate --run runs/mine --corpus mytext.txt --split valid",
+    )
+    from deepenough.train.use import evaluate
+
+    values = evaluate(settings.run, settings.data, settings.split)
+    if settings.json:
+        print(json.dumps(values))
+        return 0
+    for name, value in values.items():
+        print(f"{name.replace('_', ' '):24}{value:,.4g}")
+    return 0
