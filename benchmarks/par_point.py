@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("action", choices=["train", "measure"])
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--search-steps", type=int, default=365)
+    parser.add_argument("--search-steps", type=int, default=400)
     parser.add_argument("--cache", default=None)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true")
@@ -140,7 +140,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
             y="perplexity",
             x_label="forward time, share of the interleaved baseline",
             y_label="validation perplexity",
-            title="WikiText-2, 512 tokens + 512 of memory",
+            title="WikiText-2, 256 tokens + 256 of memory",
         )
 
 

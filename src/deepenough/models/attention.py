@@ -15,6 +15,7 @@ Shapes: B batch, S new tokens, K keys (memory and new tokens, K >= S), H heads, 
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,25 @@ def relative_shift(scores: Tensor) -> Tensor:
     `i`, hence in column `S - i + j`, whose offset in the flattened rows is `S + i * K + j`. Keys in
     a query's future receive numbers of the next row; the causal mask covers exactly those.
     """
-    *_, num_queries, columns = scores.shape
-    return scores.flatten(-2)[..., num_queries:].unflatten(-1, (num_queries, columns - 1))
+    shifted: Tensor = _Shift.apply(scores)
+    return shifted
+
+
+class _Shift(torch.autograd.Function):
+    """The shift is a view; its gradient is one copy, where autograd's own would fill zeros first."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        *_, num_queries, columns = scores.shape
+        return scores.flatten(-2)[..., num_queries:].unflatten(-1, (num_queries, columns - 1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        *batch, num_queries, num_keys = gradient.shape
+        flat = gradient.new_empty(*batch, num_queries * (num_keys + 1))
+        flat[..., :num_queries] = 0.0
+        flat[..., num_queries:] = gradient.flatten(-2)
+        return flat.unflatten(-1, (num_queries, num_keys + 1))
 
 
 def visible_keys(
@@ -106,8 +124,10 @@ class RelativeAttention(nn.Module):
         query_HBSE = query_HNE.unflatten(1, (num_lanes, num_queries))
         if torch.is_grad_enabled() and position_HBSK.requires_grad:
             key_HBKE, value_HBKE = key_BHKE.transpose(0, 1), value_BHKE.transpose(0, 1)
-            mask = mask if mask.dim() == 2 else mask.transpose(0, 1)
-            mixed_HBSE = self._attend(query_HBSE, key_HBKE, value_HBKE, position_HBSK + mask)
+            if mask.dim() == 4:  # B1SK
+                mask = mask.transpose(0, 1).expand_as(position_HBSK).flatten(0, 1)
+            bias = position_HBSK.flatten(0, 1) + mask
+            mixed_HBSE = self._attend(query_HBSE, key_HBKE, value_HBKE, bias)
             mixed_BSHE = mixed_HBSE.permute(1, 2, 0, 3)
         else:
             mixed_BSHE = F.scaled_dot_product_attention(
@@ -120,10 +140,15 @@ class RelativeAttention(nn.Module):
         return self.output(mixed_BSHE.reshape(-1, width)).view_as(hidden_BSD)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        """Softmax attention with a bias that has a gradient, heads first; `bias` is used up."""
+        """Softmax attention with a bias that has a gradient, heads first.
+
+        `bias`, `[H * B, S, K]`, becomes the logits in place. It must not be a view of anything:
+        autograd would copy what it shows at every step.
+        """
+        shape = query.shape[:2]
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-        logits = bias.flatten(0, 1).baddbmm_(query, key.mT, alpha=self.head_width**-0.5)
+        logits = bias.baddbmm_(query, key.mT, alpha=self.head_width**-0.5)
         weights = logits.softmax(-1)
         if self.training and self.dropout:
             weights = F.dropout(weights, self.dropout)
-        return torch.bmm(weights, value).unflatten(0, bias.shape[:2])
+        return torch.bmm(weights, value).unflatten(0, shape)

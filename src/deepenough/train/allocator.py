@@ -11,7 +11,7 @@ import ctypes
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_KEEP_BYTES = 1 << 28
+_NEVER, _HUGE = -1, 1 << 30
 
 
 def keep_freed_memory() -> bool:
@@ -22,5 +22,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    taken = (mallopt(_MMAP_THRESHOLD, _KEEP_BYTES), mallopt(_TRIM_THRESHOLD, 2 * _KEEP_BYTES))
+    taken = (mallopt(_MMAP_THRESHOLD, _HUGE), mallopt(_TRIM_THRESHOLD, _NEVER))
     return all(taken)
