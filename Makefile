@@ -11,6 +11,9 @@ STAMP := $(VENV)/.installed
 # One thread for each of the processes that run side by side.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
+# The claims that are measured in minutes.
+BENCHMARKS := speed cutoffs prepare_text
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint bench
 
@@ -19,7 +22,7 @@ help:
 	@echo "make demo   search, on text that comes with Python, for the blocks a language model needs"
 	@echo "make test   lint, check types and run all tests"
 	@echo "make lint   lint and check types only"
-	@echo "make bench  measure every claim again (long)"
+	@echo "make bench  measure speed again"
 
 setup: $(STAMP)
 
@@ -31,6 +34,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/deepenough search --config configs/demo.yaml --run.folder runs/demo/par --run.overwrite true
+	$(BIN)/deepenough plot runs/demo/par
+	$(BIN)/deepenough generate --run runs/demo/par/derived --prompt "The function returns"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -41,4 +46,6 @@ test: lint
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
 
 bench: $(STAMP)
-	set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+	set -e; for name in $(BENCHMARKS); do \
+	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done
+	@echo "The trainings behind docs/results.md take hours; each figure there names its command."
