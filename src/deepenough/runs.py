@@ -228,6 +228,20 @@ class RunFolder:
         repeated until it is through). `overwrite` deletes an earlier run, and only that: a folder
         holding anything a run does not write is refused.
         """
+        folder = cls.check(path, resume, overwrite)
+        if overwrite and folder.path.is_dir():
+            folder._delete()
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"The run folder {path} cannot be made: {error.strerror}.") from error
+        return folder
+
+    @classmethod
+    def check(
+        cls, path: str | os.PathLike[str], resume: bool = False, overwrite: bool = False
+    ) -> RunFolder:
+        """Refuse what `create` would refuse, and change nothing: for asking before long work."""
         folder = cls(Path(path))
         if resume and overwrite:
             raise UserError("A run is either resumed or overwritten; give only one of the two.")
@@ -235,7 +249,7 @@ class RunFolder:
             raise UserError(f"{path} is a file; choose another folder for the run.")
         if folder.path.is_dir() and any(folder.path.iterdir()):
             if overwrite:
-                folder._delete()
+                folder._check_deletable()
             elif not resume:
                 raise UserError(
                     f"The run folder {path} exists already; give --resume to go on with it, "
@@ -245,10 +259,6 @@ class RunFolder:
                 raise UserError(
                     f"{path} holds no run that could be resumed; choose another folder."
                 )
-        try:
-            folder.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"The run folder {path} cannot be made: {error.strerror}.") from error
         return folder
 
     @classmethod
@@ -269,7 +279,7 @@ class RunFolder:
         """Whether a run has begun to write here."""
         return any(place.is_file() for place in (self.config, self.metrics, self.log))
 
-    def _delete(self) -> None:
+    def _check_deletable(self) -> None:
         own = (
             self.config,
             self.metrics,
@@ -294,6 +304,8 @@ class RunFolder:
             )
         if Path.cwd().is_relative_to(self.path.resolve()):
             raise UserError(f"{self.path} is the current folder; overwrite it from outside.")
+
+    def _delete(self) -> None:
         # The entries go, the folder stays: it may be a mount point or a symbolic link.
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():

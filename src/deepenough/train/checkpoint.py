@@ -1,8 +1,8 @@
-"""Checkpoints: folders of safetensors and JSON, complete or absent.
+"""Checkpoints on disk: folders of safetensors and JSON, complete or absent.
 
-A checkpoint is written under a temporary name and renamed when everything is on disk, so that a kill
-or a full disk at any moment leaves the previous one as it was. Nothing is pickled. Randomness needs no
-place in it: the loop derives every seed from the run's seed and the step.
+A checkpoint is written under a temporary name and renamed when everything is on disk, so that a
+kill or a full disk at any moment leaves the previous one as it was. Nothing is pickled. Randomness
+needs no place in it: the loop derives every seed from the run's seed and the step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from deepenough.errors import UserError
 
 _PREFIX = "step-"
+_STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -30,35 +31,43 @@ class Checkpoint:
     step: int
     model: dict[str, Tensor]
     optimizers: dict[str, Tensor]
-    task: list[dict[str, Tensor]]
-    """One entry a process: state that follows its share of the data."""
+    task: dict[str, Tensor]
+    """State that follows the data, all lanes of it."""
     values: dict[str, Any]
-    """Small things: what the run is about, and how far it is."""
+    """Small things: what the run is about, and what it has counted."""
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write one checkpoint, then delete all but the last `keep`."""
+    """Write one checkpoint, then delete all but the last `keep`.
+
+    Later ones go too: they are of a past from which the run did not go on.
+    """
     final = folder / f"{_PREFIX}{checkpoint.step:09d}"
     partial = folder / f"{final.name}.tmp"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove_partial(folder)
         partial.mkdir(parents=True)
         _save_tensors(checkpoint.model, partial / "model.safetensors")
         _save_tensors(checkpoint.optimizers, partial / "optimizers.safetensors")
-        for rank, state in enumerate(checkpoint.task):
-            _save_tensors(state, partial / f"task-{rank}.safetensors")
-        content = {"step": checkpoint.step, "processes": len(checkpoint.task)} | checkpoint.values
-        _write(partial / "state.json", json.dumps(content, indent=1).encode())
+        _save_tensors(checkpoint.task, partial / "task.safetensors")
+        content = {"step": checkpoint.step} | checkpoint.values
+        (partial / _STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        _sync(partial / _STATE)
+        _sync(partial)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
+        _sync(folder)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove_partial(folder)
         raise UserError(
             f"The checkpoint of step {checkpoint.step} could not be written to {folder} ({error}); "
             "the previous one is intact: make room and go on with --resume."
         ) from error
-    for old in _names(folder)[:-keep]:
-        shutil.rmtree(folder / old, ignore_errors=True)
+    names = list_names(folder)
+    kept = names[: names.index(final.name) + 1][-keep:]
+    for name in names:
+        if name not in kept:
+            shutil.rmtree(folder / name, ignore_errors=True)
     return final
 
 
@@ -68,7 +77,7 @@ def load_last(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     A UserError if there are checkpoints but none is readable.
     """
     damaged: list[str] = []
-    for name in reversed(_names(folder)):
+    for name in reversed(list_names(folder)):
         try:
             return _load(folder / name), damaged
         except (OSError, ValueError, KeyError, SafetensorError):
@@ -81,23 +90,31 @@ def load_last(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, []
 
 
-def _load(path: Path) -> Checkpoint:
-    values = json.loads((path / "state.json").read_text())
-    step, processes = values.pop("step"), values.pop("processes")
-    return Checkpoint(
-        step=step,
-        model=load_file(path / "model.safetensors"),
-        optimizers=load_file(path / "optimizers.safetensors"),
-        task=[load_file(path / f"task-{rank}.safetensors") for rank in range(processes)],
-        values=values,
-    )
-
-
-def _names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
+    """The checkpoints that are there, oldest first."""
     if not folder.is_dir():
         return []
     names = (entry.name for entry in folder.iterdir())
     return sorted(n for n in names if n.startswith(_PREFIX) and not n.endswith(".tmp"))
+
+
+def _load(path: Path) -> Checkpoint:
+    values = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError("the state of a checkpoint is a JSON object")
+    return Checkpoint(
+        step=values.pop("step"),
+        model=_load_tensors(path / "model.safetensors"),
+        optimizers=_load_tensors(path / "optimizers.safetensors"),
+        task=_load_tensors(path / "task.safetensors"),
+        values=values,
+    )
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    # Copies, because what is loaded is mapped from the file at any alignment, on which the last bit
+    # of a matrix product may depend.
+    return {name: value.clone() for name, value in load_file(path).items()}
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -106,14 +123,18 @@ def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     _sync(path)
 
 
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    _sync(path)
-
-
 def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove_partial(folder: Path) -> None:
+    """What a kill or a full disk has left of a checkpoint."""
+    for partial in folder.glob(f"{_PREFIX}*.tmp"):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def optimizer_tensors(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -1,27 +1,26 @@
-"""Language modelling with memory, as a task of the training loop: fixed patterns and searches."""
+"""Language modelling with memory, as a task of the training loop: the model's blocks are fixed."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from deepenough.adaptive.par import ParForCausalLM
-from deepenough.adaptive.par.choice import entropy, gumbel_noise
-from deepenough.adaptive.par.derive import BlockCosts
+from deepenough.adaptive.par import ParConfig, ParForCausalLM
 from deepenough.adaptive.par.model import Memories
-from deepenough.adaptive.par.pattern import BRANCHES, OPEN, interleaved
-from deepenough.adaptive.par.settings import SearchSettings
 from deepenough.data import ContextBatches, DataSettings, Prepared, TokenFile, save_tokenizer
+from deepenough.errors import UserError
 from deepenough.measure.quality import TextSize, language_values
-from deepenough.runs import RunFolder
-from deepenough.train.schedule import tau_at
+from deepenough.train.log import without_bars
 from deepenough.train.settings import TrainSettings
+from deepenough.train.task import BatchLoss
 
-WEIGHTS, CHOICES = "weights", "choices"
+WEIGHTS = "weights"
 
 
 class LanguageTask:
@@ -41,6 +40,9 @@ class LanguageTask:
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.batches = {WEIGHTS: self._lanes(prepared.tokens["train"].ids)}
         self.memories: dict[str, Memories | None] = {WEIGHTS: None}
+        for split, tokens in prepared.tokens.items():
+            if split != "train":  # a text too short is refused now, not at the first validation
+                evaluation_lanes(tokens, data, split)
 
     def _lanes(self, ids: Any) -> ContextBatches:
         return ContextBatches(
@@ -51,20 +53,20 @@ class LanguageTask:
             world_size=self.world_size,
         )
 
-    def phases(self, step: int) -> Sequence[str]:
-        return (WEIGHTS,)
-
-    def parameters(self, phase: str) -> list[dict[str, Any]]:
+    def parameters(self) -> dict[str, list[dict[str, Any]]]:
         named = [(n, p) for n, p in self.model.named_parameters() if not n.startswith("choice.")]
-        return [
-            {"params": [p for _, p in named if p.dim() > 1]},
-            {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
-        ]
+        matrices = {"params": [p for _, p in named if p.dim() > 1]}
+        vectors = {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0}
+        return {WEIGHTS: [matrices, vectors]}
 
     def begin_step(self, step: int) -> None:
         pass
 
-    def loss(self, model: nn.Module, phase: str, index: int) -> tuple[Tensor, int]:
+    def phases(self, step: int) -> Sequence[str]:
+        return (WEIGHTS,)
+
+    def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        index = self._turn(phase, step) * self.train.accumulate + micro
         batches = self.batches[phase]
         position = index % len(batches)
         if position == 0:
@@ -76,13 +78,20 @@ class LanguageTask:
             batch["input_ids"].to(device),
             targets=targets,
             memories=self.memories[phase],
-            **self._model_arguments(index),
+            **self._model_arguments(phase, index),
         )
         self.memories[phase] = output.memories
-        return output.loss, targets.numel()
+        return BatchLoss(output.loss, output.loss, targets.numel())
 
-    def _model_arguments(self, index: int) -> dict[str, Any]:
+    def _turn(self, phase: str, step: int) -> int:
+        """How many steps of this phase there were before: its batches follow one another."""
+        return step
+
+    def _model_arguments(self, phase: str, index: int) -> dict[str, Any]:
         return {}
+
+    def end_step(self) -> None:
+        pass
 
     def train_values(self) -> dict[str, Any]:
         return {}
@@ -112,124 +121,27 @@ class LanguageTask:
                 self.memories[phase] = tuple(m.to(device) if m is not None else m for m in found)
 
     def identity(self) -> dict[str, Any]:
-        config = self.model.config.to_diff_dict()
-        model = {k: v for k, v in config.items() if k not in ("transformers_version", "pattern")}
+        # Not the learning rate and its clipping: both may be lowered to get past a divergence.
+        train = ("steps", "warmup", "schedule", "weight_decay", "betas", "accumulate", "seed")
+        names = [n for n in inspect.signature(ParConfig).parameters if n != "kwargs"]
+        tokens = self.prepared.tokens.items()
         return {
-            "model": model,
-            "pattern": self.model.config.pattern,
-            "tokens": {split: len(file.ids) for split, file in self.prepared.tokens.items()},
-            "batch_size": self.data.batch_size,
-            "length": self.data.length,
-            "seed": self.train.seed,
-            "steps": self.train.steps,
-            "accumulate": self.train.accumulate,
+            "model": {name: getattr(self.model.config, name) for name in names},
+            "data": {"batch_size": self.data.batch_size, "length": self.data.length}
+            # The folder's name is a hash of the text and its tokenizer.
+            | {split: f"{len(file)} tokens ({file.folder.name})" for split, file in tokens},
+            "train": {name: getattr(self.train, name) for name in train},
         }
 
-    def save(self, run: RunFolder) -> None:
-        self.model.save_pretrained(run.model)
-        save_tokenizer(self.prepared.tokenizer, run.model)
+    def save(self, folder: Path) -> None:
+        save_model(self.model, self.prepared, folder)
 
 
-class SearchTask(LanguageTask):
-    """The same for a SuperNet, whose choices are trained beside the weights or in turn with them."""
-
-    def __init__(
-        self,
-        model: ParForCausalLM,
-        prepared: Prepared,
-        data: DataSettings,
-        train: TrainSettings,
-        accelerator: Accelerator,
-        search: SearchSettings,
-        costs: BlockCosts | None = None,
-    ) -> None:
-        super().__init__(model, prepared, data, train, accelerator)
-        self.search = search
-        self.costs = costs
-        self.progress = 0.0
-        if search.optimise == "alternating":
-            ids = prepared.tokens["train"].ids
-            border = int(len(ids) * (1.0 - search.held_out))
-            self.batches = {WEIGHTS: self._lanes(ids[:border]), CHOICES: self._lanes(ids[border:])}
-            self.memories = {WEIGHTS: None, CHOICES: None}
-
-    @property
-    def _choice_parameters(self) -> list[nn.Parameter]:
-        assert self.model.choice is not None
-        return list(self.model.choice.parameters())
-
-    def phases(self, step: int) -> Sequence[str]:
-        if self.search.optimise == "simultaneous":
-            return (WEIGHTS,)
-        due = (step + 1) % self.search.alternate_every == 0 or step == self.train.steps
-        return (WEIGHTS, CHOICES) if due else (WEIGHTS,)
-
-    def parameters(self, phase: str) -> list[dict[str, Any]]:
-        choices = {
-            "params": self._choice_parameters,
-            "lr_scale": self.search.alpha_lr,
-            "weight_decay": 0.0,
-        }
-        if phase == CHOICES:
-            return [choices]
-        groups = super().parameters(phase)
-        return groups if self.search.optimise == "alternating" else [*groups, choices]
-
-    def begin_step(self, step: int) -> None:
-        assert self.model.choice is not None
-        self.progress = step / max(1, self.train.steps - 1)
-        settings = self.search
-        if settings.tau != "learned":
-            tau = tau_at(settings.tau, settings.tau_start, settings.tau_end, self.progress)
-            self.model.choice.set_tau(tau)
-        if settings.decide_at < 1.0:
-            self._decide()
-
-    def _decide(self) -> None:
-        """Close the blocks that have made up their mind."""
-        if self.progress < self.search.decide_after:
-            return
-        rows = self.model.probabilities()
-        for block, kind in enumerate(self.model.pattern):
-            if kind == OPEN and float(rows[block].max()) >= self.search.decide_at:
-                self.model.decide(block, BRANCHES[int(rows[block].argmax())])
-
-    def loss(self, model: nn.Module, phase: str, index: int) -> tuple[Tensor, int]:
-        loss, count = super().loss(model, phase, index)
-        if self.search.cost_weight and self.costs is not None:
-            loss = loss + self.search.cost_weight * self.expected_cost()
-        return loss, count
-
-    def expected_cost(self) -> Tensor:
-        """`sum_b pi_b . cost`, as a share of the interleaved baseline's whole cost."""
-        assert self.model.choice is not None and self.costs is not None
-        kinds = torch.tensor([self.costs.of_block(kind) for kind in BRANCHES])
-        total = (self.model.choice.probabilities() @ kinds.to(self.model.device)).sum()
-        return total / self.costs.of(interleaved(len(self.model.blocks)))
-
-    def _model_arguments(self, index: int) -> dict[str, Any]:
-        # All lanes are drawn and this process's taken, so that any number of processes agree.
-        generator = torch.Generator().manual_seed(self.train.seed * 1_000_003 + index)
-        noise = gumbel_noise(len(self.model.blocks), self.data.batch_size, generator)
-        return {"noise": noise.chunk(self.world_size, 1)[self.rank]}
-
-    def save(self, run: RunFolder) -> None:
-        # Branches of closed blocks are not computed any more, so they are not kept either.
-        self.model.with_pattern(self.model.pattern).save_pretrained(run.model)
-        save_tokenizer(self.prepared.tokenizer, run.model)
-
-    def train_values(self) -> dict[str, Any]:
-        assert self.model.choice is not None
-        rows = self.model.probabilities()
-        return {
-            "tau": float(self.model.choice.temperature),
-            "entropy": entropy(rows),
-            "pi": [[round(value, 6) for value in row] for row in rows.tolist()],
-        }
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        super().load_state(state)
-        self.model.apply_decisions()
+def save_model(model: ParForCausalLM, prepared: Prepared, folder: Path) -> None:
+    """The model and its tokenizer, as transformers loads them."""
+    with without_bars():
+        model.save_pretrained(folder)
+    save_tokenizer(prepared.tokenizer, folder)
 
 
 @torch.no_grad()
@@ -241,7 +153,10 @@ def evaluate_language(
 ) -> dict[str, float]:
     """Loss over a whole text, lanes as in training, each process its own share of them."""
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    batches = ContextBatches(tokens.ids, data.batch_size, data.length, rank=rank, world_size=world)
+    lanes = evaluation_lanes(tokens, data)
+    if lanes < data.batch_size:  # so short that every process may read it all
+        rank, world = 0, 1
+    batches = ContextBatches(tokens.ids, lanes, data.length, rank=rank, world_size=world)
     model.eval()
     memories: Memories | None = None
     total = torch.zeros((), dtype=torch.float64)
@@ -253,7 +168,18 @@ def evaluate_language(
         total += output.loss.double().cpu() * targets.numel()
         count += targets.numel()
     if accelerator is not None and world > 1:
-        total = accelerator.reduce(total, reduction="sum")
+        total = accelerator.reduce(total.to(accelerator.device), reduction="sum")
         count *= world
-    size = TextSize(len(tokens.ids), tokens.num_words, tokens.num_bytes)
+    size = TextSize(len(tokens), tokens.num_words, tokens.num_bytes)
     return language_values(float(total), count, size)
+
+
+def evaluation_lanes(tokens: TokenFile, data: DataSettings, split: str = "given") -> int:
+    """As many lanes as in training, or as many as a short text fills."""
+    lanes = min(data.batch_size, (len(tokens) - 1) // data.length)
+    if lanes < 1:
+        raise UserError(
+            f"The {split} text has {len(tokens)} tokens, too few to be measured in segments of "
+            f"{data.length}: give a longer text or a lower data.length."
+        )
+    return lanes

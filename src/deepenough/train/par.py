@@ -1,9 +1,14 @@
-"""Search, derive, train: the three steps of PAR on a corpus, each leaving a run folder."""
+"""Search, derive, train: the three steps of PAR on a corpus, each leaving a run folder.
+
+A run folder is made, overwritten or changed only when all settings have been found good: the data
+is prepared, the model built and a checkpoint compared first.
+"""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, field, replace
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +25,15 @@ from deepenough.errors import UserError
 from deepenough.measure.latency import count_block_costs, measure_block_costs
 from deepenough.runs import Record, RunFolder, append_record, read_records
 from deepenough.settings import dump
-from deepenough.train.language import LanguageTask, SearchTask
+from deepenough.train.checkpoint import list_names
+from deepenough.train.language import LanguageTask
 from deepenough.train.log import log_to
-from deepenough.train.loop import Trainer, make_accelerator
+from deepenough.train.loop import Trainer
+from deepenough.train.processes import is_main_process, make_accelerator, on_main
 from deepenough.train.settings import RunSettings, TrainSettings
+from deepenough.train.supernet import SearchTask
 from deepenough.train.use import load_model
-
-log = logging.getLogger("deepenough")
+from deepenough.train.warm_start import take_weights
 
 
 @dataclass
@@ -65,12 +72,15 @@ class Derived:
 def search(settings: ParSearch) -> Derived:
     """Train a SuperNet, derive its pattern, and train that if the settings ask for it."""
     settings.search.check()
+    settings.train.check()
     if settings.model.pattern is not None and OPEN not in settings.model.pattern:
         raise UserError(
-            f"The pattern {settings.model.pattern} leaves nothing to search: use `deepenough train` "
-            "for it, or leave the pattern out."
+            f"The pattern {settings.model.pattern} leaves nothing to search: use "
+            "`deepenough train` for it, or leave the pattern out."
         )
-    accelerator = make_accelerator(settings.train)
+    closes = settings.search.decide_at < 1.0
+    accelerator = make_accelerator(settings.train, closes or bool(settings.model.cutoffs))
+    _check_folder(settings.run, accelerator)
     prepared = _prepare(settings.data, accelerator)
     config = settings.model.config(
         len(prepared.tokenizer),
@@ -79,8 +89,6 @@ def search(settings: ParSearch) -> Derived:
         straight_through=settings.search.straight_through,
         learn_tau=settings.search.tau == "learned",
     )
-    run = _start(settings, settings.run, accelerator)
-    costs = block_costs(config, settings, run, accelerator)
     torch.manual_seed(settings.train.seed)
     task = SearchTask(
         ParForCausalLM(config),
@@ -89,9 +97,15 @@ def search(settings: ParSearch) -> Derived:
         settings.train,
         accelerator,
         settings.search,
-        costs,
     )
-    Trainer(task, settings.train, run, accelerator).fit()
+    task.costs = costs = block_costs(config, settings, accelerator)
+    if settings.search.budget is not None:  # one that no pattern keeps is refused now
+        derive([[1.0, 1.0, 1.0]] * config.num_blocks, costs, settings.search.budget)
+    with _training(settings, task, accelerator) as trainer:
+        if trainer.first == 0:
+            trainer.recorder.record(0, "cost", asdict(costs) | {"unit": settings.search.cost})
+        trainer.fit()
+    run = trainer.run
     found = derive_run(run, settings.search.budget)
     if settings.search.retrain != "none":
         retrain = ParTraining(
@@ -107,21 +121,24 @@ def search(settings: ParSearch) -> Derived:
 
 def train(settings: ParTraining, prepared: Prepared | None = None) -> RunFolder:
     """Train a model with the given pattern; the interleaved baseline where there is none."""
+    settings.train.check()
     pattern = check_pattern(settings.model.pattern or interleaved(settings.model.num_blocks))
-    settings.model = replace(settings.model, pattern=pattern, num_blocks=len(pattern))
-    accelerator = make_accelerator(settings.train)
+    settings = replace(
+        settings, model=replace(settings.model, pattern=pattern, num_blocks=len(pattern))
+    )
+    accelerator = make_accelerator(settings.train, bool(settings.model.cutoffs))
+    _check_folder(settings.run, accelerator)
     if prepared is None:
         prepared = _prepare(settings.data, accelerator)
     torch.manual_seed(settings.train.seed)
-    if settings.start is None:
-        config = settings.model.config(len(prepared.tokenizer), settings.data.length, pattern)
-        model = ParForCausalLM(config)
-    else:
-        model = load_model(settings.start).with_pattern(pattern)
-    run = _start(settings, settings.run, accelerator)
+    config = settings.model.config(len(prepared.tokenizer), settings.data.length, pattern)
+    model = ParForCausalLM(config)
+    if settings.start is not None:
+        take_weights(model, load_model(settings.start), prepared.tokenizer, settings.start)
     task = LanguageTask(model, prepared, settings.data, settings.train, accelerator)
-    Trainer(task, settings.train, run, accelerator).fit()
-    return run
+    with _training(settings, task, accelerator) as trainer:
+        trainer.fit()
+    return trainer.run
 
 
 def derive_run(run: RunFolder, budget: float | None = None) -> Derived:
@@ -130,65 +147,86 @@ def derive_run(run: RunFolder, budget: float | None = None) -> Derived:
     rows = [record.values["pi"] for record in records if "pi" in record.values]
     if not rows:
         raise UserError(f"{run.path} holds no search: give the folder of `deepenough search`.")
-    measured = [record.values for record in records if record.kind == "cost"]
-    costs = BlockCosts(**{k: measured[-1][k] for k in _COSTS}) if measured else None
+    costs = recorded_costs(records)
     if budget is not None and costs is None:
         raise UserError(f"{run.path} has no record of block costs, which a budget needs.")
     pattern = derive(rows[-1], costs, budget)
-    relative = costs.relative(pattern) if costs is not None else None
-    found = Derived(pattern, rows[-1], relative)
-    last = max(record.step for record in records)
     values: dict[str, Any] = {"pattern": pattern, "pi": rows[-1]}
-    if relative is not None:
-        values["relative_cost"] = relative
+    if costs is not None:
+        values["relative_cost"] = costs.relative(pattern)
     if budget is not None:
         values["budget"] = budget
-    if Accelerator().is_main_process:
+    earlier = [record.values for record in records if record.kind == "derive"]
+    if is_main_process() and earlier[-1:] != [values]:
+        last = max(record.step for record in records)
         append_record(run.metrics, Record(last, "derive", values))
-    return found
+    return Derived(pattern, rows[-1], values.get("relative_cost"))
 
 
-_COSTS = ("attention", "dense", "identity", "rest")
-
-
-def block_costs(
-    config: ParConfig, settings: ParSearch, run: RunFolder, accelerator: Accelerator
-) -> BlockCosts:
+def block_costs(config: ParConfig, settings: ParSearch, accelerator: Accelerator) -> BlockCosts:
     """Measured (or counted) by the first process, so that all of them share one table.
 
     A resumed run keeps the table it began with: its loss depends on it.
     """
-    if run.metrics.is_file():
-        for record in read_records(run.metrics)[0]:
-            if record.kind == "cost":
-                return BlockCosts(**{name: record.values[name] for name in _COSTS})
-    lanes = settings.data.batch_size
-    table: list[BlockCosts | None] = [None]
-    if accelerator.is_main_process:
+    run = RunFolder(Path(settings.run.folder))
+
+    def find() -> dict[str, float]:
+        if settings.run.resume and list_names(run.checkpoints) and run.metrics.is_file():
+            known = recorded_costs(read_records(run.metrics)[0])
+            if known is not None:
+                return asdict(known)
         measure = measure_block_costs if settings.search.cost == "latency" else count_block_costs
-        costs = measure(config, lanes)
-        table[0] = costs
-        values = {name: getattr(costs, name) for name in _COSTS} | {"unit": settings.search.cost}
-        append_record(run.metrics, Record(0, "cost", values))
-    if accelerator.num_processes > 1:
-        torch.distributed.broadcast_object_list(table)
-    assert table[0] is not None
-    return table[0]
+        return asdict(measure(config, settings.data.batch_size))
+
+    return BlockCosts(**on_main(accelerator, find))
+
+
+def recorded_costs(records: list[Record]) -> BlockCosts | None:
+    """The table of block costs that a search has written down."""
+    for record in reversed(records):
+        if record.kind == "cost":
+            values = {k: v for k, v in record.values.items() if k != "unit"}
+            return BlockCosts(**values)
+    return None
+
+
+def _check_folder(run: RunSettings, accelerator: Accelerator) -> None:
+    def check() -> None:
+        RunFolder.check(run.folder, resume=run.resume, overwrite=run.overwrite)
+
+    on_main(accelerator, check)
 
 
 def _prepare(data: DataSettings, accelerator: Accelerator) -> Prepared:
     """The first process fills the cache, the others find it filled."""
-    with accelerator.main_process_first():
-        return prepare(data)
+    prepared: list[Prepared] = []
+    on_main(accelerator, lambda: prepared.append(prepare(data)))
+    return prepared[0] if prepared else prepare(data)
 
 
-def _start(settings: Any, run_settings: RunSettings, accelerator: Accelerator) -> RunFolder:
-    run = RunFolder(Path(run_settings.folder))
-    if accelerator.is_main_process:
-        run = RunFolder.create(
-            run_settings.folder, resume=run_settings.resume, overwrite=run_settings.overwrite
-        )
-        dump(settings, run.config)
-        log_to(run.log)
-    accelerator.wait_for_everyone()
-    return run
+@contextlib.contextmanager
+def _training(
+    settings: ParSearch | ParTraining, task: LanguageTask, accelerator: Accelerator
+) -> Iterator[Trainer]:
+    """A trainer in its run folder, ready to begin or to go on."""
+    run = RunFolder(Path(settings.run.folder))
+
+    def begin() -> None:
+        RunFolder.create(run.path, resume=settings.run.resume, overwrite=settings.run.overwrite)
+
+    def write_config() -> None:
+        # Given again as --config, it must neither resume nor delete anything by itself.
+        kept = replace(settings, run=replace(settings.run, resume=False, overwrite=False))
+        try:
+            dump(kept, run.config)
+        except OSError as error:
+            raise UserError(f"{run.config} cannot be written: {error.strerror}.") from error
+
+    on_main(accelerator, begin)
+    with contextlib.ExitStack() as stack:
+        if accelerator.is_main_process:
+            stack.enter_context(log_to(run.log))
+        trainer = Trainer(task, settings.train, run, accelerator)
+        trainer.resume()
+        on_main(accelerator, write_config)
+        yield trainer

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 _SECONDS_BETWEEN_LINES = 30.0
 
 
 class Progress:
-    def __init__(self, total: int, start: int, unit: str, enabled: bool = True) -> None:
-        self.total, self.start, self.unit = total, start, unit
+    """Shows steps done, loss, rate of training and time left."""
+
+    def __init__(
+        self,
+        total: int,
+        start: int,
+        unit: str,
+        enabled: bool = True,
+        console: Console | None = None,
+    ) -> None:
+        self.total, self.start, self.unit, self.enabled = total, start, unit, enabled
         self.began = self.last_line = time.perf_counter()
-        self.units = 0
-        self.console = Console(stderr=True)
+        self.units, self.seconds = 0, 0.0
         self.bar: Bar | None = None
-        self.enabled = enabled
-        if enabled and self.console.is_terminal:
+        console = console or Console(stderr=True)
+        if enabled and console.is_terminal:
             self.bar = Bar(
                 TextColumn("training"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(),
-                console=self.console,
+                TextColumn("{task.fields[shown]}"),
+                console=console,
             )
-            self.task = self.bar.add_task("training", total=total, completed=start, rate="")
+            self.task = self.bar.add_task("training", total=total, completed=start, shown="")
 
     def __enter__(self) -> Progress:
         if self.bar is not None:
@@ -48,23 +53,26 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
-    def advance(self, done: int, units: int, loss: float) -> None:
+    def advance(self, done: int, units: int, seconds: float, loss: float) -> None:
+        """One step is done, of so many units in so many seconds."""
         if not self.enabled:
             return
         self.units += units
+        self.seconds += seconds
         now = time.perf_counter()
-        elapsed = max(1e-9, now - self.began)
-        rate = f"loss {loss:.3f}, {self.units / elapsed:,.0f} {self.unit}/s"
+        # The rate is that of the steps; the time left includes validations as they come.
+        rate = self.units / max(self.seconds, 1e-9)
+        left = (now - self.began) / (done - self.start) * (self.total - done)
+        shown = f"loss {loss:.3f}, {rate:,.0f} {self.unit}/s, {_duration(left)} left"
         if self.bar is not None:
-            self.bar.update(self.task, completed=done, rate=rate)
+            self.bar.update(self.task, completed=done, shown=shown)
         elif now - self.last_line >= _SECONDS_BETWEEN_LINES or done == self.total:
             self.last_line = now
-            left = elapsed / max(1, done - self.start) * (self.total - done)
-            sys.stderr.write(f"step {done}/{self.total}: {rate}, {left / 60:.1f} min left\n")
+            sys.stderr.write(f"step {done}/{self.total}: {shown}\n")
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """For work that is not training: it does not count in the rate."""
-        before = time.perf_counter()
-        yield
-        self.began += time.perf_counter() - before
+
+def _duration(seconds: float) -> str:
+    minutes, hours = round(seconds / 60), seconds / 3600
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{hours:.1f} h"

@@ -26,10 +26,10 @@ def lr_factor(settings: TrainSettings, step: int) -> float:
 
 def tau_at(kind: str, start: float, end: float, progress: float) -> float:
     """Temperature after a share `progress` of the search; exactly `end` at 1."""
-    match kind:
-        case "exponential":
-            return start * (end / start) ** progress
-        case "linear":
-            return start + (end - start) * progress
-        case _:
-            return start
+    if kind == "constant":
+        return start
+    if progress >= 1.0:
+        return end
+    if kind == "linear":
+        return start + (end - start) * progress
+    return start * (end / start) ** progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,8 +65,13 @@ class TrainSettings:
         for name in ("steps", "accumulate", "log_every", "valid_every", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name} must be at least 1: got {getattr(self, name)}.")
-        if self.lr <= 0:
+        for name in ("warmup", "weight_decay", "clip"):
+            if not getattr(self, name) >= 0:  # so that NaN is refused as well
+                raise UserError(f"train.{name} must not be negative: got {getattr(self, name)}.")
+        if not 0 < self.lr < math.inf:
             raise UserError(f"train.lr must be above 0: got {self.lr}.")
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"train.threads must be at least 1: got {self.threads}.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"train.betas must be two numbers in [0, 1): got {self.betas}.")
 

@@ -6,11 +6,15 @@ import time
 from pathlib import Path
 
 import torch
+import yaml
+from safetensors import SafetensorError
 
 from deepenough.adaptive.par import ParForCausalLM
 from deepenough.data import DataSettings, load_tokenizer, open_corpus, token_file
 from deepenough.errors import UserError
+from deepenough.runs import RunFolder
 from deepenough.train.language import evaluate_language
+from deepenough.train.log import without_bars
 
 
 def model_folder(folder: str) -> Path:
@@ -26,10 +30,12 @@ def model_folder(folder: str) -> Path:
 
 
 def load_model(folder: str) -> ParForCausalLM:
+    """The model of a finished run, or of a folder in Hugging Face form."""
     path = model_folder(folder)
     try:
-        return ParForCausalLM.from_pretrained(path)
-    except (OSError, ValueError, RuntimeError) as error:
+        with without_bars():
+            return ParForCausalLM.from_pretrained(path)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"The model in {folder} cannot be loaded: {error}") from error
 
 
@@ -37,16 +43,39 @@ def evaluate(folder: str, data: DataSettings, split: str) -> dict[str, float]:
     """Quality, compute and rate of a model on one split of a corpus, with its own tokenizer."""
     model = load_model(folder)
     tokenizer = load_tokenizer(str(model_folder(folder)))
-    corpus = open_corpus(data.corpus)
+    corpus = open_corpus(
+        data.corpus,
+        valid_fraction=data.valid_fraction,
+        test_fraction=data.test_fraction,
+        cache=data.cache,
+    )
     if split not in corpus.splits:
         known = ", ".join(corpus.splits)
         raise UserError(f"The corpus {data.corpus} has no split {split!r}: it has {known}.")
-    ends = data.end_of_line if data.end_of_line is not None else tokenizer.eos_token_id is not None
-    tokens = token_file(corpus, split, tokenizer, end_of_line=ends, cache_dir=data.cache)
+    tokens = token_file(
+        corpus,
+        split,
+        tokenizer,
+        end_of_line=_ends_lines(Path(folder), data),
+        cache_dir=data.cache,
+    )
     started = time.perf_counter()
     values = evaluate_language(model, tokens, data)
     values["tokens_per_second"] = values["tokens"] / (time.perf_counter() - started)
     return values
+
+
+def _ends_lines(folder: Path, data: DataSettings) -> bool:
+    """Whether line ends are tokens: as asked for, else as they were when the model was trained."""
+    if data.end_of_line is not None:
+        return data.end_of_line
+    config = RunFolder(folder).config
+    if not config.is_file():
+        return True
+    trained_on = yaml.safe_load(config.read_text(encoding="utf-8"))["data"]
+    if trained_on["end_of_line"] is not None:
+        return bool(trained_on["end_of_line"])
+    return trained_on["tokenizer"] is None
 
 
 def continue_text(

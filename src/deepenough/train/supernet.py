@@ -1,0 +1,173 @@
+"""The search as a task of the training loop: a SuperNet's choices beside its weights.
+
+Simultaneous: one optimiser for both. Alternating, as the paper does it: the weights on one part of
+the training text, and every few steps the choices on a part that is held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from deepenough.adaptive.par import ParForCausalLM
+from deepenough.adaptive.par.choice import BranchChoice, entropy, gumbel_noise
+from deepenough.adaptive.par.derive import BlockCosts
+from deepenough.adaptive.par.pattern import BRANCHES, IDENTITY, OPEN, interleaved
+from deepenough.adaptive.par.settings import SearchSettings
+from deepenough.data import DataSettings, Prepared
+from deepenough.train.language import WEIGHTS, LanguageTask, save_model
+from deepenough.train.schedule import tau_at
+from deepenough.train.seeds import seed_at
+from deepenough.train.settings import TrainSettings
+from deepenough.train.task import BatchLoss
+
+CHOICES = "choices"
+
+
+class SearchTask(LanguageTask):
+    costs: BlockCosts | None = None
+    """What the blocks cost, for the term that makes dear ones unlikely."""
+
+    def __init__(
+        self,
+        model: ParForCausalLM,
+        prepared: Prepared,
+        data: DataSettings,
+        train: TrainSettings,
+        accelerator: Accelerator,
+        search: SearchSettings,
+    ) -> None:
+        super().__init__(model, prepared, data, train, accelerator)
+        assert model.choice is not None
+        self.search = search
+        self.choice: BranchChoice = model.choice
+        self.choice.set_tau(search.tau_start)
+        self.progress = 0.0
+        self._closed: dict[int, Tensor] = {}
+        """Scores of the closed blocks, as they were when each one was closed."""
+        for block, kind in enumerate(model.config.pattern):
+            if kind != OPEN:
+                self._fix(block, kind)
+        if search.optimise == "alternating":
+            ids = prepared.tokens["train"].ids
+            border = int(len(ids) * (1.0 - search.held_out))
+            self.batches = {WEIGHTS: self._lanes(ids[:border]), CHOICES: self._lanes(ids[border:])}
+            self.memories = {WEIGHTS: None, CHOICES: None}
+
+    def parameters(self) -> dict[str, list[dict[str, Any]]]:
+        choices = {
+            "params": list(self.choice.parameters()),
+            "lr_scale": self.search.alpha_lr,
+            "weight_decay": 0.0,
+        }
+        weights = super().parameters()[WEIGHTS]
+        if self.search.optimise == "alternating":
+            return {WEIGHTS: weights, CHOICES: [choices]}
+        return {WEIGHTS: [*weights, choices]}
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        self.progress = step / max(1, self.train.steps - 1)
+        settings = self.search
+        if settings.tau != "learned":
+            tau = tau_at(settings.tau, settings.tau_start, settings.tau_end, self.progress)
+            self.choice.set_tau(tau)
+        if settings.decide_at < 1.0 and self.progress >= settings.decide_after:
+            self._decide()
+
+    def phases(self, step: int) -> Sequence[str]:
+        due = (step + 1) % self.search.alternate_every == 0 and OPEN in self.model.pattern
+        return (WEIGHTS, CHOICES) if self.search.optimise == "alternating" and due else (WEIGHTS,)
+
+    def _turn(self, phase: str, step: int) -> int:
+        return step if phase == WEIGHTS else step // self.search.alternate_every
+
+    def _model_arguments(self, phase: str, index: int) -> dict[str, Any]:
+        # All lanes are drawn and this process's taken, so that any number of processes agree.
+        generator = torch.Generator().manual_seed(seed_at(self.train.seed, "noise", phase, index))
+        noise = gumbel_noise(len(self.model.blocks), self.data.batch_size, generator)
+        return {"noise": noise.chunk(self.world_size, 1)[self.rank]}
+
+    def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        batch = super().loss(model, phase, step, micro)
+        if self.search.cost_weight and self.costs is not None:
+            objective = batch.objective + self.search.cost_weight * self.expected_cost()
+            return batch._replace(objective=objective)
+        return batch
+
+    def expected_cost(self) -> Tensor:
+        """`sum_b pi_b . cost`, as a share of the interleaved baseline's whole cost."""
+        assert self.costs is not None
+        kinds = torch.tensor([self.costs.of_block(kind) for kind in BRANCHES])
+        total = (self.choice.probabilities() @ kinds.to(self.model.device)).sum()
+        if OPEN not in self.model.pattern:  # and nothing else gives the choices a gradient
+            total = total.detach()
+        return total / self.costs.of(interleaved(len(self.model.blocks)))
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        # Momentum would carry the scores of a closed block on, even to another kind.
+        for block, scores in self._closed.items():
+            self.choice.alpha[block] = scores
+
+    # -- closing blocks ----------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        """Close the blocks that have made up their mind."""
+        rows = self.model.probabilities()
+        for block, kind in enumerate(self.model.pattern):
+            if kind != OPEN or float(rows[block].max()) < self.search.decide_at:
+                continue
+            chosen = BRANCHES[int(rows[block].argmax())]
+            others = self.model.pattern[:block] + self.model.pattern[block + 1 :]
+            if chosen == IDENTITY and not set(others) - {IDENTITY}:
+                continue  # a model needs one block at least
+            self.model.decide(block, chosen)
+            self._closed[block] = self.choice.alpha[block].detach().clone()
+
+    @torch.no_grad()
+    def _fix(self, block: int, kind: str) -> None:
+        """A block that the given pattern leaves no choice."""
+        self.model.decide(block, kind)
+        scores = torch.full((len(BRANCHES),), -30.0)
+        scores[BRANCHES.index(kind)] = 0.0
+        self.choice.alpha[block] = scores
+        self._closed[block] = self.choice.alpha[block].clone()
+
+    # -- records and state -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def train_values(self) -> dict[str, Any]:
+        rows = self.model.probabilities()
+        values = {
+            "tau": float(self.choice.temperature),
+            "entropy": entropy(rows),
+            "pi": [[round(value, 6) for value in row] for row in rows.tolist()],
+        }
+        if self.costs is not None:
+            values["expected_cost"] = float(self.expected_cost())
+        return values
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        super().load_state(state)
+        self.model.apply_decisions()
+        alpha = self.choice.alpha.detach()
+        decided = self.choice.decided.tolist()
+        self._closed = {b: alpha[b].clone() for b, branch in enumerate(decided) if branch >= 0}
+
+    def identity(self) -> dict[str, Any]:
+        # What happens after the search may change its mind.
+        later = ("budget", "retrain")
+        search = {k: v for k, v in asdict(self.search).items() if k not in later}
+        return super().identity() | {"search": search}
+
+    def save(self, folder: Path) -> None:
+        # Branches of closed blocks are not computed any more, so they are not kept either.
+        save_model(self.model.with_pattern(self.model.pattern), self.prepared, folder)
