@@ -17,7 +17,7 @@ def dropout_mask(shape: torch.Size, probability: float, dtype: torch.dtype) -> T
     num_elements = shape.numel()
     words = torch.empty(-(-num_elements // 4), dtype=torch.int64).random_(-(1 << 63), None)
     bits = words.view(torch.int16)[:num_elements].view(shape)
-    threshold = round(probability * _LEVELS)
+    threshold = min(round(probability * _LEVELS), _LEVELS - 1)
     # The comparison writes numbers at once: turning booleans into them takes four times as long.
     mask = torch.empty(shape, dtype=dtype)
     torch.ge(bits, threshold - _LEVELS // 2, out=mask)

@@ -4,8 +4,15 @@ The adaptive form gives frequent tokens the full width and each further cluster 
 `factor` once more, projected up again: the input side of an adaptive softmax with the same cutoffs.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
+
+
+def cluster_width(width: int, factor: float, cluster: int) -> int:
+    """Inner width of a cluster, counted from 0 for the most frequent tokens."""
+    return int(width // factor**cluster)
 
 
 class AdaptiveEmbedding(nn.Module):
@@ -15,8 +22,8 @@ class AdaptiveEmbedding(nn.Module):
         self.bounds = [0, *cutoffs, vocab_size]
         self.tables = nn.ModuleList()
         self.projections = nn.ModuleList()
-        for cluster, (low, high) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
-            inner = max(1, int(width // factor**cluster))
+        for cluster, (low, high) in enumerate(pairwise(self.bounds)):
+            inner = cluster_width(width, factor, cluster)
             self.tables.append(nn.Embedding(high - low, inner))
             self.projections.append(
                 nn.Identity() if cluster == 0 else nn.Linear(inner, width, bias=False)
@@ -24,13 +31,27 @@ class AdaptiveEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         flat = ids.reshape(-1)
-        first = self.tables[0].weight
-        out = first.new_zeros(len(flat), self.width)
-        for cluster, (low, high) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
+        rows_found, parts = [], []
+        for cluster, (low, high) in enumerate(pairwise(self.bounds)):
             rows = ((flat >= low) & (flat < high)).nonzero().squeeze(1)
-            part = self.projections[cluster](self.tables[cluster](flat[rows] - low))
-            out = out.index_copy(0, rows, part.to(out.dtype))
+            rows_found.append(rows)
+            parts.append(self.projections[cluster](self.tables[cluster](flat[rows] - low)))
+        order = torch.cat(rows_found)
+        if len(order) < len(flat):
+            raise IndexError(f"token ids must be in [0, {self.bounds[-1]})")
+        # Rows come cluster by cluster; the inverse of their order puts them back.
+        out = torch.cat(parts).index_select(0, order.argsort())
         return out.view(*ids.shape, self.width)
+
+
+def adaptive_embedding_ref(module: AdaptiveEmbedding, ids: Tensor) -> Tensor:
+    """Token by token: the row of its cluster's table, projected."""
+    rows = []
+    for token in ids.flatten().tolist():
+        cluster = sum(token >= cut for cut in module.bounds[1:-1])
+        row = module.tables[cluster](torch.tensor(token - module.bounds[cluster]))
+        rows.append(module.projections[cluster](row))
+    return torch.stack(rows).view(*ids.shape, module.width)
 
 
 def embedding(
@@ -39,11 +60,3 @@ def embedding(
     if adaptive:
         return AdaptiveEmbedding(vocab_size, width, cutoffs, factor)
     return nn.Embedding(vocab_size, width)
-
-
-@torch.no_grad()
-def initialise(module: nn.Module, width: int) -> None:
-    """Rows of about unit length after the projection, so that `sqrt(width)` gives unit variance."""
-    for part in module.modules():
-        if isinstance(part, nn.Embedding):
-            part.weight.normal_(std=width**-0.5)
