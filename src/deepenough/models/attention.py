@@ -3,13 +3,13 @@
     logits[i, j] = ((q_i + u) . k_j + (q_i + v) . W_r R_(i-j)) / sqrt(d_head)
 
 `R_delta` is the sinusoidal code of the distance; `u` and `v` are learned. The second term is the
-additive mask of `scaled_dot_product_attention`, so torch picks the kernel. Only where gradients must
-flow through that mask, which none of torch's CPU kernels can do, are the same four steps written
-out: torch's own fallback for that case takes 1.4 times as long.
+additive mask of `scaled_dot_product_attention`, so torch picks the kernel. Only where gradients
+must flow through that mask, which none of torch's CPU kernels can do, are the same four steps
+written out: torch's own fallback for that case takes 1.4 times as long.
 
 Departures from the first public PAR code, all of them the paper's own form: the sinusoids keep one
-order along the feature axis, logits are divided by the root of the head width, and the output of the
-attention has no activation.
+order along the feature axis, logits are divided by the root of the head width, and the output of
+the attention has no activation.
 
 Shapes: B batch, S new tokens, K keys (memory and new tokens, K >= S), H heads, D width, E = D / H.
 """
@@ -41,7 +41,7 @@ def relative_shift(scores: Tensor) -> Tensor:
 
 
 class _Shift(torch.autograd.Function):
-    """The shift is a view; its gradient is one copy, where autograd's own would fill zeros first."""
+    """The shift is a view; its gradient is one copy, where autograd would first fill zeros."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
@@ -67,22 +67,37 @@ def visible_keys(
 
 
 def relative_attention_ref(
-    query: Tensor, key: Tensor, value: Tensor, u: Tensor, v: Tensor, by_distance: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    u: Tensor,
+    v: Tensor,
+    by_distance: Tensor,
+    window: int | None = None,
 ) -> Tensor:
     """One head as the equation reads, `[S, E]` x `[K, E]`; `by_distance[d]` is `W_r R_d`."""
     num_queries, num_keys, width = len(query), len(key), query.shape[-1]
     rows = []
     for i in range(num_queries):
         position = num_keys - num_queries + i
+        first = 0 if window is None else max(0, position - window + 1)
         logits = torch.stack(
             [
                 ((query[i] + u) @ key[j] + (query[i] + v) @ by_distance[position - j])
                 / math.sqrt(width)
-                for j in range(position + 1)
+                for j in range(first, position + 1)
             ]
         )
-        rows.append(logits.softmax(0) @ value[: position + 1])
+        rows.append(logits.softmax(0) @ value[first : position + 1])
     return torch.stack(rows)
+
+
+def projects_queries(num_queries: int, head_width: int) -> bool:
+    """Whether `W_r` meets the queries of all lanes rather than the codes: cheaper for a few.
+
+    `N D^2 + H N C D` against `C D^2 + N C D` multiplications; a step of generation has N = 1.
+    """
+    return num_queries < head_width
 
 
 class RelativeAttention(nn.Module):
@@ -118,10 +133,10 @@ class RelativeAttention(nn.Module):
         # head serves them all, and the rows of its result shift without a copy.
         query_HNE = self.query(hidden_BSD.flatten(0, 1)).unflatten(-1, shape).transpose(0, 1)
         query_HNE = query_HNE.contiguous()  # q + u
-        by_distance_HEC = self.position(codes_CD * scale).unflatten(-1, shape).permute(1, 2, 0)
-        distance_HNC = torch.bmm(query_HNE + self.v_minus_u.view(*shape)[:, None], by_distance_HEC)
+        distance_HNC = self._distance_logits(query_HNE, codes_CD * scale)
         position_HBSK = relative_shift(distance_HNC.unflatten(1, (num_lanes, num_queries)))
         query_HBSE = query_HNE.unflatten(1, (num_lanes, num_queries))
+        mask = mask.to(position_HBSK.dtype)  # which is lower than the mask's under autocast
         if torch.is_grad_enabled() and position_HBSK.requires_grad:
             key_HBKE, value_HBKE = key_BHKE.transpose(0, 1), value_BHKE.transpose(0, 1)
             if mask.dim() == 4:  # B1SK
@@ -135,9 +150,20 @@ class RelativeAttention(nn.Module):
                 key_BHKE,
                 value_BHKE,
                 attn_mask=position_HBSK.transpose(0, 1) + mask,
+                dropout_p=self.dropout if self.training else 0.0,
                 scale=scale,
             ).transpose(1, 2)
         return self.output(mixed_BSHE.reshape(-1, width)).view_as(hidden_BSD)
+
+    def _distance_logits(self, query_HNE: Tensor, codes_CD: Tensor) -> Tensor:
+        """`(q + v) . W_r R` of every query and distance, `[H, N, C]`."""
+        shape = (self.num_heads, self.head_width)
+        query_HNE = query_HNE + self.v_minus_u.view(*shape)[:, None]
+        if projects_queries(query_HNE.shape[1], self.head_width):
+            weight_HED = self.position.weight.unflatten(0, shape)
+            return torch.bmm(query_HNE, weight_HED) @ codes_CD.T
+        by_distance_HEC = self.position(codes_CD).unflatten(-1, shape).permute(1, 2, 0)
+        return torch.bmm(query_HNE, by_distance_HEC)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
         """Softmax attention with a bias that has a gradient, heads first.
