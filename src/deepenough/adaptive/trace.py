@@ -34,6 +34,12 @@ class DepthTrace:
                 f"a trace needs depth and flops of one shape and ran with one axis more: got "
                 f"{tuple(self.depth.shape)}, {tuple(self.flops.shape)}, {tuple(self.ran.shape)}"
             )
+        num_blocks = self.ran.shape[-1]
+        if self.block_seconds is not None and self.block_seconds.shape != (num_blocks,):
+            raise ValueError(
+                f"a trace of {num_blocks} blocks needs as many latencies: got "
+                f"{tuple(self.block_seconds.shape)}"
+            )
 
     @property
     def num_units(self) -> int:

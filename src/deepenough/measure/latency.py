@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from deepenough.adaptive.par.block import ParBlock
 from deepenough.adaptive.par.config import ParConfig, with_pattern
 from deepenough.adaptive.par.derive import BlockCosts
-from deepenough.adaptive.par.flops import branch_flops, head_flops
+from deepenough.adaptive.par.flops import branch_flops, embedding_flops, head_flops
 from deepenough.adaptive.par.model import Memories, ParForCausalLM
 from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY
 
@@ -35,16 +34,27 @@ def interleaved_best(
     return best
 
 
+def _tokens(config: ParConfig, lanes: int) -> Tensor:
+    """One batch of ids. Frequent tokens are frequent, as the adaptive softmax expects them."""
+    zipf = 1.0 / torch.arange(1, config.vocab_size + 1)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.multinomial(zipf, lanes * config.length, True, generator=generator)
+    return draws.view(lanes, config.length)
+
+
 def _stream(model: ParForCausalLM, lanes: int) -> tuple[Tensor, Memories]:
     """One batch and the memory it would meet in the middle of a text."""
-    config, device = model.config, model.device
-    generator = torch.Generator().manual_seed(0)
-    # Frequent tokens are frequent: the adaptive softmax would be timed wrongly on uniform ones.
-    zipf = 1.0 / torch.arange(1, config.vocab_size + 1)
-    draws = torch.multinomial(zipf, lanes * config.length, True, generator=generator)
-    memory = torch.zeros(lanes, config.mem_len, config.d_model, device=device, dtype=model.dtype)
+    shape = (lanes, model.config.mem_len, model.config.d_model)
+    memory = torch.zeros(shape, device=model.device, dtype=model.dtype)
     memories = tuple(memory if block.attends else None for block in model.blocks)  # type: ignore[union-attr]
-    return draws.view(lanes, config.length).to(device), memories
+    return _tokens(model.config, lanes).to(model.device), memories
+
+
+def _seconds_now(device: torch.device) -> float:
+    """The clock, once all that was asked of the device is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def forward_function(model: ParForCausalLM, lanes: int) -> Callable[[], object]:
@@ -54,6 +64,7 @@ def forward_function(model: ParForCausalLM, lanes: int) -> Callable[[], object]:
     def run() -> None:
         with torch.inference_mode():
             model(ids, targets=ids, memories=memories)
+        _seconds_now(model.device)
 
     model.eval()
     return run
@@ -87,45 +98,37 @@ def measure_block_costs(config: ParConfig, lanes: int, rounds: int = 7) -> Block
 
 def count_block_costs(config: ParConfig, lanes: int) -> BlockCosts:
     """The same in FLOPs; the output layer is counted on tokens of a Zipf distribution."""
-    ids, _ = _stream(ParForCausalLM(with_pattern(config, DENSE)), lanes)
+    ids = _tokens(config, lanes)
     keys = config.mem_len + config.length
     costs = {
         kind: float(branch_flops(config, kind, lanes, config.length, keys))
         for kind in (ATTENTION, DENSE, IDENTITY)
     }
-    rest = float(head_flops(config, ids, ids.numel()).sum())
+    rest = float((embedding_flops(config, ids) + head_flops(config, ids.numel(), ids)).sum())
     return BlockCosts(costs[ATTENTION], costs[DENSE], costs[IDENTITY], rest)
 
 
-@torch.inference_mode()
 def measure_blocks(model: ParForCausalLM, lanes: int, rounds: int = 5) -> Tensor:
     """Seconds of each block of a model; also kept in it, so that its traces tell them."""
     model.eval()
     ids, memories = _stream(model, lanes)
-    best = torch.full((len(model.blocks),), torch.inf, dtype=torch.float64)
-    started: dict[int, float] = {}
+    started: dict[nn.Module, float] = {}
+    best = dict.fromkeys(model.blocks, float("inf"))
 
-    def before(index: int) -> Callable[..., None]:
-        return lambda *_: started.__setitem__(index, time.perf_counter())
+    def before(block: nn.Module, _: object) -> None:
+        started[block] = _seconds_now(model.device)
 
-    def after(index: int) -> Callable[..., None]:
-        def note(*_: object) -> None:
-            seconds = time.perf_counter() - started[index]
-            best[index] = min(float(best[index]), seconds)
+    def after(block: nn.Module, *_: object) -> None:
+        best[block] = min(best[block], _seconds_now(model.device) - started[block])
 
-        return note
-
-    hooks = []
-    for index, block in enumerate(model.blocks):
-        assert isinstance(block, ParBlock)
-        hooks.append(block.register_forward_pre_hook(before(index)))
-        hooks.append(block.register_forward_hook(after(index)))
+    hooks = [block.register_forward_pre_hook(before) for block in model.blocks]
+    hooks += [block.register_forward_hook(after) for block in model.blocks]
     try:
-        for _ in range(rounds):
-            model(ids, targets=ids, memories=memories)
+        with torch.inference_mode():
+            for _ in range(rounds):
+                model(ids, targets=ids, memories=memories)
     finally:
         for hook in hooks:
             hook.remove()
-    model.block_seconds = best
-    return best
-
+    model.block_seconds = torch.tensor(list(best.values()), dtype=torch.float64)
+    return model.block_seconds

@@ -1,9 +1,9 @@
 """Quality of language models: loss over a whole text, and what follows from it.
 
 Perplexity is `exp(total loss / total tokens)`, never a mean over batches of exponentials. Since a
-token is whatever the tokenizer makes it, two figures compare across tokenizers: perplexity per word,
-`exp(total loss / words)`, and bits per byte, `total loss / (bytes ln 2)`. Both scale the mean loss to
-the whole text, because the last few tokens fill no batch.
+token is whatever the tokenizer makes it, two figures compare across tokenizers: perplexity per
+word, `exp(total loss / words)`, and bits per byte, `total loss / (bytes ln 2)`. Both scale the mean
+loss to the whole text, because the last few tokens fill no batch.
 """
 
 from __future__ import annotations

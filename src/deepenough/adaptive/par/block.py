@@ -1,14 +1,12 @@
 """One block: attention, dense, identity, or all three weighted while the search is open.
 
 Each branch is residual with the norm first: `x + F(norm(x))`. Since the weights of a block sum to
-one, `w_a (x + A) + w_d (x + D) + w_i x` is `x + w_a A + w_d D`, and both branches read one norm. That
-norm has no scale or shift of its own, because the linear maps behind it hold them; so memories can
-be kept normalised, which is done once instead of at every reading.
+one, `w_a (x + A) + w_d (x + D) + w_i x` is `x + w_a A + w_d D`, and both branches read one norm.
+That norm has no scale or shift of its own, because the linear maps behind it hold them; so memories
+can be kept normalised, which is done once instead of at every reading.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,19 +14,10 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from deepenough.adaptive.par.config import ParConfig
-from deepenough.adaptive.par.pattern import ATTENTION, DENSE, OPEN
+from deepenough.adaptive.par.context import Context
+from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY, OPEN
 from deepenough.models.attention import RelativeAttention
 from deepenough.models.dropout import Dropout
-
-
-@dataclass(frozen=True)
-class Context:
-    """What all attention branches of one forward pass share."""
-
-    codes: Tensor
-    """Distance codes from the farthest to 0, one row more than there are keys."""
-    mask: Tensor
-    """Added to the logits: -inf where a key must not be seen."""
 
 
 class Dense(nn.Module):
@@ -71,13 +60,17 @@ class ParBlock(nn.Module):
         weights_B3: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """New hidden states, and the normalised old ones from which memory is made."""
+        if self.kind == IDENTITY:
+            return hidden_BSD, hidden_BSD
         normed = F.layer_norm(hidden_BSD, hidden_BSD.shape[-1:])
         if self.attends:
             assert self.attention is not None
             seen = normed if memory_BMD is None else torch.cat([memory_BMD, normed], 1)
             key, value = self.attention.keys_values(seen)
             if cache is not None:
-                key, value = cache.update(key, value, cache_index)
+                # Caches differ in how much they keep; what lies beyond the window is cut off.
+                num_keys = context.mask.shape[-1]
+                key, value = (x[:, :, -num_keys:] for x in cache.update(key, value, cache_index))
             mixed = self.attention(normed, key, value, context.codes, context.mask)
             hidden_BSD = self._add(hidden_BSD, mixed, weights_B3, 0)
         if self.kind in (DENSE, OPEN):

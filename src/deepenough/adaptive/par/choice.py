@@ -3,8 +3,9 @@
     w = softmax((log pi + g) / tau),   pi = softmax(alpha),   g ~ Gumbel(0, 1)
 
 (arXiv 1611.01144, eq. 2.) `pi` is what is shown to people; `tau` is annealed from outside or
-learned. Every lane of the batch has its own draw, which lowers the variance of alpha's gradient, and
-evaluation has none: `w = softmax(log pi / tau)`.
+learned. Every lane of the batch has its own draw, which lowers the variance of alpha's gradient,
+and evaluation has none: `w = softmax(log pi / tau)`. Straight-through samples are one branch in the
+forward pass, the likeliest one in evaluation, with the gradient of the soft weights.
 """
 
 from __future__ import annotations
@@ -42,12 +43,17 @@ class BranchChoice(nn.Module):
     def temperature(self) -> Tensor:
         return self.tau if self.log_tau is None else self.log_tau.exp()
 
+    @torch.no_grad()
     def set_tau(self, tau: float) -> None:
+        """The temperature from now on, or where a learned one goes on from."""
         self.tau.fill_(tau)
+        if self.log_tau is not None:
+            self.log_tau.fill_(math.log(tau))
 
     def probabilities(self) -> Tensor:
-        """`pi`, `[N, 3]`."""
-        return self.alpha.softmax(-1)
+        """`pi`, `[N, 3]`; a closed block has no gradient, for nothing is left to choose."""
+        pi = self.alpha.softmax(-1)
+        return torch.where((self.decided >= 0)[:, None], pi.detach(), pi)
 
     def forward(self, num_lanes: int, noise: Tensor | None) -> Tensor:
         """Weights of the branches, `[N, B, 3]`."""
@@ -58,9 +64,9 @@ class BranchChoice(nn.Module):
             logits = logits + noise.to(logits)
         weights = (logits / self.temperature).softmax(-1)
         weights = weights.expand(-1, num_lanes, -1)
-        if self.training and self.straight_through:
+        if self.straight_through:
             hard = torch.zeros_like(weights).scatter_(-1, weights.argmax(-1, keepdim=True), 1.0)
-            weights = hard + weights - weights.detach()
+            weights = hard + (weights - weights.detach())
         return weights
 
 

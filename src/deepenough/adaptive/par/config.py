@@ -57,8 +57,8 @@ class ParConfig(PreTrainedConfig):
         self.attention_dropout = attention_dropout
         self.straight_through = straight_through
         self.learn_tau = learn_tau
-        self.initializer_range = initializer_range or d_model**-0.5
         self._check()
+        self.initializer_range = initializer_range or d_model**-0.5
         # Without an adaptive softmax the output shares the input's embeddings.
         kwargs.setdefault("tie_word_embeddings", not self.cutoffs)
         super().__init__(**kwargs)
@@ -83,6 +83,12 @@ class ParConfig(PreTrainedConfig):
         check_cutoffs(self.cutoffs, self.vocab_size)
         if self.adaptive_input and not self.cutoffs:
             raise UserError("Adaptive input embeddings need cutoffs: give cutoffs as well.")
+        if self.cutoffs and not 1.0 <= self.div_value ** len(self.cutoffs) <= self.d_model:
+            raise UserError(
+                f"{len(self.cutoffs)} cutoffs with a div_value of {self.div_value:g} do not fit "
+                f"the width {self.d_model}: div_value must be at least 1 and leave the last "
+                "cluster a width of at least 1."
+            )
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"{name} must be in [0, 1): got {getattr(self, name)}.")
@@ -101,7 +107,7 @@ def check_cutoffs(cutoffs: list[int], vocab_size: int) -> None:
         raise UserError(
             f"The cutoffs {cutoffs} are not sorted and distinct: give them in rising order."
         )
-    if cutoffs and not (0 < cutoffs[0] and cutoffs[-1] < vocab_size):
+    if cutoffs and not (cutoffs[0] > 0 and cutoffs[-1] < vocab_size):
         raise UserError(
             f"The cutoffs {cutoffs} must lie between 1 and {vocab_size - 1}: "
             f"the vocabulary size, {vocab_size}, is not one of them."

@@ -9,11 +9,12 @@ That makes the constrained optimum exact and cheap: the best patterns for every 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY, interleaved
+from deepenough.adaptive.par.pattern import ATTENTION, BRANCHES, DENSE, IDENTITY, interleaved
 from deepenough.errors import UserError
 
 
@@ -28,7 +29,8 @@ class BlockCosts:
 
     def of(self, pattern: str) -> float:
         """Of a whole forward pass."""
-        return self.rest + sum(self.of_block(kind) for kind in pattern)
+        # By counts, so that patterns with equal counts cost the same to the last bit.
+        return self.rest + sum(pattern.count(kind) * self.of_block(kind) for kind in BRANCHES)
 
     def of_block(self, kind: str) -> float:
         return {ATTENTION: self.attention, DENSE: self.dense, IDENTITY: self.identity}[kind]
@@ -49,7 +51,7 @@ def derive(
     num_blocks = len(probabilities)
     best: dict[tuple[int, int], tuple[float, str]] = {(0, 0): (0.0, "")}
     for row in probabilities:
-        score_a, score_d, score_i = (math.log(max(p, 1e-300)) for p in row)
+        score_a, score_d, score_i = (_log(p) for p in row)
         longer: dict[tuple[int, int], tuple[float, str]] = {}
         for (num_a, num_d), (score, pattern) in best.items():
             for counts, gain, kind in (
@@ -66,10 +68,31 @@ def derive(
         assert costs is not None
         fitting = [found for found in patterns if costs.relative(found[1]) <= budget]
         if not fitting:
-            cheapest = min(costs.relative(pattern) for _, pattern in patterns)
+            cheapest = min((pattern for _, pattern in patterns), key=costs.relative)
+            share = math.ceil(1000 * costs.relative(cheapest)) / 1000
             raise UserError(
-                f"No pattern of {num_blocks} blocks costs at most {budget:.0%} of the interleaved "
-                f"baseline: the cheapest costs {cheapest:.0%}; give a budget of at least that."
+                f"No pattern of {num_blocks} blocks costs at most {budget:g} of the interleaved "
+                f"baseline: the cheapest, {cheapest}, needs a budget of {share:g}."
             )
         patterns = fitting
     return max(patterns)[1]
+
+
+def derive_ref(
+    probabilities: Sequence[Sequence[float]], costs: BlockCosts, budget: float
+) -> tuple[str, float] | None:
+    """Try all patterns: the likeliest that keeps the budget, and its log-likelihood."""
+    found: tuple[str, float] | None = None
+    for kinds in itertools.product(range(len(BRANCHES)), repeat=len(probabilities)):
+        pattern = "".join(BRANCHES[kind] for kind in kinds)
+        score = sum(_log(row[kind]) for row, kind in zip(probabilities, kinds, strict=True))
+        some_block = pattern.count(IDENTITY) < len(pattern)
+        fits = some_block and costs.relative(pattern) <= budget
+        if fits and (found is None or score > found[1]):
+            found = pattern, score
+    return found
+
+
+def _log(probability: float) -> float:
+    """Finite for a probability that has underflowed."""
+    return math.log(max(probability, 1e-300))

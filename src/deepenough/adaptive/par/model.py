@@ -1,9 +1,10 @@
 """PAR Transformer-XL (arXiv 2009.04534) as a Hugging Face model.
 
 One class serves the SuperNet, any fixed pattern, and everything between: blocks marked `*` in the
-config's pattern compute both branches and mix them, the others only their own. Memory is Transformer-
-XL's: pass `memories` back in to continue a stream. `generate()` keeps keys and values instead, which is
-the same computation, and sees as far back as training did (`config.sliding_window`).
+config's pattern compute both branches and mix them, the others only their own. Memory is
+Transformer-XL's: pass `memories` back in to continue a stream. `generate()` keeps keys and values
+instead, which is the same computation, and sees as far back as training did
+(`config.sliding_window`).
 
 Shapes: B lanes, S new tokens, K keys, D width, N blocks.
 """
@@ -16,18 +17,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
-from deepenough.adaptive.par.block import Context, ParBlock
+from deepenough.adaptive.par.block import ParBlock
 from deepenough.adaptive.par.choice import BranchChoice
 from deepenough.adaptive.par.config import ParConfig, with_pattern
-from deepenough.adaptive.par.flops import branch_flops, head_flops
+from deepenough.adaptive.par.context import Contexts
+from deepenough.adaptive.par.flops import branch_flops, embedding_flops, head_flops
 from deepenough.adaptive.par.pattern import BRANCHES, IDENTITY, OPEN
 from deepenough.adaptive.trace import DepthTrace
 from deepenough.errors import UserError
-from deepenough.models.attention import RelativeAttention, distance_codes, visible_keys
+from deepenough.models.attention import RelativeAttention
 from deepenough.models.dropout import Dropout
 from deepenough.models.embedding import embedding
 
@@ -52,6 +54,7 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
+    accepts_loss_kwargs = False  # the loss is a mean, which a trainer divides when it accumulates
     _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012
 
     def __init__(self, config: ParConfig) -> None:
@@ -75,20 +78,18 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.choice = None
         if OPEN in config.pattern:
-            self.choice = BranchChoice(
-                config.num_blocks, config.straight_through, config.learn_tau
-            )
+            self.choice = BranchChoice(config.num_blocks, config.straight_through, config.learn_tau)
         self.block_seconds: Tensor | None = None
         """Latency of each block, where it has been measured on this machine; goes into traces."""
-        self._contexts: dict[tuple[Any, ...], Context] = {}
+        self._contexts = Contexts(config.d_model, config.sliding_window)
         self.post_init()
 
     # -- what transformers asks of a model ---------------------------------------------------
 
     def _init_weights(self, module: nn.Module) -> None:
-        width = self.config.d_model
         if isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=width**-0.5)
+            # By the table's own width: a narrow one is as strong as the others when projected.
+            init.normal_(module.weight, std=module.embedding_dim**-0.5)
         elif isinstance(module, nn.Linear):
             init.normal_(module.weight, std=self.config.initializer_range)
             if module.bias is not None:
@@ -127,40 +128,48 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **_: Any,
     ) -> ParOutput | tuple[Any, ...]:
-        """`labels` are shifted here, as everywhere in transformers; `targets` are the next tokens
-        themselves, for streams in which the last token's successor is known too. `noise` replaces
-        the SuperNet's own Gumbel draw."""
-        cache = past_key_values if use_cache is not False else None
-        hidden, new_memories, num_keys = self._run_blocks(input_ids, attention_mask, memories, cache, noise)
-        if labels is not None:
-            targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+        """`labels` are shifted here, as everywhere in transformers, and come with logits; `targets`
+        are the next tokens themselves, for streams in which the last token's successor is known
+        too, and give the loss alone. A cache that is still empty takes the `memories` in, a filled
+        one has them. `noise` replaces the SuperNet's own Gumbel draw."""
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = DynamicCache(config=self.config)
+        num_cached = cache.get_seq_length() if cache is not None else 0
+        if num_cached:
+            memories = None
+        num_projected = _memory_length(memories) + input_ids.shape[1]
+        num_keys = min(num_cached, self.config.sliding_window - 1) + num_projected
+        hidden, new_memories = self._run_blocks(
+            input_ids, num_keys, attention_mask, memories, cache, noise
+        )
         loss = logits = None
         if targets is not None:
             loss = self._loss(hidden, targets)
-        if targets is None or labels is not None:
+        else:
             logits = self._logits(hidden[:, -logits_to_keep:])
         trace = None
         if not self.training:
-            counted = targets if logits is None else None
-            trace = self._trace(hidden.shape, num_keys, cache is not None, counted)
+            trace = self._trace(input_ids, targets, num_keys, num_projected, logits_to_keep)
+        if labels is not None and logits is not None:
+            following = F.pad(labels[:, 1:], (0, 1), value=-100)[:, -logits_to_keep:]
+            # Also where the logits are log-probabilities: they are their own log-softmax.
+            loss = F.cross_entropy(logits.flatten(0, 1), following.flatten())
         output = ParOutput(loss, logits, new_memories, cache, trace)
         return output if return_dict is not False else output.to_tuple()
 
     def _run_blocks(
         self,
         input_ids: Tensor,
+        num_keys: int,
         attention_mask: Tensor | None,
         memories: Memories | None,
         cache: Cache | None,
         noise: Tensor | None,
-    ) -> tuple[Tensor, Memories | None, int]:
+    ) -> tuple[Tensor, Memories | None]:
         num_lanes, num_new = input_ids.shape
         hidden = self.dropout(self.embedding(input_ids) * self.config.d_model**0.5)
-        num_past = cache.get_seq_length() if cache is not None else _memory_length(memories)
-        if cache is not None:
-            num_past = min(num_past, self.config.sliding_window - 1)
-        num_keys = num_past + num_new
-        context = self._context(num_new, num_keys, hidden, attention_mask)
+        context = self._contexts.get(num_new, num_keys, hidden, attention_mask)
         weights = self.choice(num_lanes, noise) if self.choice is not None else None
         kept: list[Tensor | None] = []
         cache_index = 0
@@ -177,7 +186,7 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
             )
             cache_index += block.attends
             kept.append(self._remember(memory, normed) if block.attends else None)
-        return self.norm(hidden), tuple(kept) if cache is None else None, num_keys
+        return self.norm(hidden), tuple(kept) if cache is None else None
 
     def _remember(self, memory: Tensor | None, normed: Tensor) -> Tensor:
         """The last `mem_len` states, cut off from the graph."""
@@ -186,26 +195,6 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
             normed = torch.cat([memory, normed], 1)
         return normed[:, max(0, normed.shape[1] - length) :].detach()
 
-    def _context(
-        self, num_new: int, num_keys: int, hidden: Tensor, attention_mask: Tensor | None
-    ) -> Context:
-        key = (num_new, num_keys, hidden.dtype, hidden.device)
-        if key not in self._contexts:
-            if len(self._contexts) > 64:  # generation without a cache meets every length once
-                self._contexts.clear()
-            codes = distance_codes(num_keys + 1, self.config.d_model).flip(0)
-            visible = visible_keys(num_new, num_keys, self.config.sliding_window)
-            mask = torch.zeros(num_new, num_keys).masked_fill(~visible, -torch.inf)
-            self._contexts[key] = Context(codes.to(hidden), mask.to(hidden))
-        context = self._contexts[key]
-        if attention_mask is None or bool(attention_mask.all()):
-            return context
-        padding = attention_mask[:, None, None, -num_keys:] == 0
-        # The most negative number, not -inf: a row of padding alone must not become NaN.
-        lowest = torch.finfo(hidden.dtype).min
-        mask = context.mask.masked_fill(padding, lowest).clamp(min=lowest)
-        return Context(context.codes, mask)
-
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         if not self.config.cutoffs:
@@ -213,7 +202,9 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
         kept = targets != -100
         if not bool(kept.all()):
             hidden, targets = hidden[kept], targets[kept]
-        loss: Tensor = self.output(hidden, targets).loss
+        # Under a CPU's autocast torch's adaptive softmax stops at the mixture of dtypes it gets.
+        with torch.autocast("cpu", enabled=False):
+            loss: Tensor = self.output(hidden, targets).loss
         return loss
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -223,25 +214,24 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
         return logits
 
     def _trace(
-        self, shape: torch.Size, num_keys: int, cached: bool, targets: Tensor | None
+        self,
+        input_ids: Tensor,
+        targets: Tensor | None,
+        num_keys: int,
+        num_projected: int,
+        logits_to_keep: int,
     ) -> DepthTrace:
-        num_lanes, num_new, _ = shape
-        units = (num_lanes, num_new)
         kinds = self.pattern
-        block_flops = sum(
-            branch_flops(
-                self.config, kind, num_lanes, num_new, num_keys, num_new if cached else None
-            )
-            for kind in kinds
-        )
-        flops = head_flops(self.config, targets, num_lanes * num_new) + block_flops / (
-            num_lanes * num_new
-        )
-        ran = torch.tensor([kind != IDENTITY for kind in kinds])
+        units = num_lanes, num_new = input_ids.shape
+        sizes = (num_lanes, num_new, num_keys, num_projected)
+        in_blocks = sum(branch_flops(self.config, kind, *sizes) for kind in kinds)
+        flops = embedding_flops(self.config, input_ids).view(units) + in_blocks / input_ids.numel()
+        with_head = flops[:, -logits_to_keep:] if targets is None else flops
+        with_head += head_flops(self.config, with_head.numel(), targets).view_as(with_head)
         return DepthTrace(
             depth=torch.full(units, len(kinds)),
-            ran=ran.expand(*units, -1),
-            flops=flops.view(units),
+            ran=torch.tensor([kind != IDENTITY for kind in kinds]).expand(*units, -1),
+            flops=flops,
             block_seconds=self.block_seconds,
         )
 
@@ -253,8 +243,14 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
         return "".join(block.kind for block in self.blocks)  # type: ignore[misc]
 
     def decide(self, block: int, kind: str) -> None:
-        """Close one block of the search: from now on only its branch `kind` is computed."""
+        """Close one block of the search: from now on only its branch `kind` is computed.
+
+        The last block stays open rather than leave a model of identities alone.
+        """
         assert self.choice is not None
+        others = self.pattern[:block] + self.pattern[block + 1 :]
+        if kind == IDENTITY and not set(others) - {IDENTITY}:
+            return
         self.choice.decided[block] = BRANCHES.index(kind)
         self.apply_decisions()
 
@@ -277,7 +273,12 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
                 f"there are no weights {missing[0]}."
             )
         other.load_state_dict({name: own[name] for name in wanted})
-        return other
+        return other.to(device=self.device, dtype=self.dtype).train(self.training)  # type: ignore[call-arg]
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Branches of closed blocks are not computed any more, so they are not kept either."""
+        model = self if self.pattern == self.config.pattern else self.with_pattern(self.pattern)
+        super(ParForCausalLM, model).save_pretrained(*args, **kwargs)
 
     def probabilities(self) -> Tensor:
         """`pi` over attention, dense and identity for every block, decided ones included."""

@@ -50,7 +50,9 @@ class ModelSettings:
     initializer_range: float | None = None
     """Standard deviation of new linear weights; by default the inverse root of the width."""
 
-    def config(self, vocab_size: int, length: int, pattern: str | None, **more: object) -> ParConfig:
+    def config(
+        self, vocab_size: int, length: int, pattern: str | None, **more: object
+    ) -> ParConfig:
         """The model's config for a tokenizer's vocabulary and a segment length."""
         return ParConfig(
             vocab_size=vocab_size,
@@ -89,7 +91,7 @@ class SearchSettings:
     """Use one branch at a time in the forward pass, all of them in the backward pass."""
 
     optimise: Literal["simultaneous", "alternating"] = "simultaneous"
-    """Train weights and choices together, or the choices on a held-out part of the training text."""
+    """Train weights and choices together, or the choices on held-out training text."""
 
     held_out: float = 0.2
     """Part of the training text for the choices, when alternating."""

@@ -1,0 +1,41 @@
+"""Tiny models of every form."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deepenough import ParConfig, ParForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "d_model": 16,
+    "num_heads": 2,
+    "d_ff": 24,
+    "mem_len": 4,
+    "length": 5,
+    "div_value": 2.0,
+    "dropout": 0.0,
+}
+
+
+@pytest.fixture
+def make_config() -> Callable[..., ParConfig]:
+    return lambda **changes: ParConfig(**(SIZES | changes))
+
+
+@pytest.fixture
+def make_model(make_config: Callable[..., ParConfig]) -> Callable[..., ParForCausalLM]:
+    """In evaluation mode, with every parameter away from zero and a search that leans somewhere."""
+
+    def make(seed: int = 0, **changes: Any) -> ParForCausalLM:
+        torch.manual_seed(seed)
+        model = ParForCausalLM(make_config(**changes)).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() <= 1 or name == "choice.alpha":
+                    parameter.add_(0.5 * torch.randn_like(parameter))
+        return model
+
+    return make

@@ -1,0 +1,404 @@
+"""The model: patterns against each other, memory, losses, decisions, files."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from deepenough import ParForCausalLM, UserError
+
+FORMS = [{}, {"cutoffs": [10, 20]}, {"cutoffs": [10, 20], "adaptive_input": True}]
+
+
+def tokens(lanes: int = 3, length: int = 5, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 40, (lanes, length), generator=torch.Generator().manual_seed(seed))
+
+
+# -- the SuperNet and its patterns ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pattern", ["".join(p) for p in itertools.product("ad-", repeat=2)][:-1])
+def test_supernet_with_all_weight_on_one_branch_equals_the_fixed_pattern(make_model, form, pattern):
+    """The neutral setting equals the base model."""
+    supernet = make_model(num_blocks=2, **form)
+    with torch.no_grad():
+        for row, kind in zip(supernet.choice.alpha, pattern, strict=True):
+            row.copy_(200.0 * F.one_hot(torch.tensor("ad-".index(kind)), 3))
+    fixed = supernet.with_pattern(pattern)
+    assert fixed.pattern == pattern
+    assert fixed.choice is None
+    memories = [None, None]
+    for seed in range(3):
+        ids = tokens(seed=seed)
+        outputs = [
+            model(ids, memories=memory)
+            for model, memory in zip((supernet, fixed), memories, strict=True)
+        ]
+        torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
+        memories = [output.memories for output in outputs]
+
+
+def test_decided_blocks_compute_one_branch(make_model):
+    model = make_model(num_blocks=3)
+    called = []
+    for index, block in enumerate(model.blocks):
+        for name in ("attention", "dense"):
+            getattr(block, name).register_forward_hook(
+                lambda *_, call=f"{name} {index}": called.append(call)
+            )
+    model(tokens())
+    assert len(called) == 6
+    called.clear()
+    for index, kind in enumerate("da-"):
+        model.decide(index, kind)
+    output = model(tokens())
+    assert called == ["dense 0", "attention 1"]
+    assert model.pattern == "da-"
+    torch.testing.assert_close(output.logits, model.with_pattern("da-")(tokens()).logits)
+
+
+def test_a_half_decided_search_goes_on_from_its_memories(make_model):
+    model = make_model(num_blocks=3).train()
+    memories = model(tokens(), targets=tokens()).memories
+    model.decide(0, "d")
+    model.decide(1, "a")
+    output = model(tokens(), targets=tokens(seed=2), memories=memories)
+    output.loss.backward()
+    assert output.memories[0] is None
+    assert [memory.shape for memory in output.memories[1:]] == [(3, 4, 16)] * 2
+    assert (model.choice.alpha.grad[:2] == 0).all()
+    assert (model.choice.alpha.grad[2] != 0).any()
+
+
+def test_the_last_block_is_not_closed_as_identity(make_model):
+    model = make_model(num_blocks=2)
+    model.decide(0, "-")
+    model.decide(1, "-")
+    assert model.pattern == "-*"
+    model.decide(1, "a")
+    assert model.pattern == "-a"
+
+
+def test_identity_blocks_do_nothing(make_model):
+    model = make_model(pattern="ad")
+    longer = make_model(pattern="-a--d-", seed=3)
+    state = model.state_dict()
+    names = {"blocks.0.": "blocks.1.", "blocks.1.": "blocks.4."}
+    renamed = {names.get(name[:9], name[:9]) + name[9:]: value for name, value in state.items()}
+    longer.load_state_dict(renamed)
+    assert torch.equal(longer(tokens()).logits, model(tokens()).logits)
+
+
+def test_evaluation_of_a_supernet_repeats_and_training_does_not(make_model):
+    model = make_model(num_blocks=2)
+    assert torch.equal(model(tokens()).logits, model(tokens()).logits)
+    model.train()
+    assert not torch.equal(model(tokens()).logits, model(tokens()).logits)
+
+
+def test_given_noise_replaces_the_draw(make_model):
+    model = make_model(num_blocks=2).train()
+    noise = torch.randn(2, 3, 3)
+    logits = model(tokens(), noise=noise).logits
+    assert torch.equal(model(tokens(), noise=noise).logits, logits)
+    # Lanes have their own draw and see nothing of each other's.
+    part = model(tokens()[1:], noise=noise[:, 1:]).logits
+    torch.testing.assert_close(part, logits[1:])
+
+
+@pytest.mark.parametrize("straight_through", [False, True])
+def test_gradient_reaches_every_choice_and_weight(make_model, straight_through):
+    model = make_model(num_blocks=3, straight_through=straight_through, learn_tau=True).train()
+    # Large enough a batch that every branch is drawn somewhere.
+    model(tokens(lanes=24), targets=tokens(lanes=24, seed=2)).loss.backward()
+    assert (model.choice.alpha.grad != 0).all()
+    assert model.choice.log_tau.grad != 0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all() and (parameter.grad != 0).any(), name
+
+
+def test_patterns_come_only_out_of_models_that_have_their_weights(make_model):
+    with pytest.raises(UserError, match=r"The pattern da cannot be taken out of ad: there are no"):
+        make_model(pattern="ad").with_pattern("da")
+    with pytest.raises(UserError, match="no block"):
+        make_model(num_blocks=2).with_pattern("--")
+
+
+def test_extracted_model_keeps_mode_and_dtype(make_model):
+    model = make_model(num_blocks=2).double().train()
+    other = model.with_pattern("ad")
+    assert other.dtype == torch.float64
+    assert other.training
+    assert not model.eval().with_pattern("ad").training
+
+
+def test_fixed_patterns_have_no_probabilities(make_model):
+    torch.testing.assert_close(make_model(num_blocks=2).probabilities().sum(-1), torch.ones(2))
+    with pytest.raises(ValueError, match="no open block"):
+        make_model(pattern="ad").probabilities()
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pieces", [(8, 8), (5, 8, 3), (1, 1, 6, 8), (16,)])
+@pytest.mark.parametrize("pattern", ["aad", "d-a", "***"])
+def test_a_stream_in_segments_equals_one_long_segment(make_model, pattern, pieces):
+    """Where the window allows it: no token of the 16 lies beyond memory and segment."""
+    model = make_model(pattern=pattern, mem_len=15, length=16)
+    ids = tokens(length=16)
+    memories, parts = None, []
+    for piece in ids.split(pieces, 1):
+        output = model(piece, memories=memories)
+        memories = output.memories
+        parts.append(output.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits)
+
+
+def test_memory_reaches_mem_len_back_and_no_further(make_model):
+    model = make_model(pattern="a", mem_len=3, length=4)
+    first = tokens(lanes=2, length=6)
+    first[1, 3:] = first[0, 3:]  # the lanes agree in the last three tokens alone
+    second = tokens(lanes=1, length=4, seed=2).repeat(2, 1)
+    logits = model(second, memories=model(first).memories).logits
+    torch.testing.assert_close(logits[0], logits[1])
+    first[1, 3] = (first[0, 3] + 1) % 40
+    logits = model(second, memories=model(first).memories).logits
+    assert not torch.allclose(logits[0, 0], logits[1, 0])
+
+
+def test_memories_are_detached_and_grow_to_mem_len(make_model):
+    model = make_model(pattern="ad*", mem_len=7).train()
+    memories, lengths = None, []
+    for _ in range(5):
+        output = model(tokens(length=2), targets=tokens(length=2), memories=memories)
+        memories = output.memories
+        assert memories[1] is None
+        assert not memories[0].requires_grad and not memories[2].requires_grad
+        lengths.append((memories[0].shape[1], memories[2].shape[1]))
+    assert lengths == [(n, n) for n in (2, 4, 6, 7, 7)]
+
+
+@pytest.mark.parametrize("pattern", ["ad", "**"])
+def test_without_memory_segments_are_strangers(make_model, pattern):
+    model = make_model(pattern=pattern, mem_len=0).train()
+    output = model(tokens(), targets=tokens(seed=2))
+    output.loss.backward()
+    model.eval()
+    alone = model(tokens(seed=3)).logits
+    torch.testing.assert_close(model(tokens(seed=3), memories=output.memories).logits, alone)
+
+
+def test_padding_is_hidden_and_memory_before_it_is_not(make_model):
+    """A mask of the segment alone is enough."""
+    model = make_model(pattern="ad")
+    memories = model(tokens(seed=5)).memories
+    ids, others = tokens(seed=6), tokens(seed=6)
+    others[:, 0] = (ids[:, 0] + 1) % 40
+    mask = torch.ones(3, 5, dtype=torch.long)
+    mask[:, 0] = 0
+    for each in (mask, mask.bool()):
+        logits = model(ids, memories=memories, attention_mask=each).logits[:, 1:]
+        same = model(others, memories=memories, attention_mask=each).logits[:, 1:]
+        torch.testing.assert_close(same, logits)
+        without = model(ids, attention_mask=each).logits[:, 1:]
+        torch.testing.assert_close(without, model(ids[:, 1:]).logits)
+        assert not torch.allclose(without, logits)
+
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_is_the_cross_entropy_of_the_logits(make_model, form):
+    model = make_model(pattern="ad", **form)
+    ids, targets = tokens(), tokens(seed=2)
+    logits = model(ids).logits
+    assert logits.shape == (3, 5, 40)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    output = model(ids, targets=targets)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_are_shifted_targets(make_model, form):
+    model = make_model(pattern="ad", **form)
+    ids, labels = tokens(), tokens()
+    labels[0, 2:4] = -100
+    targets = torch.full_like(labels, -100)
+    targets[:, :-1] = labels[:, 1:]
+    output = model(ids, labels=labels)
+    torch.testing.assert_close(output.loss, model(ids, targets=targets).loss)
+    torch.testing.assert_close(output.logits, model(ids).logits)
+    kept = targets != -100
+    expected = F.cross_entropy(output.logits[kept], targets[kept])
+    torch.testing.assert_close(output.loss, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_labels_and_targets_agree(make_model, form):
+    model = make_model(pattern="ad", **form).train()
+    labels = tokens()
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    parameters = list(model.parameters())
+    by_labels = torch.autograd.grad(model(tokens(), labels=labels).loss, parameters)
+    by_targets = torch.autograd.grad(model(tokens(), targets=targets).loss, parameters)
+    for got, expected in zip(by_labels, by_targets, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_of_the_last_tokens_alone(make_model, form):
+    model = make_model(pattern="ad", **form)
+    expected = model(tokens()).logits
+    torch.testing.assert_close(model(tokens(), logits_to_keep=2).logits, expected[:, -2:])
+    if form:
+        torch.testing.assert_close(expected.exp().sum(-1), torch.ones(3, 5))
+
+
+def test_tuple_instead_of_an_output(make_model):
+    model = make_model(pattern="ad")
+    output, values = model(tokens()), model(tokens(), return_dict=False)
+    assert torch.equal(values[0], output.logits)
+    assert len(values) == len(output.to_tuple())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_new_weights_begin_with_states_of_unit_variance(make_config, form):
+    torch.manual_seed(0)
+    model = ParForCausalLM(make_config(pattern="ad", d_model=64, **form)).eval()
+    states = model.embedding(torch.arange(40)) * 8.0
+    for rows in (states[:10], states[10:20], states[20:]):
+        assert 0.7 < rows.std().item() < 1.3
+
+
+# -- the trace -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_trace_of_a_pattern(make_model, form):
+    model = make_model(pattern="a-d", **form)
+    trace = model(tokens()).trace
+    assert trace.depth.tolist() == [[3] * 5] * 3
+    assert trace.ran.shape == (3, 5, 3)
+    assert trace.ran.reshape(-1, 3).unique(dim=0).tolist() == [[True, False, True]]
+    assert trace.flops.shape == (3, 5)
+    assert (trace.flops > 0).all()
+    assert trace.mean_blocks == 2
+    assert trace.seconds is None
+    assert model.train()(tokens()).trace is None
+
+
+def test_trace_tells_which_tokens_needed_the_output_layer(make_model):
+    model = make_model(pattern="ad")
+    flops = model(tokens(), logits_to_keep=1).trace.flops
+    assert torch.equal(flops[:, -1] - flops[:, 0], torch.full((3,), 2.0 * 16 * 40).double())
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"pattern": "ad-"},
+        {"num_blocks": 3},
+        {"num_blocks": 2, "learn_tau": True, "straight_through": True},
+        {"pattern": "a*", "cutoffs": [10, 20]},
+        {"pattern": "ad", "cutoffs": [10, 20], "adaptive_input": True},
+        {"pattern": "ad", "tie_word_embeddings": False},
+    ],
+)
+def test_save_and_load(make_model, tmp_path, form):
+    model = make_model(**form)
+    if model.choice is not None:
+        model.choice.set_tau(0.4)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is ParForCausalLM
+    assert not loaded.training
+    assert loaded.config.to_diff_dict() == AutoConfig.from_pretrained(tmp_path).to_diff_dict()
+    assert loaded.pattern == model.pattern
+    own, other = model.state_dict(), loaded.state_dict()
+    assert own.keys() == other.keys()
+    for name in own:
+        assert torch.equal(own[name], other[name]), name
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+def test_save_and_load_after_decisions(make_model, tmp_path):
+    model = make_model(num_blocks=4)
+    model.decide(0, "a")
+    model.decide(2, "-")
+    model.save_pretrained(tmp_path / "some")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "some")
+    assert loaded.pattern == loaded.config.pattern == "a*-*"
+    assert loaded.choice.decided.tolist() == [0, -1, 2, -1]
+    assert not any(name.startswith("blocks.0.dense") for name in loaded.state_dict())
+    torch.testing.assert_close(loaded(tokens()).logits, model(tokens()).logits)
+    loaded.decide(1, "d")  # the search goes on
+    loaded.decide(3, "d")
+    loaded.save_pretrained(tmp_path / "all")
+    closed = AutoModelForCausalLM.from_pretrained(tmp_path / "all")
+    assert (closed.pattern, closed.choice) == ("ad-d", None)
+    torch.testing.assert_close(closed(tokens()).logits, loaded(tokens()).logits)
+
+
+def test_state_of_a_search_brings_its_decisions(make_model):
+    model, other = make_model(num_blocks=2), make_model(num_blocks=2, seed=5)
+    model.decide(1, "d")
+    other.load_state_dict(model.state_dict())
+    other.apply_decisions()
+    assert other.pattern == "*d"
+
+
+def test_tied_weights_are_one_tensor(make_model, tmp_path):
+    model = make_model(pattern="ad")
+    model.save_pretrained(tmp_path)
+    for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path), model.with_pattern("ad")):
+        assert each.output.weight is each.embedding.weight
+        before = each(tokens()).logits
+        with torch.no_grad():
+            each.embedding.weight.mul_(2.0)
+        assert not torch.equal(each(tokens()).logits, before)
+        assert torch.equal(each.output.weight, each.embedding.weight)
+
+
+# -- number formats ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plain_kernels():
+    """Some virtual machines announce bfloat16 units that end the process when oneDNN uses them."""
+    was_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(was_enabled)
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16(make_model, form, autocast):
+    model = make_model(num_blocks=2, **form)
+    ids, targets = tokens(), tokens(seed=2)
+    noise = torch.randn(2, 3, 3)
+    memories = model(ids).memories
+    expected = model(ids, targets=targets, memories=memories).loss
+    if not autocast:
+        model = model.bfloat16()
+        memories = tuple(memory.bfloat16() for memory in memories)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.no_grad():
+            evaluated = model(ids, targets=targets, memories=memories)
+            assert model(ids, memories=memories).logits.isfinite().all()
+        torch.testing.assert_close(evaluated.loss.float(), expected, atol=0.1, rtol=0.02)
+        model.train()
+        model(ids, targets=targets, memories=memories, noise=noise).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name

@@ -1,0 +1,76 @@
+"""`DepthTrace`: the sums and means that measuring reads from it."""
+
+import pytest
+import torch
+
+from deepenough import DepthTrace
+
+
+def make_trace(**changes) -> DepthTrace:
+    """Two examples of two tokens on three blocks; the last token skips the middle block."""
+    values = {
+        "depth": torch.tensor([[3, 3], [1, 3]]),
+        "ran": torch.tensor([[[1, 1, 0], [1, 1, 0]], [[1, 0, 0], [1, 0, 0]]]).bool(),
+        "flops": torch.tensor([[10.0, 20.0], [5.0, 7.5]]),
+    }
+    return DepthTrace(**(values | changes))
+
+
+def test_values_by_hand():
+    trace = make_trace()
+    assert trace.num_units == 4
+    assert trace.total_flops == 42.5
+    assert trace.mean_depth == 2.5
+    assert trace.mean_blocks == 1.5
+    assert trace.seconds is None
+
+
+def test_seconds_count_the_blocks_that_ran_for_any_unit():
+    trace = make_trace(block_seconds=torch.tensor([0.25, 0.5, 4.0]))
+    assert trace.seconds == 0.75
+
+
+def test_units_may_be_examples():
+    ran = torch.tensor([[True, False], [True, True]])
+    trace = DepthTrace(
+        torch.tensor([1, 2]), ran, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])
+    )
+    assert (trace.num_units, trace.mean_blocks, trace.seconds) == (2, 1.5, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depth": torch.zeros(2)}, "of one shape"),
+        ({"flops": torch.zeros(2, 3)}, "of one shape"),
+        ({"ran": torch.zeros(2, 2).bool()}, "of one shape"),
+        ({"block_seconds": torch.zeros(2)}, "3 blocks needs as many latencies"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_trace(**changes)
+
+
+def test_join_puts_the_units_of_batches_in_a_row():
+    seconds = torch.tensor([0.25, 0.5, 4.0])
+    other = DepthTrace(
+        torch.tensor([2]), torch.tensor([[True, True, False]]), torch.tensor([1.5]), seconds
+    )
+    joined = DepthTrace.join([make_trace(block_seconds=seconds), other])
+    assert joined.depth.tolist() == [3, 3, 1, 3, 2]
+    assert joined.ran.shape == (5, 3)
+    assert joined.total_flops == 44.0
+    assert joined.seconds == 0.75
+
+
+def test_join_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="no trace"):
+        DepthTrace.join([])
+
+
+def test_detach_frees_the_graph():
+    flops = torch.ones(2, 2, requires_grad=True) * 2
+    trace = make_trace(flops=flops)
+    assert trace.flops.requires_grad
+    assert not trace.detach().flops.requires_grad
