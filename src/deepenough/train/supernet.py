@@ -146,9 +146,10 @@ class SearchTask(LanguageTask):
     @torch.no_grad()
     def train_values(self) -> dict[str, Any]:
         rows = self.model.probabilities()
+        still_open = (self.choice.decided < 0)[:, None]  # a closed block is decided: no entropy
         values = {
             "tau": float(self.choice.temperature),
-            "entropy": entropy(rows),
+            "entropy": entropy(rows * still_open),
             "pi": [[round(value, 6) for value in row] for row in rows.tolist()],
         }
         if self.costs is not None:
