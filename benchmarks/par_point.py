@@ -3,10 +3,11 @@
     python benchmarks/par_point.py train --runs runs/par-point [--seeds 3]
     python benchmarks/par_point.py measure --runs runs/par-point [--save]
 
-`train` searches, derives within the latency budget and trains the searched pattern and the baseline
-for every seed, and hand-written patterns for the first, all for the same number of steps on the same
-text; what is finished already is left alone. `measure` times one forward pass of every pattern, taking turns, and
-sets it beside the perplexities; with --save the table and the frontier are kept.
+`train` searches, derives within the latency budget and trains the searched pattern and the
+baseline for every seed, and hand-written patterns for the first, all for the same number of steps
+on the same text; what is finished already is left alone. `measure` times one forward pass of every
+pattern, taking turns, and sets it beside the perplexities; with --save the table and the frontier
+are kept.
 """
 
 from __future__ import annotations

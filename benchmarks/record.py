@@ -1,4 +1,4 @@
-"""Print a benchmark's result, and keep it in `benchmarks/results` with what is needed to repeat it."""
+"""Print a benchmark's result, and keep it in `benchmarks/results` with how it was made."""
 
 from __future__ import annotations
 

@@ -12,10 +12,11 @@ def main(argv: list[str]) -> int:
         "search",
         ParSearch,
         argv,
-        description="Train a SuperNet that chooses its own blocks, then derive the pattern it found.",
-        example="deepenough search --corpus mytext.txt --folder runs/mine --steps 2000 --budget 0.65",
+        description="Train a SuperNet that chooses its blocks, and derive the pattern it found.",
+        example="deepenough search --corpus mytext.txt --folder runs/mine --budget 0.65",
     )
     found = search(settings)
-    cost = "" if found.relative_cost is None else f", {found.relative_cost:.0%} of the baseline's cost"
+    share = found.relative_cost
+    cost = "" if share is None else f", {share:.0%} of the baseline's cost"
     print(f"pattern {found.pattern}{cost}; next: deepenough plot {settings.run.folder}")
     return 0
