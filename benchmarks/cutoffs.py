@@ -16,11 +16,7 @@ Three things, all measured in this run:
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,35 +24,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from record import save_result
 
 from deepenough.measure.cutoff_choice import choose_cutoffs
 from deepenough.measure.softmax_cost import LayerShape
 from deepenough.measure.softmax_time import time_partitions
 from deepenough.models.cutoffs import Partition, optimal_cutoffs, optimal_cutoffs_ref
-from deepenough.provenance import provenance
 
-RESULTS = Path(__file__).parent / "results" / "cutoffs.json"
 SHAPE = LayerShape(d_model=128, div_value=4.0, batch_tokens=1024)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     save = parser.parse_args().save
     name, words = small_vocabulary()
     results: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": f"python {' '.join(sys.argv)}",
-        "machine": machine(),
-        "provenance": provenance(),
         "solver": solver_times({name: words, "Zipf": zipf(1_000_000)}),
         "growth": growth(),
         "layer": {"vocabulary": name, **vars(SHAPE), "steps": layer_times(words)},
     }
-    if save:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {RESULTS}")
+    save_result("cutoffs", results, save)
 
 
 def solver_times(vocabularies: dict[str, np.ndarray]) -> list[dict[str, Any]]:
@@ -139,21 +127,6 @@ def fastest(solve: Callable[[], Partition], turns: int) -> tuple[float, Partitio
         found = solve()
         best = min(best, time.perf_counter() - start)
     return best, found
-
-
-def machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    return {
-        "processor": model,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "system": platform.platform(),
-        "load_before": os.getloadavg(),
-    }
 
 
 if __name__ == "__main__":

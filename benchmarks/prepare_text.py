@@ -13,33 +13,22 @@ benchmarks/results/prepare_text.json.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from record import save_result
+
 from deepenough.data import TokenFile, load_tokenizer, open_corpus, token_file
-from deepenough.data.encoding import num_cores
-from deepenough.provenance import provenance
 
 BAR_SECONDS = 15.0
-RESULTS = Path(__file__).parent / "results" / "prepare_text.json"
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     result = measure(arguments.corpus, arguments.tokenizer, arguments.repeats)
-    print(json.dumps(result, indent=1))
-    if arguments.save:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(result | _circumstances(), indent=1) + "\n", "utf-8")
+    save_result("prepare_text", result, arguments.save)
     return 0 if result["within_bar"] else 1
 
 
@@ -77,25 +66,12 @@ def _timed(call: Callable[[], TokenFile]) -> tuple[float, TokenFile]:
     return time.perf_counter() - start, result
 
 
-def _circumstances() -> dict[str, Any]:
-    return {
-        "machine": {
-            "processor": platform.machine(),
-            "system": platform.system(),
-            "cores": num_cores(),
-        },
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-        "provenance": provenance(),
-    }
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--corpus", default="wikitext-2")
     parser.add_argument("--tokenizer", default="par/wiki2_12k.model")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}, too")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     return parser.parse_args(argv)
 
 
