@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("action", choices=["train", "measure"])
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--search-steps", type=int, default=300)
+    parser.add_argument("--search-steps", type=int, default=600)
     parser.add_argument("--cache", default=None)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true")

@@ -54,6 +54,8 @@ class SearchTask(LanguageTask):
         for block, kind in enumerate(model.config.pattern):
             if kind != OPEN:
                 self._fix(block, kind)
+        for parameter in self.choice.parameters():
+            parameter.register_hook(self._hold)
         if search.optimise == "alternating":
             ids = prepared.tokens["train"].ids
             border = int(len(ids) * (1.0 - search.held_out))
@@ -72,6 +74,11 @@ class SearchTask(LanguageTask):
         return {WEIGHTS: [*weights, choices]}
 
     # -- one step ----------------------------------------------------------------------------
+
+    def _hold(self, gradient: Tensor) -> Tensor:
+        """Of the choices: none while only the weights are trained."""
+        choosing = self.progress >= self.search.choose_after
+        return gradient if choosing else torch.zeros_like(gradient)
 
     def begin_step(self, step: int) -> None:
         self.progress = step / max(1, self.train.steps - 1)

@@ -102,6 +102,10 @@ class SearchSettings:
     alpha_lr: float = 1.0
     """Learning rate of the choices, as a multiple of the weights'."""
 
+    choose_after: float = 0.0
+    """Share of the search before which only weights are trained: attention learns later than dense
+    blocks, and a choice made too early goes against it."""
+
     cost_weight: float = 0.0
     """Weight of the expected cost in the loss; the cost is relative to the interleaved baseline."""
 
@@ -131,5 +135,7 @@ class SearchSettings:
             raise UserError(
                 f"search.alternate_every must be at least 1: got {self.alternate_every}."
             )
+        if not 0 <= self.choose_after < 1:
+            raise UserError(f"search.choose_after must be in [0, 1): got {self.choose_after}.")
         if not 0.5 < self.decide_at <= 1:
             raise UserError(f"search.decide_at must be in (0.5, 1]: got {self.decide_at}.")
