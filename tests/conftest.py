@@ -1,7 +1,11 @@
-"""What every test runs under: one thread, no network, no display; and where local corpora are."""
+"""What every test runs under: one thread, no network, no display; and what folders share."""
 
 import os
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
 
 # Read by libraries when they are first imported, hence set before any test module is.
 os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads: xdist already runs one process per core
@@ -26,3 +30,50 @@ def data_dir() -> Path:
     if not folder:
         pytest.skip("DEEPENOUGH_DATA is not set: no local corpora on this machine")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of 700 lines, long enough for a few hundred tiny batches."""
+    lines = (line for name in sorted(topics) for line in topics[name].split("\n"))
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{line}\n" for line in islice(lines, 700)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that all tests of a session fill together."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def tiny(text_file: Path, shared_cache: Path) -> Callable[..., dict[str, Any]]:
+    """Settings, by dotted name, of a training that takes a second; keywords go in `train`."""
+
+    def make(folder: Path, changes: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+        settings = {
+            "run.folder": str(folder),
+            "data.corpus": str(text_file),
+            "data.cache": str(shared_cache),
+            "data.vocab_size": 400,
+            "data.batch_size": 4,
+            "data.length": 8,
+            "model.num_blocks": 3,
+            "model.d_model": 16,
+            "model.num_heads": 2,
+            "model.d_ff": 32,
+            "model.mem_len": 8,
+            "train.steps": 12,
+            "train.warmup": 3,
+            "train.lr": 0.01,
+            "train.log_every": 1,
+            "train.valid_every": 6,
+            "train.save_every": 4,
+            "train.keep": 2,
+        }
+        return (
+            settings | {f"train.{name}": value for name, value in train.items()} | (changes or {})
+        )
+
+    return make

@@ -99,7 +99,6 @@ class Trainer:
             self._evaluate(done, "valid")
         if done % settings.save_every == 0 or last:
             self._check_weights(done)
-            self.recorder.flush()
             self.state.save(done, settings.keep)
 
     def _step(self, step: int) -> StepResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Iterator
@@ -10,10 +9,9 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from deepenough.errors import UserError
 from deepenough.runs import Metrics, Record, RunFolder
+from deepenough.train.events import EventFile
 
 log = logging.getLogger("deepenough")
 
@@ -22,7 +20,7 @@ class Recorder:
     def __init__(self, run: RunFolder, enabled: bool) -> None:
         self.run, self.enabled = run, enabled
         self._metrics: Metrics | None = None
-        self._writer: SummaryWriter | None = None
+        self._events: EventFile | None = None
         self._first = 0
 
     def begin(self, step: int) -> None:
@@ -40,22 +38,13 @@ class Recorder:
             return
         self._metrics.append(Record(step, kind, values))
         try:
-            if self._writer is None:
-                self._writer = SummaryWriter(str(self.run.events), purge_step=self._first)
-            for name, value in _scalars(values):
-                self._writer.add_scalar(f"{kind}/{name}", value, step)
+            if self._events is None:
+                self._events = EventFile(self.run.events, self._first)
+            self._events.add({f"{kind}/{name}": v for name, v in _scalars(values)}, step)
         except OSError as error:
             raise _unwritable(self.run, error) from error
         shown = " ".join(f"{k} {v:.4g}" for k, v in values.items() if isinstance(v, float | int))
         log.info("step %d %s: %s", step, kind, shown)
-
-    def flush(self) -> None:
-        """Bring events to the disk, so that a checkpoint is never ahead of them."""
-        if self._writer is not None:
-            try:
-                self._writer.flush()
-            except OSError as error:
-                raise _unwritable(self.run, error) from error
 
     def __enter__(self) -> Recorder:
         return self
@@ -66,10 +55,9 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._writer is not None:
-            with contextlib.suppress(OSError):  # a full disk has been reported already
-                self._writer.close()
-            self._writer = None
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
 
 def _unwritable(run: RunFolder, error: OSError) -> UserError:

@@ -1,0 +1,290 @@
+"""Search, derive, train: what each leaves, what each refuses, and what a refusal leaves alone."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deepenough.adaptive.par.derive import BlockCosts
+from deepenough.errors import UserError
+from deepenough.runs import Record, RunFolder, append_record, read_records
+from deepenough.settings import resolve
+from deepenough.train import par
+from deepenough.train.par import ParSearch, ParTraining, derive_run, search, train
+from deepenough.train.use import load_model
+
+Tiny = Callable[..., dict[str, Any]]
+FLOPS = {"search.cost": "flops"}
+
+
+def run_search(settings: dict[str, Any]) -> Any:
+    return search(resolve(ParSearch, None, settings))
+
+
+def run_training(settings: dict[str, Any], start: Path | None = None) -> RunFolder:
+    return train(resolve(ParTraining, None, settings | {"start": start and str(start)}))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def values(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [r.values for r in read_records(folder / "metrics.jsonl")[0] if r.kind == kind]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("originals")
+
+
+@pytest.fixture
+def searched(tmp_path: Path, originals: Path, tiny: Tiny) -> Path:
+    """A finished search of two steps, one's own copy."""
+    if not (originals / "search").exists():
+        run_search(tiny(originals / "search", FLOPS, steps=2))
+    return Path(shutil.copytree(originals / "search", tmp_path / "searched"))
+
+
+@pytest.fixture
+def trained(tmp_path: Path, originals: Path, tiny: Tiny) -> Path:
+    """A finished training of the pattern `da` for one step, one's own copy."""
+    if not (originals / "train").exists():
+        run_training(tiny(originals / "train", {"model.pattern": "da"}, steps=1))
+    return Path(shutil.copytree(originals / "train", tmp_path / "trained"))
+
+
+# -- search and derive -----------------------------------------------------------------------
+
+
+def test_a_search_leaves_a_pattern_and_trains_it(tmp_path: Path, tiny: Tiny) -> None:
+    folder = tmp_path / "run"
+    changes = FLOPS | {"search.retrain": "supernet", "search.budget": 0.65}
+    found = run_search(tiny(folder, changes))
+    (derived,) = values(folder, "derive")
+    assert derived["pattern"] == found.pattern and len(found.pattern) == 3
+    assert derived["relative_cost"] == found.relative_cost <= 0.65
+    assert derived["pi"] == values(folder, "train")[-1]["pi"]
+    assert derived["budget"] == 0.65
+    model = AutoModelForCausalLM.from_pretrained(folder / "derived" / "model")
+    assert model.config.pattern == found.pattern
+    assert len(AutoTokenizer.from_pretrained(folder / "derived" / "model")) == 400
+    config = yaml.safe_load((folder / "derived" / "config.yaml").read_text())
+    assert config["model"]["pattern"] == found.pattern
+    assert config["start"] == str(folder)
+
+
+def test_a_supernet_is_a_better_start_than_none(tmp_path: Path, tiny: Tiny) -> None:
+    folder = tmp_path / "search"
+    run_search(tiny(folder, FLOPS, steps=30, save_every=30))
+    fixed = {"model.pattern": "dad"}
+    warm = run_training(tiny(tmp_path / "warm", fixed, steps=1), folder)
+    cold = run_training(tiny(tmp_path / "cold", fixed, steps=1))
+    assert values(warm.path, "train")[0]["loss"] < values(cold.path, "train")[0]["loss"] - 0.3
+
+
+def test_deriving_again_says_nothing_twice(searched: Path) -> None:
+    run = RunFolder.open(searched)
+    derive_run(run)
+    assert len(values(searched, "derive")) == 1
+    cheap = derive_run(run, budget=0.65)
+    assert cheap.relative_cost is not None and cheap.relative_cost <= 0.65
+    derive_run(run, budget=0.65)
+    assert len(values(searched, "derive")) == 2
+
+
+@pytest.mark.parametrize("budget", [0.25, 0.4, 0.65, 0.9, 1.0, 1.4])
+def test_a_derived_pattern_keeps_its_budget(tmp_path: Path, budget: float) -> None:
+    """Whatever it costs, attention is what this search wants everywhere."""
+    run = RunFolder.create(tmp_path / "run")
+    costs = {"attention": 4.0, "dense": 2.0, "identity": 0.0, "rest": 1.0, "unit": "flops"}
+    append_record(run.metrics, Record(0, "cost", costs))
+    rows = [[0.9, 0.06, 0.04], [0.8, 0.1, 0.1], [0.7, 0.2, 0.1], [0.6, 0.3, 0.1]]
+    append_record(run.metrics, Record(9, "train", {"pi": rows}))
+    derive_run(run, budget)
+    (derived,) = values(run.path, "derive")
+    assert derived["relative_cost"] <= budget
+    table = BlockCosts(4.0, 2.0, 0.0, 1.0)
+    assert derived["relative_cost"] == table.relative(derived["pattern"])
+
+
+def test_a_run_without_a_search_is_refused(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    append_record(run.metrics, Record(1, "train", {"loss": 1.0}))
+    with pytest.raises(UserError, match="holds no search"):
+        derive_run(run)
+    append_record(run.metrics, Record(1, "train", {"pi": [[1.0, 0.0, 0.0]]}))
+    with pytest.raises(UserError, match="no record of block costs"):
+        derive_run(run, budget=0.5)
+    assert derive_run(run).relative_cost is None
+
+
+def test_costs_are_measured_at_the_real_shape_and_kept(
+    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed search goes on with the table it began with."""
+    asked: list[tuple[int, int]] = []
+
+    def measure(config: Any, lanes: int) -> BlockCosts:
+        asked.append((config.d_model, lanes))
+        return BlockCosts(3.0 + len(asked), 2.0, 0.0, 1.0)
+
+    monkeypatch.setattr(par, "measure_block_costs", measure)
+    folder = tmp_path / "run"
+    settings = tiny(folder, {"search.cost": "latency", "search.cost_weight": 0.1}, steps=2)
+    run_search(settings)
+    run_search(settings | {"run.resume": True})
+    assert asked == [(16, 4)]
+    (cost,) = values(folder, "cost")
+    assert cost == {"attention": 4.0, "dense": 2.0, "identity": 0.0, "rest": 1.0, "unit": "latency"}
+
+
+def test_a_budget_may_ask_for_another_branch_than_was_settled_on(
+    tmp_path: Path, tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Closed blocks have weights of one kind only; the budget wins, and the block starts anew."""
+    folder = tmp_path / "run"
+    run_search(tiny(folder, FLOPS | {"model.pattern": "aa*"}, steps=2))
+    assert load_model(str(folder)).config.pattern == "aa*"
+    run = run_training(tiny(tmp_path / "next", {"model.pattern": "ad-"}, steps=1), folder)
+    assert "Block 2 starts from new weights" in caplog.text
+    assert load_model(str(run.path)).config.pattern == "ad-"
+
+
+def test_fixed_blocks_of_a_search_are_derived_as_given(tmp_path: Path, tiny: Tiny) -> None:
+    found = run_search(tiny(tmp_path / "run", FLOPS | {"model.pattern": "d*a"}, steps=3))
+    assert found.pattern[0] == "d" and found.pattern[2] == "a"
+
+
+# -- starting from other weights -------------------------------------------------------------
+
+
+def test_weights_are_taken_over(tmp_path: Path, tiny: Tiny, trained: Path) -> None:
+    still = {"model.pattern": "da", "train.lr": 1e-30, "train.weight_decay": 0.0}
+    second = run_training(tiny(tmp_path / "second", still, steps=1), trained)
+    before, after = (load_model(str(place)).state_dict() for place in (trained, second.path))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model.d_model": 32}, r"another shape: .* 16 .* 32"),
+        ({"model.cutoffs": [50]}, r"has no output\.head\.weight"),
+        ({"data.vocab_size": 380}, "another tokenizer"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    tmp_path: Path, tiny: Tiny, trained: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        run_training(tiny(tmp_path / "second", {"model.pattern": "da"} | changes), trained)
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_start_that_is_none_is_refused(tmp_path: Path, tiny: Tiny) -> None:
+    with pytest.raises(UserError, match="There is no model in"):
+        run_training(tiny(tmp_path / "run"), tmp_path / "nowhere")
+
+
+# -- what a run folder keeps -----------------------------------------------------------------
+
+
+def test_settings_saved_neither_resume_nor_delete(tmp_path: Path, tiny: Tiny) -> None:
+    folder = tmp_path / "run"
+    settings = tiny(folder, {"model.pattern": "d"}, steps=1)
+    run_training(settings)
+    run_training(settings | {"run.overwrite": True})
+    saved = yaml.safe_load((folder / "config.yaml").read_text())["run"]
+    assert saved == {"folder": str(folder), "resume": False, "overwrite": False}
+    run_training(settings | {"run.resume": True})
+    saved = yaml.safe_load((folder / "config.yaml").read_text())["run"]
+    assert saved == {"folder": str(folder), "resume": False, "overwrite": False}
+    again = resolve(ParTraining, folder / "config.yaml")
+    assert again.model.pattern == "d" and again.train.steps == 1
+
+
+WRONG = [
+    ({"data.corpus": "nowhere.txt"}, "nowhere"),
+    ({"data.batch_size": 100_000}, "one batch of 100000 x 8 needs"),
+    ({"data.vocab_size": 100_000}, "more than this corpus can give"),
+    ({"model.num_heads": 3}, "3 heads do not divide"),
+    ({"model.cutoffs": [90, 50]}, "not sorted"),
+    ({"train.lr": -1.0}, "train.lr"),
+    ({"search.budget": 0.001}, "needs a budget of"),
+    ({"search.decide_at": 0.2}, "search.decide_at"),
+    ({"search.optimise": "alternating", "search.held_out": 0.0001}, "one batch of 4 x 8 needs 33"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG)
+def test_bad_settings_do_not_cost_the_old_run(
+    tmp_path: Path, tiny: Tiny, searched: Path, wrong: dict[str, Any], sentence: str
+) -> None:
+    before = content(searched)
+    with pytest.raises(UserError, match=sentence):
+        run_search(tiny(searched, FLOPS | {"run.overwrite": True} | wrong))
+    with pytest.raises(UserError, match=sentence):
+        run_search(tiny(tmp_path / "new", FLOPS | wrong))
+    assert content(searched) == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_in_use_is_refused_before_the_work_begins(
+    tiny: Tiny, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = content(trained)
+
+    def prepare(*_: Any) -> None:
+        raise AssertionError("the corpus was opened first")
+
+    monkeypatch.setattr(par, "prepare", prepare)
+    with pytest.raises(UserError, match="exists already"):
+        run_training(tiny(trained))
+    assert content(trained) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"model.d_ff": 64}, "model.d_ff"),
+        ({"model.pattern": "ad"}, "model.pattern"),
+        ({"data.length": 4}, "data.length"),
+        ({"data.vocab_size": 380}, "data.test"),
+        ({"train.seed": 5}, "train.seed"),
+        ({"train.steps": 9}, "train.steps"),
+        ({"train.accumulate": 2}, "train.accumulate"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(
+    tiny: Tiny, trained: Path, changes: dict[str, Any], key: str
+) -> None:
+    before = content(trained)
+    with pytest.raises(UserError, match=f"another configuration: {key} was"):
+        run_training(tiny(trained, {"model.pattern": "da", "run.resume": True} | changes, steps=1))
+    assert content(trained) == before
+
+
+def test_a_search_is_not_resumed_with_other_search_settings(tiny: Tiny, searched: Path) -> None:
+    wrong = FLOPS | {"run.resume": True, "search.optimise": "alternating"}
+    with pytest.raises(UserError, match=r"search\.optimise was simultaneous and is now altern"):
+        run_search(tiny(searched, wrong, steps=2))
+
+
+def test_what_comes_after_the_search_may_change(tiny: Tiny, searched: Path) -> None:
+    later = {"run.resume": True, "search.budget": 0.65, "search.retrain": "scratch"}
+    found = run_search(tiny(searched, FLOPS | later, steps=2))
+    assert found.relative_cost <= 0.65
+    assert load_model(str(searched / "derived")).config.pattern == found.pattern
+
+
+def test_a_finished_search_resumed_is_left_as_it_is(tiny: Tiny, searched: Path) -> None:
+    before = content(searched)
+    run_search(tiny(searched, FLOPS | {"run.resume": True}, steps=2))
+    changed = {name for name, data in content(searched).items() if before.get(name) != data}
+    assert changed == {"config.yaml", "training.log"}  # the folder's new name, and a line
