@@ -46,9 +46,11 @@ def test_scale_is_exact_and_follows_the_dtype():
         assert mask.unique().tolist() == [0.0, torch.tensor(4 / 3, dtype=dtype).item()]
 
 
-def test_probability_next_to_one_stays_finite():
+@pytest.mark.parametrize("probability", [1 - 2**-16, 1 - 2**-30])
+def test_the_highest_probability_keeps_one_of_the_65536_draws(probability):
     torch.manual_seed(3)
-    assert dropout_mask(torch.Size([1000]), 0.9999999, torch.float32).isfinite().all()
+    kept = dropout_mask(torch.Size([64 * 65536]), probability, torch.float32) > 0
+    assert 64 - 5 * 8 < int(kept.sum()) < 64 + 5 * 8
 
 
 def test_identity_in_evaluation_and_without_dropout():
