@@ -90,8 +90,13 @@ class SearchTask(LanguageTask):
             self._decide()
 
     def phases(self, step: int) -> Sequence[str]:
-        due = (step + 1) % self.search.alternate_every == 0 and OPEN in self.model.pattern
-        return (WEIGHTS, CHOICES) if self.search.optimise == "alternating" and due else (WEIGHTS,)
+        due = (
+            self.search.optimise == "alternating"
+            and (step + 1) % self.search.alternate_every == 0
+            and self.progress >= self.search.choose_after
+            and OPEN in self.model.pattern
+        )
+        return (WEIGHTS, CHOICES) if due else (WEIGHTS,)
 
     def _turn(self, phase: str, step: int) -> int:
         return step if phase == WEIGHTS else step // self.search.alternate_every

@@ -1,0 +1,119 @@
+"""Two real processes give what one gives: the same losses, validation and choices to 1e-5.
+
+Without dropout, whose masks differ by process. The Gumbel noise does not: each process takes its
+lanes' share of one draw.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepenough.__main__ import main
+from deepenough.train.loop import Trainer
+
+Tiny = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.distributed
+
+SETTINGS = {
+    "model.dropout": 0.0,
+    "model.cutoffs": [60, 200],
+    "model.div_value": 2.0,
+    "search.optimise": "alternating",
+    "model.pattern": "a**",
+    "search.decide_at": 0.55,
+    "search.alpha_lr": 60.0,
+    "search.cost": "flops",
+    "search.cost_weight": 0.3,
+    "train.accumulate": 2,
+}
+
+
+def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    # By the loopback device alone, so that neither a network nor a name server is needed.
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, *words], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    return ["search", *(f"--{name}={value}" for name, value in settings.items())]
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_close(one: Path, two: Path) -> None:
+    first, second = records(one), records(two)
+    assert [(r["kind"], r["step"]) for r in first] == [(r["kind"], r["step"]) for r in second]
+    num_compared = 0
+    for before, after in zip(first, second, strict=True):
+        for name in ("loss", "bits_per_byte", "tau", "entropy", "expected_cost", "grad_norm"):
+            if name in before:
+                assert after[name] == pytest.approx(before[name], abs=1e-5, rel=1e-5), name
+                num_compared += 1
+        for row, other in zip(before.get("pi", []), after.get("pi", []), strict=True):
+            assert other == pytest.approx(row, abs=1e-5)
+        if before["kind"] in ("valid", "test"):
+            assert after["tokens"] == before["tokens"]
+        if before["kind"] == "derive":
+            assert after["pattern"] == before["pattern"]
+    assert num_compared >= 30
+
+
+def test_the_same_command_trains_in_two_processes(tmp_path: Path, tiny: Tiny) -> None:
+    """A search, and then the training of the fixed pattern it found."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    settings = tiny(one, SETTINGS | {"search.retrain": "scratch"})
+    assert main(flags(settings)) == 0
+    torchrun("-m", "deepenough", *flags(settings | {"run.folder": str(two)}))
+    rows = next(record["pi"] for record in records(one) if record["step"] == 8)
+    # All closed with steps still to go: from then on nothing gives the choices a gradient.
+    assert all(max(row) >= 0.55 for row in rows), "this would test less than it says"
+    assert_close(one, two)
+    assert_close(one / "derived", two / "derived")
+
+
+def test_runs_move_between_one_process_and_two(
+    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tmp_path / "whole"
+    settings = tiny(whole, SETTINGS)
+    assert main(flags(settings)) == 0
+    step = Trainer._step
+
+    def interrupted(self: Trainer, number: int) -> Any:
+        if number == 6:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", interrupted)
+        assert main(flags(settings | {"run.folder": str(tmp_path / "from-one")})) == 130
+
+    torchrun(str(Path(__file__).with_name("worker.py")), json.dumps(settings), str(tmp_path))
+
+    assert_close(whole, tmp_path / "from-one")
+    assert records(tmp_path / "from-two")[-1]["step"] == 6
+    from_two = settings | {"run.folder": str(tmp_path / "from-two"), "run.resume": True}
+    assert main(flags(from_two)) == 0
+    assert_close(whole, tmp_path / "from-two")
+
+    answers = [json.loads((tmp_path / f"answers-{rank}.json").read_text()) for rank in range(2)]
+    for answer in answers:
+        assert answer["processes"] == 2
+        assert len(answer["same"]) >= 6 and all(answer["same"])
+        no, in_use, odd = answer["said"]  # every process hears it, so that none waits for ever
+        assert no == "The first process says no."
+        assert "exists already" in in_use
+        assert "3 lanes cannot be shared by 2 processes" in odd

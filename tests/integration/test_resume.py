@@ -1,0 +1,154 @@
+"""A run that is killed and resumed is the uninterrupted one, to the last bit.
+
+Once by a real kill of a real process, and in this process at several steps, for a fixed pattern and
+for a search with everything that has a state: dropout, closed blocks, two optimisers, accumulation.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deepenough.__main__ import main
+from deepenough.train.loop import Trainer
+
+Tiny = Callable[..., dict[str, Any]]
+
+FIXED = {"model.pattern": "ada", "model.cutoffs": [60, 200], "model.div_value": 2.0}
+SEARCH = {
+    "search.optimise": "alternating",
+    "search.alternate_every": 2,
+    "search.decide_at": 0.55,
+    "search.alpha_lr": 30.0,
+    "search.cost": "flops",
+    "search.cost_weight": 0.3,
+    "model.dropout": 0.2,
+    "model.attention_dropout": 0.1,
+    "train.accumulate": 2,
+}
+# Records that span checkpoints, a memory longer than a segment, a text that begins anew.
+COMMON = {"train.log_every": 3, "train.save_every": 4, "model.mem_len": 12}
+
+
+def flags(command: str, settings: dict[str, Any], *more: str) -> list[str]:
+    words = [f"--{name}={value}" for name, value in settings.items()]
+    return [command, *words, *more]
+
+
+def measured(folder: Path) -> list[dict[str, Any]]:
+    """All that was recorded but the clock's values, bit by bit: JSON keeps all digits."""
+    clock = {"time", "seconds", "tokens_per_second"}
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in clock} for line in lines]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    assert measured(one) == measured(other)
+    steps = [(record["kind"], record["step"]) for record in measured(other)]
+    assert len(steps) == len(set(steps)) and steps
+    before = load_file(one / "model" / "model.safetensors")
+    after = load_file(other / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
+    """Makes the next run end at the beginning of a step, like Ctrl-C."""
+
+    def at(stop: int) -> Any:
+        context = monkeypatch.context()
+        patch = context.__enter__()
+        step = Trainer._step
+
+        def interrupted(self: Trainer, number: int) -> Any:
+            if number == stop:
+                raise KeyboardInterrupt
+            return step(self, number)
+
+        patch.setattr(Trainer, "_step", interrupted)
+        return lambda: context.__exit__(None, None, None)
+
+    return at
+
+
+@pytest.mark.parametrize(("command", "kind"), [("train", FIXED), ("search", SEARCH)])
+def test_an_interrupted_run_goes_on_exactly(
+    tmp_path: Path, tiny: Tiny, interrupt: Callable[[int], Any], command: str, kind: dict[str, Any]
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    settings = tiny(whole, COMMON | kind, steps=15)
+    assert main(flags(command, settings)) == 0
+    if command == "search":
+        rows = [record["pi"] for record in measured(whole) if record["kind"] == "train"]
+        closed = [row for row in rows[-1] if max(row) >= 0.55]
+        assert len(closed) > 0, "no block was closed: this would test less than it says"
+    settings["run.folder"] = str(broken)
+    for stop in (2, 5, 8, 14):  # before any checkpoint, between two, right after one, at the end
+        end = interrupt(stop)
+        assert main(flags(command, settings, "--resume")) == 130
+        end()
+    assert main(flags(command, settings, "--resume")) == 0
+    assert_same(whole, broken)
+
+
+def test_a_killed_process_is_resumed_exactly(tmp_path: Path, tiny: Tiny) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    # Long enough for the kill to come in the middle.
+    settings = tiny(killed, COMMON | SEARCH, steps=60, save_every=7, valid_every=40)
+    command = [sys.executable, "-m", "deepenough", *flags("search", settings)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ.copy())
+    metrics = killed / "metrics.jsonl"
+    while process.poll() is None and (not metrics.exists() or len(measured_so_far(metrics)) < 6):
+        time.sleep(0.02)
+    assert process.poll() is None, process.stderr.read() if process.stderr else ""
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    if process.stderr:
+        process.stderr.close()
+    reached = measured_so_far(metrics)[-1]["step"]
+    assert 0 < reached < 60
+    assert not (killed / "model").exists()
+    assert main(flags("search", settings, "--resume")) == 0
+    settings["run.folder"] = str(whole)
+    assert main(flags("search", settings)) == 0
+    assert_same(whole, killed)
+
+
+def measured_so_far(metrics: Path) -> list[dict[str, Any]]:
+    complete = metrics.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in complete]
+
+
+def test_retraining_is_resumed_too(
+    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, interrupt: Callable[[int], Any]
+) -> None:
+    """A search that was through is not searched again; its retraining goes on where it was."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    changes = {"search.cost": "flops", "search.retrain": "scratch"}
+    settings = tiny(whole, changes, steps=6)
+    assert main(flags("search", settings)) == 0
+    settings["run.folder"] = str(broken)
+    step = Trainer._step
+
+    def in_derived(self: Trainer, number: int) -> Any:
+        if self.run.path.name == "derived" and number == 5:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", in_derived)
+        assert main(flags("search", settings)) == 130
+    assert (broken / "derived" / "checkpoints" / "step-000000004").is_dir()
+    assert main(flags("search", settings, "--resume")) == 0
+    assert_same(whole, broken)
+    assert_same(whole / "derived", broken / "derived")
