@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TypeVar
+from typing import TypeVar, get_args
 
-from jsonargparse import DefaultHelpFormatter
+from jsonargparse import DefaultHelpFormatter, Namespace
 
 from deepenough.errors import UserError
 from deepenough.settings import Option, build, check, make_parser, options, read_yaml
@@ -44,7 +44,9 @@ def parse(
     words = _normalise(argv, options(settings_class))
     config = _config(words)
     values = read_yaml(settings_class, config) if config is not None else {}
-    return build(settings_class, check(parser, settings_class, values, words))
+    namespace = check(parser, settings_class, values, words)
+    _restore_text(namespace, words, options(settings_class))
+    return build(settings_class, namespace)
 
 
 def _config(words: list[str]) -> str | None:
@@ -77,6 +79,15 @@ def _normalise(argv: list[str], known: list[Option]) -> list[str]:
                 equals, value = "=", "true"
         words.append(f"--{name}{equals}{value}")
     return words
+
+
+def _restore_text(namespace: Namespace, words: list[str], known: list[Option]) -> None:
+    """Take back that YAML reads some text as nothing: `---`, or what begins with `#` or `&`."""
+    optional = {option.name for option in known if str in get_args(option.type)}
+    for word in words:
+        name, _, value = word.removeprefix("--").partition("=")
+        if name in optional and namespace[name] is None and value not in ("", "null"):
+            namespace[name] = value
 
 
 def _full_name(given: str, names: list[str]) -> str:

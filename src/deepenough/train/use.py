@@ -36,7 +36,8 @@ def load_model(folder: str) -> ParForCausalLM:
         with without_bars():
             return ParForCausalLM.from_pretrained(path)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"The model in {folder} cannot be loaded: {error}") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"The model in {folder} cannot be loaded: {reason}.") from error
 
 
 def evaluate(folder: str, data: DataSettings, split: str) -> dict[str, float]:
