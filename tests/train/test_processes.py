@@ -1,9 +1,12 @@
 """What one process alone does of the things that several share."""
 
+import subprocess
+
 import pytest
 import torch
 
 from deepenough.errors import UserError
+from deepenough.train import processes
 from deepenough.train.processes import (
     all_lanes,
     is_main_process,
@@ -26,11 +29,29 @@ def test_alone_everything_is_ones_own() -> None:
     assert is_main_process()
 
 
-def test_a_second_run_may_have_another_precision() -> None:
+def test_a_second_run_may_have_another_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_check_bf16", lambda: None)
     for precision in ("fp32", "bf16", "auto"):
         settings = TrainSettings(precision=precision)  # type: ignore[arg-type]
         accelerator = make_accelerator(settings)
         assert accelerator.mixed_precision == ("bf16" if precision == "bf16" else "no")
+
+
+@pytest.mark.parametrize(("code", "output"), [(0, "64.0\n"), (-4, "")])
+def test_bf16_is_tried_where_it_could_kill_the_process(
+    monkeypatch: pytest.MonkeyPatch, code: int, output: str
+) -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, code, output)
+
+    monkeypatch.setattr(processes.subprocess, "run", run)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    settings = TrainSettings(precision="bf16")
+    if code == 0:
+        assert make_accelerator(settings).mixed_precision == "bf16"
+    else:
+        with pytest.raises(UserError, match=r"cannot run: leave train\.precision at auto"):
+            make_accelerator(settings)
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(

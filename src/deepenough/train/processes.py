@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeVar
@@ -38,6 +40,8 @@ def make_accelerator(settings: TrainSettings, may_skip: bool = True) -> Accelera
     precision = settings.precision
     if precision == "auto":
         precision = "bf16" if torch.cuda.is_available() else "fp32"
+    if precision == "bf16" and not torch.accelerator.is_available():
+        _check_bf16()
     # Accelerate keeps the precision of the first run of a process for all later ones.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
@@ -55,6 +59,20 @@ def make_accelerator(settings: TrainSettings, may_skip: bool = True) -> Accelera
             f"{accelerator.device}: start one."
         )
     return accelerator
+
+
+_BF16_PRODUCT = "import torch; x = torch.ones(64, 64).bfloat16(); print(float((x @ x)[0, 0]))"
+
+
+def _check_bf16() -> None:
+    """Refuse bf16 where it would kill the process, as on virtual machines that announce AMX but do
+    not let it be used; hence tried in a process of its own."""
+    tried = subprocess.run([sys.executable, "-c", _BF16_PRODUCT], capture_output=True, text=True)
+    if tried.stdout.strip() != "64.0":
+        raise UserError(
+            "This CPU announces bf16 instructions that it cannot run: leave train.precision at "
+            "auto, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment."
+        )
 
 
 def is_main_process() -> bool:
