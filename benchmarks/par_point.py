@@ -89,21 +89,20 @@ def train_pattern(arguments: argparse.Namespace, pattern: str, seed: int) -> Non
     print(f"seed {seed}: trained {pattern}", flush=True)
 
 
-def last_values(folder: Path, kind: str) -> dict[str, Any]:
+def last_values(folder: Path, kind: str) -> dict[str, Any] | None:
     records, _ = read_records(folder / "metrics.jsonl")
-    return next(record.values for record in reversed(records) if record.kind == kind)
+    return next((record.values for record in reversed(records) if record.kind == kind), None)
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
-    searched = [
-        last_values(folder, "derive")["pattern"]
-        for folder in sorted(arguments.runs.glob("search-*"))
-    ]
+    derived = [last_values(f, "derive") for f in sorted(arguments.runs.glob("search-*"))]
+    searched = [values["pattern"] for values in derived if values is not None]
     patterns: dict[str, list[float]] = {}
     for folder in sorted(arguments.runs.glob("*-[0-9]")):
         pattern = folder.name.rpartition("-")[0]
-        if pattern != "search" and (folder / "model").exists():
-            patterns.setdefault(pattern, []).append(last_values(folder, "valid")["perplexity"])
+        values = last_values(folder, "valid") if pattern != "search" else None
+        if values is not None:
+            patterns.setdefault(pattern, []).append(values["perplexity"])
     torch.manual_seed(0)
     settings = settings_of(arguments, 0)
     functions = {
