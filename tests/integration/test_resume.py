@@ -6,6 +6,7 @@ for a search with everything that has a state: dropout, closed blocks, two optim
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -152,3 +153,27 @@ def test_retraining_is_resumed_too(
     assert main(flags("search", settings, "--resume")) == 0
     assert_same(whole, broken)
     assert_same(whole / "derived", broken / "derived")
+
+
+def test_the_advice_of_commands_can_be_followed(
+    tmp_path: Path, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each says what to do next, in words that work as they stand."""
+
+    def follow(words: list[str]) -> list[str]:
+        capsys.readouterr()
+        assert main(words) == 0
+        advice = capsys.readouterr().out.rpartition("next: deepenough ")[2]
+        return shlex.split(advice)
+
+    folder = tmp_path / "a run"
+    settings = tiny(folder, {"search.cost": "flops", "model.num_blocks": 4}, steps=2)
+    assert follow(flags("search", settings)) == ["plot", str(folder)]
+    retrain = follow(["derive", "--run", str(folder), "--budget", "0.65"])
+    assert main(retrain) == 0
+    (derived,) = [r for r in measured(folder) if r["kind"] == "derive" and "budget" in r]
+    config = json.loads((folder / "derived" / "model" / "config.json").read_text())
+    assert config["pattern"] == derived["pattern"]
+    settings = tiny(tmp_path / "trained", {"model.pattern": "d"}, steps=1)
+    assert main(follow(flags("train", settings))) == 0
+    assert capsys.readouterr().out.startswith("Once")

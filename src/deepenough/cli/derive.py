@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
 
 from deepenough.cli.parse import parse
 
@@ -40,5 +42,7 @@ def main(argv: list[str]) -> int:
         return 0
     cost = f" at {found.relative_cost:.0%} of the baseline's cost" if found.relative_cost else ""
     print(f"{found.pattern}{cost}")
-    print(f"next: deepenough train --config {settings.run}/config.yaml --pattern {found.pattern}")
+    budget = "" if settings.budget is None else f" --budget {settings.budget:g}"
+    config = quote(str(RunFolder(Path(settings.run)).config))
+    print(f"next: deepenough search --config {config} --resume --retrain scratch{budget}")
     return 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 from deepenough.cli.parse import parse
 
 
 def main(argv: list[str]) -> int:
     from deepenough.train.par import ParSearch, search
+    from deepenough.train.processes import is_main_process
 
     settings = parse(
         "search",
@@ -16,7 +19,9 @@ def main(argv: list[str]) -> int:
         example="deepenough search --corpus mytext.txt --folder runs/mine --budget 0.65",
     )
     found = search(settings)
+    if not is_main_process():
+        return 0
     share = found.relative_cost
     cost = "" if share is None else f", {share:.0%} of the baseline's cost"
-    print(f"pattern {found.pattern}{cost}; next: deepenough plot {settings.run.folder}")
+    print(f"pattern {found.pattern}{cost}; next: deepenough plot {quote(settings.run.folder)}")
     return 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 from deepenough.cli.parse import parse
 
 
 def main(argv: list[str]) -> int:
     from deepenough.train.par import ParTraining, train
+    from deepenough.train.processes import is_main_process
 
     settings = parse(
         "train",
@@ -16,5 +19,7 @@ def main(argv: list[str]) -> int:
         example="deepenough train --corpus mytext.txt --pattern aadadd --folder runs/aadadd",
     )
     run = train(settings)
-    print(f"model in {run.model}; next: deepenough generate --run {run.path} --prompt 'Once'")
+    if is_main_process():
+        place = quote(str(run.path))
+        print(f"model in {run.model}; next: deepenough generate --run {place} --prompt 'Once'")
     return 0
