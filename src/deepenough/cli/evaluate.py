@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         "evaluate",
         EvaluateSettings,
         argv,
-        description="Perplexity per token and per word, bits per byte, and tokens a second, on a text.",
+        description="Perplexity per token and per word, bits per byte, tokens a second, on a text.",
         example="deepenough evaluate --run runs/mine --corpus mytext.txt --split valid",
     )
     from deepenough.train.use import evaluate
