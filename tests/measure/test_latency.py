@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from deepenough import ParConfig, ParForCausalLM
 from deepenough.adaptive.par.config import with_pattern
 from deepenough.adaptive.par.pattern import interleaved
+from deepenough.measure import latency
 from deepenough.measure.latency import (
     count_block_costs,
     forward_function,
@@ -62,6 +63,16 @@ def test_measured_costs_have_the_order_they_must():
     assert costs.attention > costs.identity >= 0
     assert costs.rest > 0
     assert costs.identity < 0.2 * costs.attention
+
+
+@pytest.mark.parametrize(("whole", "warned"), [(9.0, False), (20.0, True)])
+def test_a_busy_machine_is_noticed(monkeypatch, caplog, whole, warned):
+    """Parts of 8 seconds in all: two attention, two dense, one identity block, and the rest."""
+    times = latency._Times(blocks=[2.0, 1.0, 3.0, 1.0, 0.0], rest=1.0, whole=whole)
+    monkeypatch.setattr(latency, "_time_blocks", lambda *_: times)
+    costs = measure_block_costs(make_config(num_blocks=4), lanes=1)
+    assert (costs.attention, costs.dense, costs.identity, costs.rest) == (2.5, 1.0, 0.0, 1.0)
+    assert ("busy" in caplog.text) is warned
 
 
 @pytest.mark.parametrize("form", [{}, {"cutoffs": [10], "adaptive_input": True}])

@@ -6,8 +6,11 @@ things to compare take turns within a round: a slow moment hits all of them.
 
 from __future__ import annotations
 
+import logging
+import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +19,12 @@ from deepenough.adaptive.par.config import ParConfig, with_pattern
 from deepenough.adaptive.par.derive import BlockCosts
 from deepenough.adaptive.par.flops import branch_flops, embedding_flops, head_flops
 from deepenough.adaptive.par.model import Memories, ParForCausalLM
-from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY
+from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY, interleaved
+
+logger = logging.getLogger(__name__)
+
+# By how much the best whole pass may exceed the sum of the best of its parts.
+_BUSY = 1.3
 
 
 def interleaved_best(
@@ -70,30 +78,30 @@ def forward_function(model: ParForCausalLM, lanes: int) -> Callable[[], object]:
     return run
 
 
-def measure_block_costs(config: ParConfig, lanes: int, rounds: int = 7) -> BlockCosts:
+def measure_block_costs(config: ParConfig, lanes: int, rounds: int = 15) -> BlockCosts:
     """Seconds of each kind of block and of the rest, in a forward pass at the real shape.
 
-    Whole models are timed and differences taken, so that each block is seen as it runs among
-    others: `rest` from a model of one dense block, each kind from `num_blocks` more of it.
+    Blocks of every kind are timed one by one within whole passes, where they find caches as they
+    will find them in use, and the best round of each counts. Were the parts slowed by something
+    else in every round, their sum would stay below the best whole pass: then it is said.
     """
-    count = max(2, config.num_blocks)
-    patterns = {
-        "one": DENSE,
-        DENSE: DENSE * (1 + count),
-        ATTENTION: DENSE + ATTENTION * count,
-        IDENTITY: DENSE + IDENTITY * count,
-    }
-    functions = {
-        name: forward_function(ParForCausalLM(with_pattern(config, pattern)), lanes)
-        for name, pattern in patterns.items()
-    }
-    seconds = interleaved_best(functions, rounds)
+    model = ParForCausalLM(with_pattern(config, interleaved(max(2, config.num_blocks)) + IDENTITY))
+    times = _time_blocks(model, lanes, rounds)
     each = {
-        kind: max(0.0, seconds[kind] - seconds["one"]) / count
+        kind: statistics.mean(
+            seconds
+            for block, seconds in zip(model.blocks, times.blocks, strict=True)
+            if block.kind == kind
+        )
         for kind in (ATTENTION, DENSE, IDENTITY)
     }
-    rest = max(0.0, seconds["one"] - each[DENSE])
-    return BlockCosts(each[ATTENTION], each[DENSE], each[IDENTITY], rest)
+    if times.whole > _BUSY * (sum(times.blocks) + times.rest):
+        logger.warning(
+            "The costs of blocks were measured while the machine was busy (whole passes took %.2f "
+            "times the sum of their parts): a budget rests on them, so measure when it is quiet.",
+            times.whole / (sum(times.blocks) + times.rest),
+        )
+    return BlockCosts(each[ATTENTION], each[DENSE], each[IDENTITY], times.rest)
 
 
 def count_block_costs(config: ParConfig, lanes: int) -> BlockCosts:
@@ -110,25 +118,49 @@ def count_block_costs(config: ParConfig, lanes: int) -> BlockCosts:
 
 def measure_blocks(model: ParForCausalLM, lanes: int, rounds: int = 5) -> Tensor:
     """Seconds of each block of a model; also kept in it, so that its traces tell them."""
+    times = _time_blocks(model, lanes, rounds)
+    model.block_seconds = torch.tensor(times.blocks, dtype=torch.float64)
+    return model.block_seconds
+
+
+class _Times(NamedTuple):
+    """Best of several passes, in seconds."""
+
+    blocks: list[float]
+    rest: float
+    """What a pass spent outside of its blocks."""
+    whole: float
+
+
+def _time_blocks(model: ParForCausalLM, lanes: int, rounds: int) -> _Times:
     model.eval()
     ids, memories = _stream(model, lanes)
     started: dict[nn.Module, float] = {}
-    best = dict.fromkeys(model.blocks, float("inf"))
+    taken: dict[nn.Module, float] = {}
 
     def before(block: nn.Module, _: object) -> None:
         started[block] = _seconds_now(model.device)
 
     def after(block: nn.Module, *_: object) -> None:
-        best[block] = min(best[block], _seconds_now(model.device) - started[block])
+        taken[block] = _seconds_now(model.device) - started[block]
 
     hooks = [block.register_forward_pre_hook(before) for block in model.blocks]
     hooks += [block.register_forward_hook(after) for block in model.blocks]
+    passes = []
     try:
         with torch.inference_mode():
-            for _ in range(rounds):
+            for turn in range(1 + rounds):
+                begun = _seconds_now(model.device)
                 model(ids, targets=ids, memories=memories)
+                whole = _seconds_now(model.device) - begun
+                blocks = [taken[block] for block in model.blocks]
+                if turn > 0:  # the first one warms up
+                    passes.append(_Times(blocks, whole - sum(blocks), whole))
     finally:
         for hook in hooks:
             hook.remove()
-    model.block_seconds = torch.tensor(list(best.values()), dtype=torch.float64)
-    return model.block_seconds
+    return _Times(
+        blocks=[min(times) for times in zip(*(each.blocks for each in passes), strict=True)],
+        rest=min(each.rest for each in passes),
+        whole=min(each.whole for each in passes),
+    )
