@@ -49,12 +49,19 @@ class EchoSettings:
 
 
 class Echo(ModuleType):
-    """A command that keeps what it was given."""
+    """A command that keeps what it was given; its pattern may stand first."""
 
     settings: EchoSettings
 
     def main(self, argv: list[str]) -> int:
-        self.settings = parse("echo", EchoSettings, argv, "Say it again.", "deepenough echo")
+        self.settings = parse(
+            "echo",
+            EchoSettings,
+            argv,
+            "Say it again.",
+            "deepenough echo",
+            ["pattern", "run.folder"],
+        )
         return 0
 
 
@@ -120,6 +127,25 @@ class TestDispatch:
         assert main(["xyzzy"]) == 2
         assert "there are search, derive" in capsys.readouterr().err
 
+    def test_commands_of_two_words(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        module = ModuleType("deepenough.cli.pair.one")
+        module.main = len  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "deepenough.cli.pair", ModuleType("deepenough.cli.pair"))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(COMMANDS, "pair one", "the first of the pair")
+        assert main(["pair", "one", "x", "y", "z"]) == 3
+        capsys.readouterr()
+        for words in (["pair"], ["pair", "--help"]):
+            assert main(words) == 0
+            output = capsys.readouterr().out
+            assert "the first of the pair" in output and "find which blocks" not in output
+        assert main(["pair", "onne"]) == 2
+        assert "no command pair onne; did you mean pair one?" in capsys.readouterr().err
+        assert main(["pair", "xyz"]) == 2
+        assert "there are pair one." in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("raised", "code", "said"),
         [
@@ -161,7 +187,7 @@ class TestDispatch:
 def test_help_of_every_command_ends_with_an_example(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, "--help"]) == 0
+    assert main([*command.split(), "--help"]) == 0
     assert re.search(
         rf"^examples?:\n\s*deepenough {command} ", capsys.readouterr().out, re.MULTILINE
     )
@@ -209,6 +235,31 @@ class TestParse:
         assert main(["echo", *words]) == 0
         assert echo.settings.pattern == "-ad"
 
+    @pytest.mark.parametrize(
+        ("words", "pattern", "folder"),
+        [
+            (["aad"], "aad", "runs/echo"),
+            (["aad", "here", "--steps", "3"], "aad", "here"),
+            (["aad", "--run.folder", "here"], "aad", "here"),
+            (["x=y --z"], "x=y --z", "runs/echo"),
+        ],
+    )
+    def test_first_values_need_no_names(
+        self, echo: Echo, words: list[str], pattern: str, folder: str
+    ) -> None:
+        assert main(["echo", *words]) == 0
+        assert (echo.settings.pattern, echo.settings.run.folder) == (pattern, folder)
+
+    def test_dashes_are_as_good_as_underscores(
+        self, monkeypatch: pytest.MonkeyPatch, echo: Echo
+    ) -> None:
+        @dataclass
+        class Dashed:
+            long_name: int = 0
+            """A name of two words."""
+
+        assert parse("echo", Dashed, ["--long-name", "3"], "", "").long_name == 3
+
     def test_negative_numbers_and_lists(self, echo: Echo) -> None:
         assert main(["echo", "--scale", "-1e-3", "--cutoffs", "[3, 4]"]) == 0
         assert echo.settings.scale == -0.001
@@ -225,7 +276,7 @@ class TestParse:
             (["--steps"], "Option --steps needs a value; write --steps VALUE."),
             (["--steps", "--scale", "3"], "Option --steps needs a value; write --steps VALUE."),
             (["--overwrite", "perhaps"], "--run.overwrite must be true or false, not 'perhaps'."),
-            (["file.txt"], "'file.txt' does not belong to an option"),
+            (["a", "b", "file.txt"], "'file.txt' does not belong to an option"),
             (["--config"], "Option --config needs a YAML file"),
             (["--config", "missing.yaml"], "missing.yaml cannot be read: No such file"),
         ],

@@ -7,6 +7,7 @@ import importlib
 import os
 import select
 import sys
+from collections.abc import Mapping
 
 from deepenough import __version__
 from deepenough.cli import COMMANDS
@@ -55,21 +56,43 @@ def _run(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"deepenough {__version__}")
         return 0
-    command, *rest = words
+    command, rest = _find(words)
     if command not in COMMANDS:
-        close = difflib.get_close_matches(command, COMMANDS, n=1)
-        advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}."
-        raise UserError(f"There is no command {command}; {advice}")
+        return _refuse(command, rest)
+    module = "deepenough.cli." + command.replace(" ", ".")
     try:
-        return int(importlib.import_module(f"deepenough.cli.{command}").main(rest))
+        return int(importlib.import_module(module).main(rest))
     except SystemExit as end:  # how a parser leaves after printing its help
         return end.code if isinstance(end.code, int) else 0
 
 
-def overview() -> str:
-    """What `deepenough --help` prints."""
-    width = max(map(len, COMMANDS))
-    table = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+def _find(words: list[str]) -> tuple[str, list[str]]:
+    """The command, of one word or two, and what was written behind it."""
+    pair = " ".join(words[:2])
+    return (pair, words[2:]) if pair in COMMANDS else (words[0], words[1:])
+
+
+def _refuse(group: str, rest: list[str]) -> int:
+    """Say which commands there are, for the first word of several of them, or one unknown."""
+    members = {name: text for name, text in COMMANDS.items() if name.startswith(f"{group} ")}
+    if members and (not rest or rest[0] in ("-h", "--help", "help")):
+        print(overview(members))
+        return 0
+    command = f"{group} {rest[0]}" if members else group
+    close = difflib.get_close_matches(command, members or COMMANDS, n=1)
+    advice = f"did you mean {close[0]}?" if close else f"there are {_names(members)}."
+    raise UserError(f"There is no command {command}; {advice}")
+
+
+def _names(members: Mapping[str, str]) -> str:
+    """Commands in a row, those of a group by its name unless they are all there is."""
+    return ", ".join(members or dict.fromkeys(name.split()[0] for name in COMMANDS))
+
+
+def overview(commands: Mapping[str, str] = COMMANDS) -> str:
+    """What `deepenough --help` prints; or `deepenough GROUP --help`, of its commands."""
+    width = max(map(len, commands))
+    table = "\n".join(f"  {name:<{width}}  {text}" for name, text in commands.items())
     return (
         "usage: deepenough COMMAND [--config FILE] [--NAME VALUE ...]\n\n"
         "Transformers that go only as deep as they need.\n\n"

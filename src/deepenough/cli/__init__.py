@@ -1,7 +1,7 @@
 """The command table: every command's name and its one line of help.
 
-A command is a file of this package with the same name and a function `main(argv) -> int`; it is
-imported only when called, so that the table itself costs nothing.
+A command is a file of this package with the same name (`shortcut fit`: `shortcut/fit.py`) and a
+function `main(argv) -> int`; it is imported only when called, so that the table costs nothing.
 """
 
 COMMANDS: dict[str, str] = {

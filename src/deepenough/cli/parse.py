@@ -1,9 +1,11 @@
 """From a command line to a settings object: defaults < `--config FILE` < flags.
 
-Beyond what `jsonargparse` does, three conveniences are settled here before it sees the words:
+Beyond what `jsonargparse` does, some conveniences are settled here before it sees the words:
 
 - `--overwrite` alone means `--overwrite true`;
 - the last part of a name is enough where it is unique: `--overwrite` for `--run.overwrite`;
+- `--mem-len` means `--mem_len`;
+- values of the options a command names as `positional` may stand first, without their names;
 - a value may begin with a dash, as block patterns (`-aad`) and negative numbers do.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import TypeVar, get_args
 
 from jsonargparse import DefaultHelpFormatter, Namespace
@@ -26,13 +29,19 @@ class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
 
 
 def parse(
-    command: str, settings_class: type[S], argv: list[str], description: str, example: str
+    command: str,
+    settings_class: type[S],
+    argv: list[str],
+    description: str,
+    example: str,
+    positional: Sequence[str] = (),
 ) -> S:
     """The settings of `command` from its words; `--help` prints and exits with code 0."""
+    places = "".join(f"{name.rpartition('.')[2].upper()} " for name in positional)
     parser = make_parser(
         settings_class,
         prog=f"deepenough {command}",
-        usage=f"deepenough {command} [--config FILE] [--NAME VALUE ...]",
+        usage=f"deepenough {command} {places}[--config FILE] [--NAME VALUE ...]",
         description=description.strip(),
         epilog="The last part of a name is enough where it is unique.\n\n"
         f"example:\n  {example.strip()}",
@@ -41,7 +50,7 @@ def parse(
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of settings; flags win over it."
     )
-    words = _normalise(argv, options(settings_class))
+    words = _normalise(_named(argv, positional), options(settings_class))
     config = _config(words)
     values = read_yaml(settings_class, config) if config is not None else {}
     namespace = check(parser, settings_class, values, words)
@@ -58,6 +67,15 @@ def _config(words: list[str]) -> str | None:
     except argparse.ArgumentError as error:
         raise UserError("Option --config needs a YAML file; write --config FILE.") from error
     return config
+
+
+def _named(argv: list[str], positional: Sequence[str]) -> list[str]:
+    """The words with names before the values that stand first."""
+    count = 0
+    while count < min(len(argv), len(positional)) and not argv[count].startswith("-"):
+        count += 1
+    pairs = zip(positional[:count], argv[:count], strict=True)
+    return [f"--{name}={value}" for name, value in pairs] + argv[count:]
 
 
 def _normalise(argv: list[str], known: list[Option]) -> list[str]:
@@ -92,6 +110,7 @@ def _restore_text(namespace: Namespace, words: list[str], known: list[Option]) -
 
 def _full_name(given: str, names: list[str]) -> str:
     """The dotted name meant by its last part; what is unknown is left for the parser to refuse."""
+    given = given if given in names else given.replace("-", "_")
     if given in names:
         return given
     matches = [name for name in names if name.rpartition(".")[2] == given]
