@@ -143,7 +143,7 @@ class TestDispatch:
             assert "the first of the pair" in output and "find which blocks" not in output
         assert main(["pair", "onne"]) == 2
         assert "no command pair onne; did you mean pair one?" in capsys.readouterr().err
-        assert main(["pair", "xyz"]) == 2
+        assert main(["pair", "quite another"]) == 2
         assert "there are pair one." in capsys.readouterr().err
 
     @pytest.mark.parametrize(
