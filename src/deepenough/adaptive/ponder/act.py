@@ -1,0 +1,57 @@
+"""Adaptive Computation Time (ACT, Graves, arXiv 1603.08983): the baseline that PonderNet replaced.
+
+After pass `n` a halting unit gives `h_n` in (0, 1). The passes are made until their sum reaches
+`1 - epsilon`; the last of them, `N(x)`, gets what is left of 1 instead of its own (eq. 5 to 8):
+
+    N(x) = min{n : sum_{j<=n} h_j >= 1 - epsilon}      and never more than the passes there are
+    R(x) = 1 - sum_{n<N(x)} h_n
+    w_n  = h_n for n < N(x),  R(x) for n = N(x),  0 beyond
+
+The answer is the mean of all passes' outputs weighted by `w`, not one pass's own, and the loss has
+the cost `tau * (N(x) + R(x))` added, whose gradient goes through `R` alone because `N` has none.
+
+Shapes: B examples, N passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EPSILON = 0.01
+
+
+class ActHalting(NamedTuple):
+    weights: Tensor
+    """[B, N], `w_n`; each row sums to 1."""
+    passes: Tensor
+    """[B], `N(x)`."""
+    cost: Tensor
+    """[B], `N(x) + R(x)`."""
+
+
+def act_halting(halt_logits_BN: Tensor, epsilon: float = EPSILON) -> ActHalting:
+    halts = halt_logits_BN.sigmoid()
+    num_passes = halts.shape[-1]
+    total = halts.cumsum(-1)
+    passes = (total < 1.0 - epsilon).sum(-1).clamp(max=num_passes - 1) + 1
+    position = torch.arange(1, num_passes + 1, device=halts.device)
+    before = position < passes[:, None]
+    last = position == passes[:, None]
+    remainder = 1.0 - (halts * before).sum(-1)
+    weights = halts * before + remainder[:, None] * last
+    return ActHalting(weights, passes, passes + remainder)
+
+
+def act_halting_ref(halts: Sequence[float], epsilon: float = EPSILON) -> tuple[list[float], int]:
+    """Weights and number of passes of one example, straight from the equations."""
+    weights: list[float] = []
+    for n, halt in enumerate(halts, start=1):
+        if sum(weights) + halt >= 1.0 - epsilon or n == len(halts):
+            weights.append(1.0 - sum(weights))
+            return weights + [0.0] * (len(halts) - n), n
+        weights.append(halt)
+    raise ValueError("there is no pass to halt at")
