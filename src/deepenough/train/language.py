@@ -160,18 +160,21 @@ def evaluate_language(
     model.eval()
     memories: Memories | None = None
     total = torch.zeros((), dtype=torch.float64)
+    flops = 0.0
     count = 0
     for batch in batches:
         targets = batch["labels"].to(model.device)
         output = model(batch["input_ids"].to(model.device), targets=targets, memories=memories)
         memories = output.memories
         total += output.loss.double().cpu() * targets.numel()
+        flops += output.trace.total_flops
         count += targets.numel()
+    per_token = flops / count
     if accelerator is not None and world > 1:
         total = accelerator.reduce(total.to(accelerator.device), reduction="sum")
         count *= world
     size = TextSize(len(tokens), tokens.num_words, tokens.num_bytes)
-    return language_values(float(total), count, size)
+    return language_values(float(total), count, size) | {"flops_per_token": per_token}
 
 
 def evaluation_lanes(tokens: TokenFile, data: DataSettings, split: str = "given") -> int:
