@@ -38,4 +38,4 @@ def fingerprint(config: PreTrainedConfig, *modules: nn.Module) -> str:
 def _samples(weight: Tensor) -> bytes:
     flat = weight.detach().reshape(-1)
     chosen = flat[:: max(1, flat.numel() // NUM_SAMPLES)].to("cpu", torch.bfloat16)
-    return bytes(chosen.view(torch.uint8).numpy())
+    return bytes(chosen.contiguous().view(torch.uint8).numpy())

@@ -70,7 +70,7 @@ _LLAMA = Layout(
         "input_layernorm",
         "post_attention_layernorm",
         "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
+        "post_feedforward_layernorm",  # Gemma 2; OLMo 2 has norms behind the parts alone
     ),
 )
 
@@ -104,6 +104,28 @@ LAYOUTS: dict[str, Layout] = {
         attention="self_attn",
         feed_forward=("fc1", "fc2"),
         norms=("self_attn_layer_norm", "final_layer_norm"),
+    ),
+    # These two add the residual inside the module of the part, behind its last map.
+    "bloom": Layout(
+        layers="h",
+        final_norm="ln_f",
+        attention=("self_attention", "self_attention.dense"),
+        feed_forward=("mlp", "mlp.dense_4h_to_h"),
+        norms=("input_layernorm", "post_attention_layernorm"),
+    ),
+    "mpt": Layout(
+        layers="blocks",
+        final_norm="norm_f",
+        attention="attn",
+        feed_forward=("ffn", "ffn.down_proj"),
+        norms=("norm_1", "norm_2"),
+    ),
+    "roberta-prelayernorm": Layout(
+        layers="encoder.layer",
+        final_norm="LayerNorm",
+        attention=("attention.self", "attention.output.dense"),
+        feed_forward=("intermediate.dense", "output.dense"),
+        norms=("attention.LayerNorm", "intermediate.LayerNorm"),
     ),
     "distilbert": Layout(
         layers="transformer.layer",

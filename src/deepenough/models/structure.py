@@ -13,12 +13,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deepenough.errors import UserError
-from deepenough.models.layouts import Layout, Path
+from deepenough.models.layouts import Layout, Path, resolve
 
-ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn", "mixer", "temporal_block")
-FEED_FORWARD_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "dense")
-# In a row, where the feed-forward part is no module of its own.
-FEED_FORWARD_PAIRS = (("fc1", "fc2"), ("intermediate", "output.dense"), ("ffn", "ffn_output"))
+# Tried in this order. Several in a row, where a part is no module of its own or its module also
+# holds the residual connection.
+ATTENTION: tuple[Path, ...] = (
+    ("attention.self", "attention.output.dense"),
+    *("self_attn", "self_attention", "attention", "attn", "mixer", "temporal_block"),
+)
+FEED_FORWARD: tuple[Path, ...] = (
+    ("fc1", "fc2"),
+    ("intermediate", "output.dense"),
+    ("ffn", "ffn_output"),
+    *("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "dense"),
+)
+# Norms of post-norm blocks stand inside the parts they follow.
+NORMS_INSIDE = ("attention.output.LayerNorm", "output.LayerNorm")
 
 
 def candidates(model: PreTrainedModel) -> Iterator[Layout]:
@@ -27,13 +37,13 @@ def candidates(model: PreTrainedModel) -> Iterator[Layout]:
     layers = find_layers(model, trunk)
     owner_path = layers.rpartition(".")[0]
     owner = trunk.get_submodule(owner_path)
-    norms = [name for name, child in owner.named_children() if is_norm(child)]
+    norms = [f"{owner_path}.{name}".lstrip(".") for name in _norms(owner)]
+    norms += [name for name in _norms(trunk) if owner is not trunk]
     for norm in (*reversed(norms), None):
-        path = f"{owner_path}.{norm}".lstrip(".") if norm else None
-        yield Layout(layers=layers, final_norm=path)
-        if owner_path and owner is not trunk:  # a model that calls its decoder by itself
-            inner = layers.rpartition(".")[2]
-            yield Layout(layers=inner, final_norm=norm, trunk=owner_path)
+        yield Layout(layers=layers, final_norm=norm)
+        if owner is not trunk:  # a model that goes past its trunk to the stack inside
+            inside = norm.removeprefix(f"{owner_path}.") if norm else None
+            yield Layout(trunk=owner_path, layers=layers.rpartition(".")[2], final_norm=inside)
 
 
 def find_layers(model: PreTrainedModel, trunk: nn.Module) -> str:
@@ -59,14 +69,20 @@ def find_layers(model: PreTrainedModel, trunk: nn.Module) -> str:
 
 def find_parts(block: nn.Module) -> tuple[Path, Path, tuple[str, ...]]:
     """Paths of attention, feed-forward and norms inside a block; empty where there is none."""
-    children = dict(block.named_children())
-    attention = next((name for name in ATTENTION_NAMES if name in children), ())
-    feed_forward: Path = next((name for name in FEED_FORWARD_NAMES if name in children), ())
-    for first, last in FEED_FORWARD_PAIRS:
-        if first in children and last.partition(".")[0] in children:
-            feed_forward = (first, last)
-    return attention, feed_forward, tuple(name for name in children if is_norm(children[name]))
+    attention, feed_forward = (
+        next((path for path in paths if has(block, path)), ())
+        for paths in (ATTENTION, FEED_FORWARD)
+    )
+    return attention, feed_forward, (*_norms(block), *(p for p in NORMS_INSIDE if has(block, p)))
 
 
-def is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
+def has(block: nn.Module, path: Path) -> bool:
+    """Whether every step of a path is a module of the block."""
+    steps = (path,) if isinstance(path, str) else path
+    return all(isinstance(resolve(block, step), nn.Module) for step in steps)
+
+
+def _norms(module: nn.Module) -> list[str]:
+    """Names of a module's own norms, in the order they were put in."""
+    children = module.named_children()
+    return [name for name, child in children if "norm" in type(child).__name__.lower()]
