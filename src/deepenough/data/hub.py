@@ -31,13 +31,14 @@ def hub_files(name: str, cache: str | os.PathLike[str] | None, looked: str) -> l
 def _fetch(name: str, looked: str, folder: Path) -> None:
     repository, _, rest = name.partition(":")
     config, _, column = rest.partition(":")
-    for split, rows in _open(repository, config or None, looked).items():
+    for split, rows in open_splits(repository, config or None, looked).items():
         with (folder / f"{split}.txt").open("w", encoding="utf-8", errors="replace") as file:
             for row in rows:
                 file.write(_text_of(row, column or TEXT_COLUMN, name) + "\n")
 
 
-def _open(repository: str, config: str | None, looked: str) -> Mapping[str, Any]:
+def open_splits(repository: str, config: str | None, looked: str) -> Mapping[str, Any]:
+    """The splits of a dataset by our names for them, rows streamed; UserError if there is none."""
     try:
         import datasets  # here, because importing it takes seconds and most corpora are local
 

@@ -1,0 +1,188 @@
+"""Labelled texts from every kind of file, and bad rows refused by their number."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepenough.data.classification import ClassificationData, Example, open_classification
+from deepenough.errors import UserError
+
+
+def write(folder: Path, name: str, content: str) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(content, encoding="utf-8")
+    return str(folder / name)
+
+
+def read(path: str, labels: list[str] | None = None, **changes: Any) -> Any:
+    return open_classification(ClassificationData(path, valid_fraction=0.0, **changes), labels)
+
+
+def test_csv_tsv_and_jsonl_say_the_same(tmp_path: Path) -> None:
+    rows = [("a fine film", 1), ('he said "no", twice', 0), ("ünïcode", 1)]
+    quoted = "".join('"{}",{}\n'.format(t.replace('"', '""'), label) for t, label in rows)
+    files = {
+        "a.csv": "text,label\n" + quoted,
+        "a.tsv": "text\tlabel\n" + "".join(f"{t} \t{label}\n" for t, label in rows),
+        "a.jsonl": "".join(json.dumps({"text": t, "label": label}) + "\n" for t, label in rows),
+    }
+    for name, content in files.items():
+        found = read(write(tmp_path, name, content))
+        assert found.splits["train"] == [Example(t, None, label) for t, label in rows], name
+        assert found.labels == ("0", "1")
+
+
+def test_a_tsv_file_has_no_quoting(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.tsv", 'sentence\tlabel\n"a lone mark\t1\nanother\t0\n')
+    assert read(path).splits["train"][0].text == '"a lone mark'
+
+
+def test_names_become_numbers_in_alphabetical_order(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", "text,label\nx,spam\ny,ham\nz,spam\n")
+    found = read(path)
+    assert found.labels == ("ham", "spam")
+    assert [example.label for example in found.splits["train"]] == [1, 0, 1]
+
+
+def test_pairs_are_found_and_columns_can_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", "premise,hypothesis,gold,label\np,h,1,0\nq,i,0,1\n")
+    assert read(path).splits["train"][0] == Example("p", "h", 0)
+    found = read(path, text_column="hypothesis", label_column="gold")
+    assert found.splits["train"][0] == Example("h", None, 1)
+
+
+def test_a_folder_has_splits_and_else_some_rows_are_held_out(tmp_path: Path) -> None:
+    rows = "".join(f"t{i}\t{i % 2}\n" for i in range(40))
+    write(tmp_path, "train.tsv", "sentence\tlabel\n" + rows)
+    data = ClassificationData(str(tmp_path), valid_fraction=0.25, limit=10)
+    found = open_classification(data)
+    train, valid = found.splits["train"], found.splits["valid"]
+    assert (len(train), len(valid)) == (10, 11)
+    assert not set(train) & set(valid)
+    write(tmp_path, "dev.tsv", "sentence\tlabel\nv\t1\n")
+    write(tmp_path, "test-labeled.tsv", "sentence\tlabel\nw\t0\n")
+    found = open_classification(data)
+    assert found.splits["valid"] == [Example("v", None, 1)]
+    assert found.splits["test"] == [Example("w", None, 0)]
+
+
+def test_a_test_split_without_labels_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "train.jsonl", '{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
+    write(tmp_path, "test.jsonl", '{"text": "c", "label": -1}\n{"text": "d", "label": -1}\n')
+    assert list(read(str(tmp_path)).splits) == ["train"]
+
+
+def test_sst2_by_name(data_dir: Path) -> None:
+    if not (data_dir / "sst2").is_dir():
+        pytest.skip("DEEPENOUGH_DATA has no sst2")
+    found = open_classification(ClassificationData("sst2"))
+    assert {split: len(rows) for split, rows in found.splits.items()} == {
+        "train": 67349,
+        "valid": 872,
+        "test": 1821,
+    }
+    assert found.labels == ("negative", "positive")
+    assert found.splits["valid"][0] == Example(
+        "it 's a charming and often affecting journey .", None, 1
+    )
+
+
+GOOD = "text,label\nfine,1\ngood,0\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (GOOD + "third,\n", r"missing in row 3 of a\.csv \(line 4\)"),
+        (GOOD + "third\n", "missing in row 3"),
+        (GOOD + "third,0.5\n", "'0.5' in row 3 .* not a whole number"),
+        (GOOD + "third,spam\n", "'spam' in row 3 .* not a whole number"),
+        (GOOD + "third,-2\n", "-2 in row 3 .* out of range"),
+        (GOOD + "third,200\n", "200 in row 3 .* far above"),
+        (GOOD + " ,1\n", "empty in row 3"),
+        (GOOD + "a,1,2\n", "row 3 .* 3 cells"),
+        ("text,label\nfine,ham\ngood,1\n", "'1' in row 2 .* the first one is a name"),
+        ("text,label\nfine,0.5\ngood,1\n", "'0.5' in row 1 .* not a whole number"),
+        ("text,label\nfine,0\ngood,0\n", "nothing to learn"),
+        ("body,label\nfine,1\n", "no text column called text, .* among body, label"),
+        ("text,mark\nfine,1\n", "no label column"),
+        ("text,label\n", "no examples"),
+        ("", "is empty"),
+        ('text,label\n"open,1\n', "not valid CSV"),
+    ],
+)
+def test_bad_rows_are_refused_by_number(tmp_path: Path, content: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read(write(tmp_path, "a.csv", content))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("{", "row 2 .* no valid JSON"), ("[1]", "row 2 .* no JSON object"), ("{}", "empty in row 2")],
+)
+def test_bad_lines_of_jsonl(tmp_path: Path, line: str, said: str) -> None:
+    path = write(tmp_path, "a.jsonl", f'{{"text": "x", "label": 0}}\n{line}\n')
+    with pytest.raises(UserError, match=said):
+        read(path)
+
+
+def test_labels_beyond_those_of_training_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "train.csv", GOOD)
+    write(tmp_path, "dev.csv", "text,label\nx,0\ny,2\n")
+    with pytest.raises(UserError, match=r"2 in row 2 of dev\.csv .* from 0 to 1"):
+        read(str(tmp_path))
+
+
+def test_a_models_labels_are_kept_to(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", "text,label\nx,positive\ny,1\n")
+    rows = read(path, ["negative", "positive"]).splits["train"]
+    assert [row.label for row in rows] == [1, 1]
+    path = write(tmp_path, "b.csv", "text,label\nx,neutral\n")
+    with pytest.raises(UserError, match=r"'neutral' in row 1 .* negative, positive"):
+        read(path, ["negative", "positive"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dataset": "nowhere"}, "no file or folder nowhere"),
+        ({"dataset": "a.pdf"}, "no file or folder"),
+        ({"batch_size": 0}, "data.batch_size"),
+        ({"valid_fraction": 1.0}, "data.valid_fraction"),
+        ({"num_labels": 3}, "num_labels is 3"),
+    ],
+)
+def test_impossible_settings(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    path = write(tmp_path, "a.csv", "text,label\nfine,ham\ngood,spam\n")
+    with pytest.raises(UserError, match=said):
+        open_classification(ClassificationData(**({"dataset": path} | changes)))
+
+
+def test_other_files_are_no_tables(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no table"):
+        read(write(tmp_path, "a.txt", "text"))
+    with pytest.raises(UserError, match="holds no"):
+        read(str(tmp_path))
+
+
+def test_rows_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    features = datasets.Features(
+        {"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    rows = {"sentence": ["a", "b"], "label": [0, 1]}
+    found = datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows, features=features)})
+    asked: list[Any] = []
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        asked.append((arguments, options))
+        return found
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    texts = read("hf:owner/name:part")
+    assert asked == [(("owner/name", "part"), {"streaming": True})]
+    assert texts.labels == ("no", "yes")
+    assert texts.splits["train"] == [Example("a", None, 0), Example("b", None, 1)]
