@@ -89,8 +89,7 @@ def sweep_ref(
             t = position_N[token].item()
             layer = 0
             while layer < num_layers and not (
-                gap_LN[layer, token].item()
-                > 0.9 * lambda_ + 0.1 * math.exp(-4.0 * t / mean_length)
+                gap_LN[layer, token].item() > 0.9 * lambda_ + 0.1 * math.exp(-4.0 * t / mean_length)
             ):
                 layer += 1
             layers += layer

@@ -1,0 +1,228 @@
+"""Evaluation of shortcuts: one batched pass against a loop over texts, and what is kept of it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from deepenough.adaptive.shortcut.collect import iterate_states
+from deepenough.adaptive.shortcut.replacement import Replacement
+from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+from deepenough.adaptive.shortcut.submodules import KINDS, Submodules
+from deepenough.adaptive.shortcut.windows import Reading, batches
+from deepenough.errors import UserError
+from deepenough.measure import shortcut
+from deepenough.measure.shortcut import evaluate, lens
+from deepenough.measure.shortcut_scores import score_ref
+from deepenough.models.hf import adapt
+from deepenough.runs import Record
+
+Make = Callable[[str], PreTrainedModel]
+
+
+def fit(model: PreTrainedModel, words: Any, texts: list[str], **options: Any) -> Shortcuts:
+    return Shortcuts.fit(model, words, texts, positions="all", **options)
+
+
+def by_place(records: list[Record]) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(r.values["mode"], r.values["layer"]): r.values for r in records if r.kind == "layer"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("positions", ["random", "all"])
+def test_one_pass_equals_a_loop_over_texts(
+    name: str, positions: Any, make_model: Make, words: Any, texts: list[str]
+) -> None:
+    """Whole texts, one by one, every mode and layer a run of its own, scored by definition."""
+    model = make_model(name)
+    adapter = adapt(model)
+    linear, affine = fit(model, words, texts), fit(model, words, texts, affine=True)
+    affine.tuned = {
+        layer: (torch.eye(16) * 1.1, torch.ones(16) / 10) for layer in range(adapter.num_layers)
+    }
+    submodules = Submodules.fit(model, words, texts, positions="all")
+    some = texts[:6]
+    found = by_place(
+        evaluate(
+            model,
+            words,
+            [linear, affine],
+            some,
+            positions=positions,
+            submodules=submodules,
+            seed=5,
+            batch_tokens=40,
+        ).records()
+    )
+    replacement = Replacement(submodules, adapter)
+    expected: dict[tuple[str, int], list[Any]] = {}
+    for batch in batches(words, some, Reading(adapter.kind, positions, 5, 1, 40)):
+        (window,) = batch.windows
+        where = slice(None) if window.position is None else [window.position]
+        last = model(batch.ids).logits[0, where]
+        states = adapter.states(batch.ids)
+        for layer in range(adapter.num_layers + 1):
+            hidden = states[layer][0, where]
+            taken = {
+                "id": hidden,
+                "mat": linear.apply(hidden, layer, adapter.num_layers),
+                "affine": affine.apply(hidden, layer, adapter.num_layers),
+                "tuned": affine.apply(hidden, layer, adapter.num_layers, "tuned"),
+            }
+            logits = {mode: adapter.logits(state) for mode, state in taken.items()}
+            for kind in KINDS:
+                with replacement.replaced(kind, layer):
+                    logits[kind] = model(batch.ids).logits[0, where]
+            for mode, each in logits.items():
+                expected.setdefault((mode, layer), []).append(score_ref(each, last))
+    assert found.keys() == expected.keys()
+    for place, pieces in expected.items():
+        rank, surprisal, kl = (
+            torch.cat([getattr(piece, field) for piece in pieces]).double()
+            for field in ("rank", "surprisal", "kl")
+        )
+        assert found[place]["positions"] == len(rank)
+        for k in (1, 5, 10):
+            assert found[place][f"precision_{k}"] == pytest.approx((rank < k).double().mean())
+        assert found[place]["surprisal"] == pytest.approx(surprisal.mean().item(), rel=1e-4)
+        assert found[place]["kl"] == pytest.approx(kl.mean().item(), rel=1e-3, abs=1e-4)
+
+
+def test_batches_and_blocks_do_not_matter(
+    make_model: Make, words: Any, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama")
+    shortcuts = fit(model, words, texts)
+    submodules = Submodules.fit(model, words, texts, positions="all")
+    texts = texts[:30]
+    whole = evaluate(model, words, shortcuts, texts, submodules=submodules)
+    monkeypatch.setattr(shortcut, "_LOGIT_BYTES", 4 * 60 * 20)
+    pieces = evaluate(model, words, shortcuts, texts, submodules=submodules, batch_tokens=1)
+    assert pieces.positions == whole.positions == sum(" " in text for text in texts)
+    assert pieces.tally.skipped == len(texts) - whole.positions > 0
+    few, many = by_place(whole.records()), by_place(pieces.records())
+    assert few.keys() == many.keys()
+    for place, values in few.items():
+        numbers = {name: value for name, value in values.items() if name != "mode"}
+        found = {name: many[place][name] for name in numbers}
+        assert found == pytest.approx(numbers, rel=1e-4, abs=1e-5)
+
+
+def test_records(make_model: Make, words: Any, texts: list[str]) -> None:
+    model = make_model("gpt2")
+    shortcuts = fit(model, words, texts)
+    evaluation = evaluate(model, words, shortcuts, texts[:40])
+    records = evaluation.records()
+    kinds = [record.kind for record in records]
+    assert {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)} == {
+        "r2": 2,
+        "cka": 1,
+        "layer": 2 * 4,
+        "exit": 2 * 35,
+        "saved": 2 * 3,
+    }
+    for mode in ("id", "mat"):
+        last = by_place(records)[mode, 3]
+        assert (last["precision_1"], last["kl"]) == (1.0, 0.0)
+    tables = {r.values["mode"]: r.values["table"] for r in records if r.kind == "r2"}
+    states = [
+        torch.cat(pieces)
+        for pieces in zip(
+            *(
+                b.states
+                for b in iterate_states(adapt(model), words, texts[:40], positions="random")
+            ),
+            strict=True,
+        )
+    ]
+    for mode, table in tables.items():
+        expected = shortcuts.r2(states, mode)
+        for i in range(4):
+            for j in range(4):
+                assert (table[i][j] is None) == (j < i) == bool(math.isnan(expected[i, j]))
+                if j >= i:
+                    assert table[i][j] == pytest.approx(float(expected[i, j]), rel=1e-6)
+    for record in records:
+        assert Record.from_json(record.to_json()).values == record.values
+    exits = [r.values for r in records if r.kind == "exit" and r.values["mode"] == "mat"]
+    assert [e["lambda"] for e in exits] == sorted(e["lambda"] for e in exits)
+    assert all(e["saved"] == pytest.approx(1 - e["layers_mean"] / 3) for e in exits)
+
+
+def test_chosen_modes_only(make_model: Make, words: Any, texts: list[str]) -> None:
+    model = make_model("gpt2")
+    shortcuts = fit(model, words, texts, targets="last")
+    submodules = Submodules.fit(model, words, texts, positions="all", kinds=["norms"])
+    evaluation = evaluate(
+        model, words, shortcuts, texts[:9], modes=["mat", "norms"], submodules=submodules
+    )
+    assert {mode for mode, _ in evaluation.layers} == {"mat", "norms"}
+    assert evaluation.exit_modes == ["mat"]
+    assert list(evaluation.r2) == ["mat"]
+
+
+def test_a_model_without_a_head_has_tables(make_model: Make, words: Any, texts: list[str]) -> None:
+    model = make_model("encoder")
+    evaluation = evaluate(model, words, fit(model, words, texts), texts[:30])
+    assert [record.kind for record in evaluation.records()] == ["r2", "r2", "cka"]
+
+
+def test_progress(make_model: Make, words: Any, texts: list[str]) -> None:
+    model = make_model("gpt2")
+    seen: list[tuple[int, int | None]] = []
+    evaluate(
+        model,
+        words,
+        fit(model, words, texts),
+        texts,
+        tables=False,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen[-1] == (120, 120)
+
+
+def test_what_cannot_be_measured_is_refused(make_model: Make, words: Any, texts: list[str]) -> None:
+    model = make_model("gpt2")
+    shortcuts = fit(model, words, texts)
+    with pytest.raises(UserError, match="'tuned' cannot be measured"):
+        evaluate(model, words, shortcuts, texts, modes=["tuned"])
+    with pytest.raises(UserError, match="nothing to measure"):
+        evaluate(model, words, shortcuts, ["", "w5"])
+    with pytest.raises(UserError, match="Two of the shortcuts"):
+        evaluate(model, words, [shortcuts, shortcuts], texts)
+    with pytest.raises(UserError, match="no shortcuts"):
+        evaluate(model, words, [], texts)
+    with pytest.raises(UserError, match="shortcuts were fitted for"):
+        evaluate(make_model("llama"), words, shortcuts, texts)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_lens(name: str, make_model: Make, words: Any, texts: list[str]) -> None:
+    model = make_model(name)
+    shortcuts = fit(model, words, texts)
+    found = lens(model, words, shortcuts, "w5 w9 [MASK] w7").values
+    assert (found["mode"], found["layers"]) == ("mat", [0, 1, 2, 3])
+    assert found["tokens"] == ["w5", "w9", "[MASK]", "w7"]
+    ids = words("w5 w9 [MASK] w7", return_tensors="pt")["input_ids"]
+    expected = model(ids).logits[0].softmax(-1)
+    assert found["words"][3] == [words.decode([i]) for i in expected.argmax(-1).tolist()]
+    assert found["probability"][3] == pytest.approx(expected.amax(-1).tolist(), rel=1e-5)
+    assert found["agrees"][3] == [True] * 4
+    for layer in range(4):
+        same = [a == b for a, b in zip(found["words"][layer], found["words"][3], strict=True)]
+        assert found["agrees"][layer] == same
+    plain = lens(model, words, shortcuts, "w5 w9 [MASK] w7", "id").values
+    assert plain["mode"] == "id"
+    assert plain["probability"][0] != found["probability"][0]
+
+
+def test_prompts_that_cannot_be_looked_at(make_model: Make, words: Any, texts: list[str]) -> None:
+    model = make_model("gpt2")
+    shortcuts = fit(model, words, texts)
+    with pytest.raises(UserError, match="no tokens"):
+        lens(model, words, shortcuts, "  ")
+    with pytest.raises(UserError, match="41 tokens and the model reads 40"):
+        lens(model, words, shortcuts, "w5 " * 41)
