@@ -7,9 +7,9 @@ The map `A_ij = argmin sum ||h_j - A h_i||^2 + ridge ||A||^2` ("Jump to Conclusi
 
 and the affine map solves them for centred states, with the bias `mean_j - A_ij mean_i`.
 
-States may lie in a subspace: a layer norm without a bias leaves a vector whose entries sum to zero.
-The Gram matrix is then singular, as all maps that agree on the subspace fit equally well, and the
-one of least norm is taken, from the eigenvalues, as a least-squares solver does.
+States may lie in a subspace: what a layer norm without a bias returns sums to zero over its entries
+and so the Gram matrix is singular but for rounding, as all maps that agree on the subspace fit
+equally well; one of least norm is taken, from the eigenvalues.
 """
 
 from __future__ import annotations
@@ -25,10 +25,6 @@ from deepenough.errors import UserError
 Maps = dict[tuple[int, int], Tensor]
 Solver = Callable[[Tensor], Tensor]
 
-_DEPENDENT = 1e-13
-"""A dimension of which the others leave less than this share is known from them: it is below the
-rounding of float32 states, and at the limit of what a float64 Gram matrix can tell."""
-
 
 def solve(
     statistics: Statistics,
@@ -37,6 +33,8 @@ def solve(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Maps, Maps, list[int]]:
     """Maps, biases (none if linear) and the sources whose states lie in a subspace.
+
+    `dtype` is that of the maps, float64 only if the states were.
 
     The statistics are used up: maps are solved in their place, and each source's are given back
     when it is done, so that all this needs little more memory than they did.
@@ -54,7 +52,8 @@ def solve(
             if affine:
                 gram.addr_(means[source], means[source], alpha=-statistics.count)
             gram.diagonal().add_(ridge)
-            solver, is_dependent = make_solver(gram)
+            size = statistics.squares[source] + ridge
+            solver, is_dependent = make_solver(gram, size, dtype)
             if is_dependent:
                 dependent.append(source)
         for target in targets:
@@ -71,23 +70,27 @@ def solve(
     return maps, biases, dependent
 
 
-def make_solver(gram: Tensor) -> tuple[Solver, bool]:
+def make_solver(
+    gram: Tensor, squares: Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[Solver, bool]:
     """What multiplies by the inverse of a Gram matrix, and whether that is only a pseudo-inverse.
 
-    The matrix is scaled to a unit diagonal before it is factored, because a few dimensions of a
-    language model are a thousand times larger than the rest.
+    The matrix is scaled first by `squares`, the sums of squares before any centring, because a few
+    dimensions of a language model are a thousand times larger than the rest. A pivot of the scaled
+    matrix is then the share of a dimension that those before it leave, and what is below rounding
+    is nothing: the rounding of the sums, or that of the states if it is coarser.
     """
-    scale = gram.diagonal().clamp_min(0).rsqrt()
-    if bool(scale.isfinite().all()):
-        factor, info = torch.linalg.cholesky_ex(gram * scale[:, None] * scale)
-        # The square of a pivot is the share of a dimension that those before it leave.
-        if int(info) == 0 and float(factor.diagonal().min()) ** 2 > _DEPENDENT:
-            column = scale[:, None]
-            return lambda right: torch.cholesky_solve(right * column, factor).mul_(column), False
-    values, vectors = torch.linalg.eigh(gram)
-    cut = values[-1].clamp_min(0) * len(gram) * torch.finfo(gram.dtype).eps
-    inverse = torch.where(values > cut, 1 / values, 0.0)
-    return lambda right: vectors @ (inverse[:, None] * (vectors.T @ right)), True
+    finest = torch.finfo(torch.float64).eps
+    rounding = finest if dtype == torch.float64 else torch.finfo(torch.float32).eps ** 2
+    least = len(gram) * max(finest, rounding)
+    scale = torch.where(squares > 0, squares.clamp_min(1e-300).rsqrt(), 0.0)[:, None]
+    scaled = gram * scale * scale.T
+    factor, info = torch.linalg.cholesky_ex(scaled)
+    if int(info) == 0 and float(factor.diagonal().min()) ** 2 > least:
+        return lambda right: torch.cholesky_solve(right * scale, factor).mul_(scale), False
+    values, vectors = torch.linalg.eigh(scaled)
+    inverse = torch.where(values > least, 1 / values, 0.0)[:, None]
+    return lambda right: scale * (vectors @ (inverse * (vectors.T @ (right * scale)))), True
 
 
 def check_enough(count: int, width: int, ridge: float) -> None:
