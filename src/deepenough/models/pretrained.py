@@ -72,6 +72,11 @@ def load_model(
             **options,
         )
         tokenizer = _load(name, "tokenizer", AutoTokenizer.from_pretrained, place, **options)
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        # For some architectures transformers makes one of nothing rather than fail.
+        raise UserError(
+            f"The model {name} has no tokenizer: put its tokenizer.json beside the weights."
+        )
     # Without a head, all that may be missing is a pooler, which nothing here reads.
     if info["missing_keys"] and chosen != "encoder":
         raise UserError(
