@@ -1,7 +1,7 @@
 """The parity experiment: train on few non-zero entries, measure on all (PonderNet, section 4.1).
 
 Accuracy and passes are measured by difficulty, in bands of the number of non-zero entries, those
-of training and those beyond. There the model may make more passes than it was trained with.
+of training and those beyond. The model may be allowed more passes there than it was trained with.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ParityModelSettings:
     """Passes in training."""
 
     eval_passes: int | None = None
-    """Passes at most when measuring; by default twice those of training, for harder inputs."""
+    """Passes at most when measuring; by default those of training."""
 
     halting_target: float = 0.1
     """Halting probability of the geometric prior, lambda_p; its inverse is the prior's mean."""
@@ -200,7 +200,7 @@ class ParityTask:
         model = self.settings.model
         if model.mechanism == "fixed":  # its last pass is the only one that was trained to answer
             return model.max_passes
-        return model.eval_passes or 2 * model.max_passes
+        return model.eval_passes or model.max_passes
 
     # -- state -------------------------------------------------------------------------------
 

@@ -1,0 +1,309 @@
+"""Classifiers that ponder, from a file of texts to answers: in small, but end to end."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, BertTokenizer
+
+from deepenough.adaptive.ponder import (
+    PonderAlbertForSequenceClassification,
+    PonderEncoderForSequenceClassification,
+)
+from deepenough.adaptive.ponder.model import PonderClassifier
+from deepenough.errors import UserError
+from deepenough.runs import Record, read_records
+from deepenough.settings import resolve
+from deepenough.train.ponder import PonderTraining, train
+from deepenough.train.ponder_use import (
+    ExitSettings,
+    PonderEvaluation,
+    evaluate,
+    load_classifier,
+    predict,
+)
+
+WORDS = ["good", "fine", "bad", "awful", "film", "plot", "the", "a", "so", "very"]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+Make = Callable[..., PonderTraining]
+
+
+def sentence(generator: random.Random) -> tuple[str, int]:
+    label = generator.randrange(2)
+    words = [generator.choice(WORDS[4:]) for _ in range(generator.randrange(1, 7))]
+    telling = WORDS[2 * (1 - label) + generator.randrange(2)]
+    words.insert(generator.randrange(len(words) + 1), telling)
+    return " ".join(words), label
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    generator = random.Random(0)
+    for split, num in (("train", 160), ("dev", 40)):
+        rows = [sentence(generator) for _ in range(num)]
+        lines = "".join(f"{text}\t{label}\n" for text, label in rows)
+        (folder / f"{split}.tsv").write_text(f"sentence\tlabel\n{lines}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT with its tokenizer."""
+    folder = tmp_path_factory.mktemp("bert")
+    (folder / "vocab.txt").write_text("\n".join(SPECIAL + WORDS))
+    tokenizer = BertTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        initializer_range=0.2,
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def small(tmp_path: Path, texts: Path, bert: Path) -> Make:
+    def make(**changes: Any) -> PonderTraining:
+        values = {
+            "run.folder": str(tmp_path / "run"),
+            "data.dataset": str(texts),
+            "data.batch_size": 8,
+            "model.encoder": str(bert),
+            "train.lr": 0.003,
+            "train.warmup": 2,
+            "train.log_every": 5,
+            "train.valid_every": 20,
+            "train.save_every": 10,
+            "epochs": 1.0,
+        }
+        return resolve(PonderTraining, overrides=values | changes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, texts: Path, bert: Path) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    values = {
+        "run.folder": str(folder),
+        "data.dataset": str(texts),
+        "data.batch_size": 8,
+        "model.encoder": str(bert),
+        "ponder.pooling": "mean",
+        "ponder.halting_target": 0.4,
+        "train.lr": 0.01,
+        "train.warmup": 5,
+        "train.valid_every": 40,
+        "epochs": 4.0,
+        "head_lr": 1.0,
+    }
+    train(resolve(PonderTraining, overrides=values))
+    return folder
+
+
+def test_a_run_learns_and_leaves_a_model(trained: Path) -> None:
+    records, _ = read_records(trained / "metrics.jsonl")
+    last = [record for record in records if record.kind == "valid"][-1]
+    assert last.step == 80  # 4 rounds of 20 batches
+    assert last.values["accuracy"] > 0.9
+    assert 1 <= last.values["passes"] <= 3
+    terms = [record.values for record in records if record.kind == "train"][-1]
+    assert terms["task"] < 0.5 and terms["kl"] >= 0
+    model, tokenizer = load_classifier(str(trained))
+    assert isinstance(model, PonderEncoderForSequenceClassification)
+    assert model.config.id2label == {0: "0", 1: "1"}
+    assert len(tokenizer) == len(SPECIAL + WORDS)
+
+
+def test_evaluate_writes_the_whole_frontier(trained: Path) -> None:
+    values = evaluate(str(trained))
+    assert values["split"] == "valid" and values["examples"] == 40
+    assert values["accuracy"] > 0.9 and values["seconds"] > 0
+    evaluate(str(trained), settings=PonderEvaluation(str(trained), time=False))
+    records, _ = read_records(trained / "metrics.jsonl")
+    first = [record for record in records if record.values.get("evaluation") == 1]
+    again = [record for record in records if record.values.get("evaluation") == 2]
+    kinds = [record.kind for record in first]
+    assert [record.kind for record in again] == [k for k in kinds if k != "ponder_time"]
+    exits = [record.values for record in first if record.kind == "ponder_exit"]
+    assert {point["policy"] for point in exits} == {"quantile", "patience", "fixed"}
+    full = next(p for p in exits if p["policy"] == "fixed" and p["setting"] == 3)
+    assert full["passes"] == 3.0 and full["share"] == 1.0
+    assert next(p for p in exits if p["policy"] == "quantile" and p["setting"] == 1.0) == {
+        **full,
+        "policy": "quantile",
+        "setting": 1.0,
+    }
+    tables = {r.values["by"]: r.values for r in first if r.kind == "ponder_passes"}
+    for table in tables.values():
+        assert sum(map(sum, table["counts"])) == 40
+    examples = [record.values for record in first if record.kind == "ponder_example"]
+    assert all(abs(sum(example["halting"]) - 1) < 1e-4 for example in examples)
+
+
+def test_what_is_replayed_is_what_really_stops(trained: Path) -> None:
+    """The quality of the sweep is that of inference that leaves the batch."""
+    records, _ = read_records(trained / "metrics.jsonl")
+    if not any(record.kind == "ponder_time" for record in records):
+        evaluate(str(trained))
+        records, _ = read_records(trained / "metrics.jsonl")
+    timed = {r.values["policy"]: r.values for r in records if r.kind == "ponder_time"}
+    exits = [record.values for record in records if record.kind == "ponder_exit"]
+    half = next(p for p in exits if p["policy"] == "quantile" and p["setting"] == 0.5)
+    assert timed["own exit"]["passes"] == pytest.approx(half["passes"])
+    assert timed["own exit"]["accuracy"] == pytest.approx(half["accuracy"])
+    assert timed["all passes"]["passes"] == 3.0
+
+
+def test_predictions_stream(trained: Path) -> None:
+    asked = 0
+
+    def endless() -> Any:
+        nonlocal asked
+        while True:
+            asked += 1
+            yield "a very good film" if asked % 2 else "so awful a plot"
+
+    answers = predict(str(trained), endless(), rows=4)
+    found = [next(answers) for _ in range(6)]
+    assert [answer["label"] for answer in found] == ["1", "0"] * 3
+    assert all(0.5 < answer["probability"] <= 1 and 1 <= answer["passes"] <= 3 for answer in found)
+    assert asked < 2000
+    fixed = predict(str(trained), ["good"], ExitSettings(exit="fixed", passes=2))
+    assert next(fixed)["passes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("exit_", "said"),
+    [
+        (ExitSettings(threshold=0.0), "threshold"),
+        (ExitSettings(threshold=1.5), "threshold"),
+        (ExitSettings(exit="fixed", passes=4), "exit_pass"),
+        (ExitSettings(exit="patience", patience=0), "patience"),
+    ],
+)
+def test_impossible_exits_are_refused(trained: Path, exit_: ExitSettings, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        next(predict(str(trained), ["good"], exit_))
+
+
+def test_other_examples_and_a_folder_without_a_run(trained: Path, tmp_path: Path) -> None:
+    path = tmp_path / "more.jsonl"
+    rows = [{"text": "very good", "label": 1}, {"text": "very bad", "label": "0"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = evaluate(str(trained / "model"), str(path))
+    assert values["examples"] == 2
+    path.write_text('{"text": "good", "label": 2}\n')
+    with pytest.raises(UserError, match=r"2 in row 1 of more\.jsonl"):
+        evaluate(str(trained), str(path))
+    with pytest.raises(UserError, match="has no split 'test'"):
+        evaluate(str(trained), settings=PonderEvaluation(str(trained), split="test"))
+    with pytest.raises(UserError, match="no model"):
+        evaluate(str(tmp_path))
+
+
+@pytest.mark.parametrize("objective", ["ponder", "weighted"])
+def test_resumed_equals_uninterrupted(
+    small: Make,
+    tmp_path: Path,
+    objective: str,
+    records: Callable[[Path], list[Record]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes = {"ponder.objective": objective}
+    changes["ponder.exit"] = "quantile" if objective == "ponder" else "patience"
+    whole = train(small(**changes))
+    cut = small(**changes, **{"run.folder": str(tmp_path / "cut")})
+
+    class Killed(Exception):
+        pass
+
+    forward, calls = PonderClassifier.forward, 0
+
+    def stop_at_fourteen(self: PonderClassifier, *arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 14:
+            raise Killed
+        return forward(self, *arguments, **named)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(PonderClassifier, "forward", stop_at_fourteen)
+        train(cut)
+    cut.run.resume = True
+    again = train(cut)
+    assert records(again.path) == records(whole.path)
+    first, second = load_classifier(str(whole.path))[0], load_classifier(str(again.path))[0]
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name]), name
+
+
+def test_full_depth_is_the_same_model_with_another_objective(small: Make) -> None:
+    run = train(small(**{"ponder.objective": "last", "ponder.exit": "fixed", "epochs": 0.25}))
+    model, _ = load_classifier(str(run.path))
+    assert not model.has_halting
+    records, _ = read_records(run.metrics)
+    assert [r.values["passes"] for r in records if r.kind == "valid"] == [3.0]
+
+
+def test_albert_from_a_config_with_a_bare_tokenizer(
+    small: Make, tmp_path: Path, data_dir: Path
+) -> None:
+    if not (data_dir / "tokenizers" / "albert-base-v2").is_dir():
+        pytest.skip("DEEPENOUGH_DATA has no tokenizers")
+    config = tmp_path / "albert.json"
+    values = {"model_type": "albert", "vocab_size": 30000, "embedding_size": 8, "hidden_size": 16}
+    values |= {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    config.write_text(json.dumps(values))
+    changes = {
+        "model.encoder": str(config),
+        "model.tokenizer": "tokenizers/albert-base-v2",
+        "ponder.num_passes": 5,
+        "epochs": 0.2,
+    }
+    run = train(small(**changes))
+    model, tokenizer = load_classifier(str(run.path))
+    assert isinstance(model, PonderAlbertForSequenceClassification)
+    assert model.num_passes == 5
+    assert tokenizer.tokenize("deep enough") == ["▁deep", "▁enough"]
+    assert next(predict(str(run.path), ["a good film"]))["passes"] <= 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"epochs": 0.0}, "epochs"),
+        ({"head_lr": 0.0}, "head_lr"),
+        ({"ponder.num_passes": 0}, "num_passes"),
+        ({"ponder.num_passes": 4}, "at most 3"),
+        ({"ponder.halting_target": 0.0}, "halting target"),
+        ({"ponder.exit_threshold": 0.0}, "threshold"),
+        ({"ponder.objective": "last"}, "choose patience or fixed"),
+        ({"model.encoder": "/nowhere/config.json"}, "no config file"),
+        ({"model.tokenizer": "/nowhere"}, "tokenizer /nowhere cannot be loaded"),
+    ],
+)
+def test_impossible_settings_leave_no_folder(
+    small: Make, changes: dict[str, Any], said: str
+) -> None:
+    settings = small(**changes)
+    with pytest.raises(UserError, match=said):
+        train(settings)
+    assert not Path(settings.run.folder).exists()
+
+
+def test_other_data_in_the_folder_is_refused(small: Make, texts: Path) -> None:
+    train(small(epochs=0.2))
+    with pytest.raises(UserError, match=r"data\.train was 160 examples"):
+        train(small(**{"epochs": 0.2, "run.resume": True, "data.limit": 100}))
