@@ -10,6 +10,10 @@ COMMANDS: dict[str, str] = {
     "train": "train a language model with a given or derived pattern",
     "evaluate": "measure perplexity and bits per byte of a trained model",
     "generate": "write text with a trained model",
+    "shortcut fit": "fit linear maps between the layers of a Hugging Face model",
+    "shortcut eval": "measure what each layer already knows",
+    "shortcut lens": "show what every layer would say after every token of a prompt",
+    "shortcut plot": "draw the pictures of a shortcut run",
     "cutoffs": "find the best adaptive-softmax cutoffs for word counts",
     "plot": "draw the pictures of a run",
 }

@@ -10,20 +10,24 @@ from typing import NoReturn
 from deepenough.errors import UserError
 
 EXAMPLES = """examples:
-  deepenough plot runs/first                          pictures of one run, in runs/first/plots
-  deepenough plot runs/first runs/second --out both   their curves over one another"""
+  deepenough {0} runs/first                          pictures of one run, in runs/first/plots
+  deepenough {0} runs/first runs/second --out both   their curves over one another"""
 
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, as every command does."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[:1].upper()}{message[1:]}; see deepenough plot --help.")
+        raise UserError(f"{message[:1].upper()}{message[1:]}; see {self.prog} --help.")
 
 
 def main(argv: list[str]) -> int:
+    return draw("plot", argv)
+
+
+def draw(command: str, argv: list[str]) -> int:
     """Draw, and print the path of every file written."""
-    given = _parser().parse_args(argv)
+    given = _parser(command).parse_args(argv)
     # The same folder twice would be one line drawn over itself.
     folders = list({Path(path).resolve(): Path(path) for path in given.runs + given.run}.values())
     if not folders:
@@ -46,12 +50,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="deepenough plot",
-        description="Draw what a run has recorded: the block probabilities (also as they moved), "
-        "the training curves and the architecture.",
-        epilog=EXAMPLES,
+        prog=f"deepenough {command}",
+        description="Draw what a run has recorded: block probabilities (also as they moved), "
+        "training curves, the architecture; what each layer knows, and what early exit saves.",
+        epilog=EXAMPLES.format(command),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -1,9 +1,11 @@
-"""A progress bar with rate and time left; a line now and then where there is no terminal."""
+"""Progress bars with rate and time left; a line now and then where there is no terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from rich.console import Console
@@ -11,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 _SECONDS_BETWEEN_LINES = 30.0
+
+Reading = Callable[[int, int | None], None]
 
 
 class Progress:
@@ -69,6 +73,35 @@ class Progress:
         elif now - self.last_line >= _SECONDS_BETWEEN_LINES or done == self.total:
             self.last_line = now
             sys.stderr.write(f"step {done}/{self.total}: {shown}\n")
+
+
+@contextlib.contextmanager
+def reading(what: str, console: Console | None = None) -> Iterator[Reading]:
+    """For work that reads texts: call it with how many are done, and of how many if known."""
+    console = console or Console(stderr=True)
+    began = last_line = time.perf_counter()
+    columns = (
+        TextColumn("reading"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+    )
+    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading", total=None, shown="")
+
+        def show(done: int, total: int | None) -> None:
+            nonlocal last_line
+            now = time.perf_counter()
+            rate = done / max(now - began, 1e-9)
+            shown = f"{rate:,.0f} {what}/s"
+            if total is not None and done:
+                shown += f", {_duration((total - done) / rate)} left"
+            bar.update(task, completed=done, total=total, shown=shown)
+            if not console.is_terminal and now - last_line >= _SECONDS_BETWEEN_LINES:
+                last_line = now
+                sys.stderr.write(f"{done}{'' if total is None else f'/{total}'} {what}: {shown}\n")
+
+        yield show
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,1 @@
+"""`deepenough shortcut ...`: how early a model knows its answer."""
