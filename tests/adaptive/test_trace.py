@@ -38,6 +38,14 @@ def test_units_may_be_examples():
     assert (trace.num_units, trace.mean_blocks, trace.seconds) == (2, 1.5, 3.0)
 
 
+def test_a_part_of_the_units():
+    trace = make_trace(block_seconds=torch.zeros(3))
+    assert trace[1].depth.tolist() == [1, 3]
+    assert trace[:1].total_flops == 30
+    assert trace[torch.tensor([False, True])].ran.shape == (1, 2, 3)
+    assert trace[0][1].num_units == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -41,6 +41,10 @@ class DepthTrace:
                 f"{tuple(self.block_seconds.shape)}"
             )
 
+    def __getitem__(self, units: int | slice | Tensor) -> DepthTrace:
+        """The trace of some of the units, chosen along the first axis."""
+        return replace(self, depth=self.depth[units], ran=self.ran[units], flops=self.flops[units])
+
     @property
     def num_units(self) -> int:
         return self.depth.numel()

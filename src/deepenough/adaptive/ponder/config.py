@@ -6,6 +6,11 @@ from dataclasses import fields
 from typing import Any
 
 from transformers import AlbertConfig, AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from deepenough.adaptive.ponder.settings import PonderSettings, check_settings
 from deepenough.errors import UserError
@@ -54,6 +59,7 @@ class PonderEncoderConfig(PreTrainedConfig):
         if not isinstance(encoder, PreTrainedConfig):
             values = dict(encoder or {"model_type": "bert"})
             encoder = AutoConfig.for_model(values.pop("model_type"), **values)
+        check_encoder(encoder)
         self.encoder = encoder
         self.classifier_dropout = classifier_dropout
         super().__init__(**kwargs)
@@ -64,6 +70,26 @@ class PonderEncoderConfig(PreTrainedConfig):
     @property
     def hidden_size(self) -> int:
         return int(self.encoder.hidden_size)
+
+
+def check_encoder(config: PreTrainedConfig) -> None:
+    """Refuse what is not an encoder: its first token would see nothing of the text."""
+    kind = config.model_type
+    if kind in (PonderEncoderConfig.model_type, PonderAlbertConfig.model_type):
+        raise UserError(f"A checkpoint of {kind!r} ponders already: load it with its own class.")
+    if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"A model of type {kind!r} has an encoder and a decoder, and pondering classifiers "
+            "need an encoder alone, such as BERT, RoBERTa, MPNet or MiniLM."
+        )
+    reads_both_ways = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if getattr(config, "is_decoder", False) or (
+        kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not reads_both_ways
+    ):
+        raise UserError(
+            f"A model of type {kind!r} reads from left to right, and pondering classifiers need "
+            "an encoder such as BERT, RoBERTa, MPNet or MiniLM."
+        )
 
 
 def check_config(config: PonderAlbertConfig | PonderEncoderConfig) -> None:

@@ -10,17 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers import AutoModel, PreTrainedModel
 
 from deepenough.adaptive.ponder.checkpoints import LABELS, changed, read_config, take_changes
-from deepenough.adaptive.ponder.config import OPTIONS, PonderAlbertConfig, PonderEncoderConfig
+from deepenough.adaptive.ponder.config import OPTIONS, PonderEncoderConfig, check_encoder
 from deepenough.adaptive.ponder.heads import Classifier
 from deepenough.adaptive.ponder.model import PonderClassifier
-from deepenough.errors import UserError
 
 OF_THE_CLASSIFIER = (*OPTIONS, *LABELS, "classifier_dropout")
 
@@ -32,7 +27,6 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
 
     def __init__(self, config: PonderEncoderConfig) -> None:
         super().__init__(config)
-        check_encoder(config.encoder)
         self.trunk = _without_pooler(AutoModel.from_config(config.encoder))
         num_heads = 1 if config.objective == "last" else self.num_passes
         self.classifiers = nn.ModuleList(
@@ -81,21 +75,6 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
         encoder = AutoModel.from_pretrained(name, *args, config=encoder_config, **kwargs)
         known = {key: value for key, value in own.items() if value is not None}
         return cls.from_encoder(encoder, **known).eval()
-
-
-def check_encoder(config: PreTrainedConfig) -> None:
-    """Refuse what is not an encoder: its first token would see nothing of the text."""
-    kind = config.model_type
-    if kind in (PonderEncoderConfig.model_type, PonderAlbertConfig.model_type):
-        raise UserError(f"A checkpoint of {kind!r} ponders already: load it with its own class.")
-    reads_both_ways = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if getattr(config, "is_decoder", False) or (
-        kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not reads_both_ways
-    ):
-        raise UserError(
-            f"A model of type {kind!r} reads from left to right, and pondering classifiers need "
-            "an encoder such as BERT, RoBERTa, MPNet or MiniLM."
-        )
 
 
 def _without_pooler(encoder: Any) -> Any:

@@ -105,6 +105,7 @@ def ponder_loss_ref(
     step_logits_NBC: Tensor, lambdas_BN: Tensor, labels: Tensor, target: float, beta: float
 ) -> tuple[float, float, float]:
     """Total, task and divergence of a single-label task, example by example and pass by pass."""
+    step_logits_NBC, lambdas_BN = step_logits_NBC.detach(), lambdas_BN.detach()
     num_passes, num_examples, _ = step_logits_NBC.shape
     task = divergence = 0.0
     for example in range(num_examples):

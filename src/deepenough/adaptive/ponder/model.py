@@ -36,6 +36,7 @@ from deepenough.adaptive.ponder.labels import check_labels
 from deepenough.adaptive.ponder.output import PonderOutput
 from deepenough.adaptive.ponder.policies import ExitPolicy, make_policy
 from deepenough.adaptive.ponder.stack import LayerStack
+from deepenough.adaptive.ponder.texts import ReadsTexts
 from deepenough.models.hf import Adapter, adapt
 
 
@@ -50,7 +51,7 @@ class Reading(NamedTuple):
     """`[R, D]`: what the halting head of the next pass reads as `h_(n-1)`."""
 
 
-class PonderClassifier(PreTrainedModel):
+class PonderClassifier(ReadsTexts, PreTrainedModel):
     """Everything but the encoder and the classifier."""
 
     config: PonderAlbertConfig | PonderEncoderConfig
@@ -204,6 +205,10 @@ class PonderClassifier(PreTrainedModel):
         limit = self.adapter.max_length
         own = self.config.halting_head == "second_cls"
         return None if limit is None else limit - own
+
+    @property
+    def pad_token_id(self) -> int:
+        return int(getattr(self.encoder_model.config, "pad_token_id", None) or 0)
 
     def exit_policy(self) -> ExitPolicy:
         """The policy that the config asks for."""

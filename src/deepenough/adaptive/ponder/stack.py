@@ -2,8 +2,8 @@
 
 An encoder prepares things for its layers: embeddings, masks, position biases, rotary tables. All of
 that is left to the encoder itself. `begin` has it run with its layers standing by: they note what
-they are called with and compute nothing. `run` then makes one call with other hidden states. No
-architecture is known here, and none has to be copied.
+they are called with and compute nothing, though hooks on a layer see these calls too. `run` then
+makes one call with other hidden states. No architecture is known here, and none has to be copied.
 
 When the batch changes, because examples left or others came in, `begin` is asked again for those
 now there. That costs the embeddings of the batch, a small part of one layer, and no assumption
