@@ -16,6 +16,11 @@ from deepenough.report import style
 from deepenough.report.animation import Animation, animate_blocks
 from deepenough.report.architecture import draw_derived
 from deepenough.report.blocks import draw_blocks
+from deepenough.report.lens_page import Page, lens_page
+from deepenough.report.lens_table import draw_lens
+from deepenough.report.shortcut_exit import draw_exit
+from deepenough.report.shortcut_layers import draw_layers, draw_submodules
+from deepenough.report.shortcut_tables import draw_cka, draw_r2
 from deepenough.report.source import Run
 from deepenough.report.training import draw_training
 
@@ -24,9 +29,17 @@ FIGURES: dict[str, Callable[[Run], Figure | None]] = {
     "blocks": draw_blocks,
     "training": lambda run: draw_training([run]),
     "architecture": draw_derived,
+    "r2": draw_r2,
+    "cka": draw_cka,
+    "layers": draw_layers,
+    "submodules": draw_submodules,
+    "early_exit": draw_exit,
+    "lens": draw_lens,
 }
 #: The same for what moves; saved as GIF.
 ANIMATIONS: dict[str, Callable[[Run], Animation | None]] = {"blocks": animate_blocks}
+#: The same for what is explored in a browser; saved as HTML.
+PAGES: dict[str, Callable[[Run], Page | None]] = {"lens": lens_page}
 
 
 def write_figures(run: Run, folder: Path | str) -> list[Path]:
@@ -40,10 +53,15 @@ def write_figures(run: Run, folder: Path | str) -> list[Path]:
         animation = animate(run)
         if animation is not None:
             written += animation.save(Path(folder) / name)
+    for name, compose in PAGES.items():
+        page = compose(run)
+        if page is not None:
+            written += page.save(Path(folder) / name)
     if not written:
         raise UserError(
-            f"The run {run.name} has recorded nothing that is drawn (no loss, no pi, no pattern); "
-            "name the folder of a search or a training."
+            f"The run {run.name} has recorded nothing that is drawn (no loss, no pi, no pattern, "
+            "no measurement of shortcuts, no lens); name the folder of a search, a training or an "
+            "evaluation."
         )
     return written
 
