@@ -30,7 +30,8 @@ from deepenough.settings import resolve
 from deepenough.train.par import ParSearch, ParTraining, derive_run, search, train
 
 CONFIG = Path(__file__).parent.parent / "configs" / "par-long-context.yaml"
-HAND_WRITTEN = ("aadddddd", "addddddd", "aaaadddd", "aaddaadd", "dddddddd")
+NUM_BLOCKS = 12
+HAND_WRITTEN = ("daddaddadddd", "aaaddddddddd", "dadddadddddd", "adadadadddd-", "dddddddddddd")
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("action", choices=["train", "measure"])
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--search-steps", type=int, default=600)
+    parser.add_argument("--search-steps", type=int, default=400)
     parser.add_argument("--cache", default=None)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true")
@@ -58,9 +59,8 @@ def settings_of(arguments: argparse.Namespace, seed: int) -> ParSearch:
 
 def train_all(arguments: argparse.Namespace) -> None:
     for seed in range(arguments.seeds):
-        pattern = find_pattern(arguments, seed)
-        for each in (pattern, interleaved(8)):
-            train_pattern(arguments, each, seed)
+        train_pattern(arguments, interleaved(NUM_BLOCKS), seed)
+        train_pattern(arguments, find_pattern(arguments, seed), seed)
     for each in HAND_WRITTEN:
         train_pattern(arguments, each, seed=0)
 
@@ -113,7 +113,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
         for pattern in patterns
     }
     seconds = interleaved_best(functions, arguments.rounds, warmup=2)
-    baseline = interleaved(8)
+    baseline = interleaved(NUM_BLOCKS)
     rows = []
     for pattern, perplexities in sorted(patterns.items(), key=lambda item: seconds[item[0]]):
         group = "searched" if pattern in searched else "hand-written"

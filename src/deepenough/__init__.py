@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepenough.adaptive.par import ParConfig as ParConfig
     from deepenough.adaptive.par import ParForCausalLM as ParForCausalLM
+    from deepenough.adaptive.shortcut.shortcuts import Shortcuts as Shortcuts
     from deepenough.adaptive.trace import DepthTrace as DepthTrace
     from deepenough.errors import UserError as UserError
     from deepenough.runs import Record as Record
@@ -26,6 +27,7 @@ __all__ = [
     "ParForCausalLM",
     "Record",
     "RunFolder",
+    "Shortcuts",
     "UserError",
 ]
 
@@ -35,6 +37,7 @@ _MODULES = {
     "ParForCausalLM": "deepenough.adaptive.par",
     "Record": "deepenough.runs",
     "RunFolder": "deepenough.runs",
+    "Shortcuts": "deepenough.adaptive.shortcut.shortcuts",
     "UserError": "deepenough.errors",
 }
 

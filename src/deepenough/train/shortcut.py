@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Literal
 
 import yaml
@@ -149,11 +148,12 @@ class ShortcutEval:
 
 def fit_run(settings: ShortcutFit, progress: Progress | None = None) -> Shortcuts:
     """Fit maps into a run folder; interrupted, it goes on with `run.resume`."""
-    run = RunFolder.create(
-        Path(settings.run.folder), resume=settings.run.resume, overwrite=settings.run.overwrite
-    )
+    place, resume, overwrite = astuple(settings.run)
+    # Refuse before long work; delete an earlier run only when all else has been found good.
+    RunFolder.check(place, resume=resume, overwrite=overwrite)
     texts = settings.text.read()
     model, tokenizer = settings.model.load()
+    run = RunFolder.create(place, resume=resume, overwrite=overwrite)
     if is_main_process():
         dump(settings, run.config)
     choice = settings.fit
@@ -180,9 +180,8 @@ def fit_run(settings: ShortcutFit, progress: Progress | None = None) -> Shortcut
     if choice.maps == "both":
         found["affine"] = fit(True, "last", "affine")
     if settings.tuned:
-        resume = settings.run.resume
-        place = RunSettings(str(run.path / "tuning"), resume=resume, overwrite=not resume)
-        training = TuneTraining(place, settings.tune, settings.train)
+        tuning = RunSettings(str(run.path / "tuning"), resume=resume, overwrite=not resume)
+        training = TuneTraining(tuning, settings.tune, settings.train)
         found["shortcuts"] = shortcuts = tune(shortcuts, model, tokenizer, texts, training)
     if is_main_process():
         for name, each in found.items():
