@@ -82,8 +82,12 @@ def lines(axes: Axes) -> dict[str, np.ndarray]:
 
 
 def nothing_overlaps(figure: Figure) -> None:
-    """Numbers on an axis do not touch, and no panel leaves the figure."""
+    """Numbers on an axis do not touch, and neither a panel nor a legend leaves the figure."""
     figure.draw_without_rendering()
+    for legend in figure.legends:
+        box = legend.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.width
     for axes in figure.axes:
         boxes = [t.get_window_extent() for t in axes.get_xticklabels() if t.get_text()]
         assert all(a.x1 < b.x0 for a, b in pairwise(sorted(boxes, key=lambda b: b.x0)))
@@ -231,11 +235,13 @@ def test_what_was_not_reached_is_a_dash() -> None:
 
 
 @pytest.mark.parametrize("kind", ["r2", "cka", "layer", "exit", "saved", "fit"])
-def test_a_run_with_one_kind_of_record_leaves_what_it_has(kind: str, tmp_path: Path) -> None:
+def test_a_run_with_one_kind_of_record_leaves_what_it_has(kind: str) -> None:
     run = shortcut_run(6, kinds=(kind,))
     expected = {"r2": {"r2"}, "cka": {"cka"}, "layer": {"layers", "submodules"}, "fit": set()}
-    names = {name for name, draw in FIGURES.items() if draw(run) is not None}
-    assert names == expected.get(kind, {"early_exit"})
+    figures = {name: figure for name, draw in FIGURES.items() if (figure := draw(run)) is not None}
+    for figure in figures.values():
+        nothing_overlaps(figure)
+    assert set(figures) == expected.get(kind, {"early_exit"})
 
 
 def test_the_pictures_come_from_the_files_of_a_run(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Early exit: how many layers are saved, and how often the word stays the last layer's.
 
-The left panel has one curve a mode over the thresholds of "Jump to Conclusions" (arXiv 2303.09435,
-section 6) and, hollow, the same for leaving at one fixed layer always: only the distance between
-the two is due to the confidence. The right panel reads both off at three levels of agreement.
+The left panel has one curve a mode over the thresholds of "Jump to Conclusions" (arXiv 2303.09435)
+and, hollow, the same for leaving at one fixed layer always: only the distance between the two is
+due to the confidence. The right panel reads both off at three levels of agreement.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from deepenough.report.source import Run
 
 FIXED_LOOK: dict[str, Any] = {"linestyle": ":", "markerfacecolor": "none", "linewidth": 1.1}
 BAR_SHARE = 0.8
+LEGEND_COLUMN_INCHES = 1.9
 #: A dark line with a light edge shows on bars of every colour.
 FIXED_MARK: dict[str, Any] = {
     "color": style.INK,
@@ -46,23 +47,24 @@ def draw_exit(run: Run) -> Figure | None:
     read_off = {mode: at for mode, at in measured(run, "saved", "agreement").items() if at}
     if not curves and not read_off:
         return None
-    widths = [5.6] * bool(curves) + [max(3.6, 0.4 + 0.75 * _num_bars(read_off))] * bool(read_off)
+    widths = [5.6] * bool(curves) + [_bars_width(read_off)] * bool(read_off)
     figure = style.new_figure(sum(widths), 4.7)
     panels = list(figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0])
+    fixed = {m: points for m, points in fixed_exit_curves(run).items() if m in curves}
     if curves:
-        fixed = {m: points for m, points in fixed_exit_curves(run).items() if m in curves}
         _draw_curves(panels[0], curves, fixed)
     if read_off:
         _draw_bars(panels[-1], read_off)
     modes = list(dict.fromkeys([*curves, *read_off]))
-    _add_legend(figure, modes)
+    _add_legend(figure, modes, has_fixed=bool(fixed), has_bars=bool(read_off))
     figure.suptitle(headline(run), x=0.01, ha="left", fontsize=style.TITLE_SIZE)
     return figure
 
 
-def _num_bars(read_off: Mapping[str, Mapping[float, Values]]) -> float:
+def _bars_width(read_off: Mapping[str, Mapping[float, Values]]) -> float:
+    """Inches for bars that are wide enough for the number above them."""
     levels = {level for by_level in read_off.values() for level in by_level}
-    return len(levels) * (0.4 + 0.6 * len(read_off))
+    return max(3.6, 0.4 + len(levels) * (0.3 + 0.45 * len(read_off)))
 
 
 def _draw_curves(axes: Axes, curves: Mapping[str, Points], fixed: Mapping[str, Points]) -> None:
@@ -103,11 +105,15 @@ def _draw_bars(axes: Axes, read_off: Mapping[str, Mapping[float, Values]]) -> No
     axes.grid(axis="x", visible=False)
 
 
-def _add_legend(figure: Figure, modes: Sequence[str]) -> None:
+def _add_legend(figure: Figure, modes: Sequence[str], *, has_fixed: bool, has_bars: bool) -> None:
     entries = [(Line2D([], [], **mode_line(mode)), mode_name(mode)) for mode in modes]
     grey: dict[str, Any] = {"color": style.MUTED, "marker": "o", "markersize": 4.2}
-    entries.append((Line2D([], [], **grey), "exit when sure enough"))
-    entries.append((Line2D([], [], **(grey | FIXED_LOOK)), "exit at one layer always"))
-    entries.append((Line2D([], [], **FIXED_MARK), "the same among the bars"))
+    if has_fixed:
+        entries.append((Line2D([], [], **grey), "exit when sure enough"))
+        entries.append((Line2D([], [], **(grey | FIXED_LOOK)), "exit at one layer always"))
+    if has_bars:
+        text = "the same among the bars" if has_fixed else "exit at one layer always"
+        entries.append((Line2D([], [], **FIXED_MARK), text))
     handles, names = zip(*entries, strict=True)
-    figure.legend(handles, names, loc="outside lower center", ncols=4)
+    num_columns = int(figure.get_figwidth() / LEGEND_COLUMN_INCHES)
+    figure.legend(handles, names, loc="outside lower center", ncols=min(num_columns, 4))

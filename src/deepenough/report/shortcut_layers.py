@@ -1,6 +1,6 @@
 """Curves over layers: what a prediction from each layer shares with the model's own.
 
-Precision@k, surprisal and KL as in "Jump to Conclusions" (arXiv 2303.09435), figures 3 to 6: one
+Precision@k and surprisal as in "Jump to Conclusions" (arXiv 2303.09435), and the KL divergence: one
 picture for the ways to jump from a layer to the last one, one for blocks whose attention,
 feed-forward or norms are replaced from a layer on, with `mat` and `id` for comparison.
 """

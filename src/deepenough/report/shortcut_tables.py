@@ -1,6 +1,6 @@
 """Heat maps over pairs of layers: r^2 of the maps from layer to layer, and linear CKA.
 
-"Jump to Conclusions" (arXiv 2303.09435), figures 1 and 2. Notable choices:
+The heat maps of "Jump to Conclusions" (arXiv 2303.09435). Notable choices:
 
 - One scale from 0 to 1 for all panels, so that they can be compared. An r^2 below 0, worse than
   predicting the mean, is hatched instead of stretching the scale: `id` reaches -1000 at times, and
