@@ -18,6 +18,9 @@ from deepenough.report.architecture import draw_derived
 from deepenough.report.blocks import draw_blocks
 from deepenough.report.lens_page import Page, lens_page
 from deepenough.report.lens_table import draw_lens
+from deepenough.report.parity import draw_parity
+from deepenough.report.ponder import draw_passes, draw_ponder_frontier
+from deepenough.report.ponder_halting import draw_halting
 from deepenough.report.shortcut_exit import draw_exit
 from deepenough.report.shortcut_layers import draw_layers, draw_submodules
 from deepenough.report.shortcut_tables import draw_cka, draw_r2
@@ -35,6 +38,10 @@ FIGURES: dict[str, Callable[[Run], Figure | None]] = {
     "submodules": draw_submodules,
     "early_exit": draw_exit,
     "lens": draw_lens,
+    "ponder_frontier": draw_ponder_frontier,
+    "passes": draw_passes,
+    "halting": draw_halting,
+    "parity": lambda run: draw_parity([run]),
 }
 #: The same for what moves; saved as GIF.
 ANIMATIONS: dict[str, Callable[[Run], Animation | None]] = {"blocks": animate_blocks}

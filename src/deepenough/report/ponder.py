@@ -11,6 +11,7 @@ Notable choices:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -24,7 +25,7 @@ from deepenough.report.source import Run
 #: What each model and each way of stopping is called.
 MODELS = {"ponder": "pondering", "weighted": "PABEE-trained", "last": "full depth"}
 POLICIES = {"quantile": "threshold", "patience": "patience", "fixed": "fixed exit"}
-LOOKS = {
+LOOKS: dict[str, dict[str, Any]] = {
     "quantile": {"linestyle": "-", "marker": "o", "markersize": 3.5},
     "patience": {"linestyle": "--", "marker": "s", "markersize": 4.0},
     "fixed": {"linestyle": ":", "marker": "D", "markersize": 3.5},

@@ -6,7 +6,7 @@ lack something are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,11 @@ def exit_points(run: Run) -> list[ExitPoint]:
 def pass_tables(run: Run) -> list[PassTable]:
     found = []
     for record in _latest(run, PASSES):
-        groups, counts = record.values.get("groups"), _array(record.values.get("counts"), 2)
-        if counts is None or not _words(groups) or len(groups) != len(counts):
+        groups, counts = _words(record.values.get("groups")), _array(record.values.get("counts"), 2)
+        if counts is None or groups is None or len(groups) != len(counts):
             continue
         by = str(record.values.get("by", ""))
-        found.append(PassTable(_model(record), by, tuple(groups), counts))
+        found.append(PassTable(_model(record), by, groups, counts))
     return found
 
 
@@ -92,13 +92,13 @@ def halting_examples(run: Run) -> list[HaltingExample]:
     for record in _latest(run, EXAMPLE):
         values = record.values
         halting, sure = _array(values.get("halting"), 1), _array(values.get("confidence"), 1)
-        answers, passes = values.get("answers"), number(values.get("passes"))
-        if halting is None or sure is None or passes is None or not _words(answers):
+        answers, passes = _words(values.get("answers")), number(values.get("passes"))
+        if halting is None or sure is None or passes is None or answers is None:
             continue
         if not len(halting) == len(sure) == len(answers):
             continue
         text, label = str(values.get("text", "")), str(values.get("label", ""))
-        found.append(HaltingExample(text, label, int(passes), halting, tuple(answers), sure))
+        found.append(HaltingExample(text, label, int(passes), halting, answers, sure))
     return found
 
 
@@ -142,8 +142,10 @@ def _model(record: Record) -> str:
     return str(record.values.get("model", ""))
 
 
-def _words(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(isinstance(item, str) for item in value)
+def _words(value: Any) -> tuple[str, ...] | None:
+    """A list of texts, or None."""
+    good = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+    return tuple(value) if good else None
 
 
 def _array(value: Any, ndim: int) -> np.ndarray | None:
