@@ -4,7 +4,7 @@
     python benchmarks/par_point.py measure --runs runs/par-point [--save]
 
 `train` searches, derives within the latency budget and trains the searched pattern and the
-baseline for every seed, and hand-written patterns for the first, all for the same number of steps
+baseline with every seed, and hand-written patterns with the first, all for the same number of steps
 on the same text; what is finished already is left alone. `measure` times one forward pass of every
 pattern, taking turns, and sets it beside the perplexities; with --save the table and the frontier
 are kept.
@@ -31,7 +31,7 @@ from deepenough.train.par import ParSearch, ParTraining, derive_run, search, tra
 
 CONFIG = Path(__file__).parent.parent / "configs" / "par-long-context.yaml"
 NUM_BLOCKS = 12
-HAND_WRITTEN = ("daddaddadddd", "aaaddddddddd", "dadddadddddd", "adadadadddd-", "dddddddddddd")
+HAND_WRITTEN = ("daddaddadddd", "dadddadddddd", "dddddddddddd")
 
 
 def main() -> None:
@@ -58,9 +58,10 @@ def settings_of(arguments: argparse.Namespace, seed: int) -> ParSearch:
 
 
 def train_all(arguments: argparse.Namespace) -> None:
+    searched = find_pattern(arguments, seed=0)
     for seed in range(arguments.seeds):
         train_pattern(arguments, interleaved(NUM_BLOCKS), seed)
-        train_pattern(arguments, find_pattern(arguments, seed), seed)
+        train_pattern(arguments, searched, seed)
     for each in HAND_WRITTEN:
         train_pattern(arguments, each, seed=0)
 

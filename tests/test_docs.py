@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from deepenough.__main__ import find_command
 from deepenough.cli import COMMANDS
 from deepenough.errors import UserError
 from deepenough.settings import options
@@ -78,12 +79,12 @@ def without_settings_of_a_run(words: list[str]) -> list[str]:
 
 def check_command(words: list[str]) -> None:
     """Raise what the command line would be refused with."""
-    command, *rest = words
+    command, rest = find_command(words)
     if command in ("--help", "--version"):
         return
     if command not in COMMANDS:
         raise UserError(f"There is no command {command}.")
-    module = importlib.import_module(f"deepenough.cli.{command}")
+    module = importlib.import_module(f"deepenough.cli.{command.replace(' ', '.')}")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         if hasattr(module, "parse"):

@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepenough.adaptive.par import ParConfig as ParConfig
     from deepenough.adaptive.par import ParForCausalLM as ParForCausalLM
+    from deepenough.adaptive.ponder import PonderAlbertConfig as PonderAlbertConfig
+    from deepenough.adaptive.ponder import (
+        PonderAlbertForSequenceClassification as PonderAlbertForSequenceClassification,
+    )
+    from deepenough.adaptive.ponder import PonderEncoderConfig as PonderEncoderConfig
+    from deepenough.adaptive.ponder import (
+        PonderEncoderForSequenceClassification as PonderEncoderForSequenceClassification,
+    )
     from deepenough.adaptive.shortcut.shortcuts import Shortcuts as Shortcuts
     from deepenough.adaptive.trace import DepthTrace as DepthTrace
     from deepenough.errors import UserError as UserError
@@ -25,6 +33,10 @@ __all__ = [
     "DepthTrace",
     "ParConfig",
     "ParForCausalLM",
+    "PonderAlbertConfig",
+    "PonderAlbertForSequenceClassification",
+    "PonderEncoderConfig",
+    "PonderEncoderForSequenceClassification",
     "Record",
     "RunFolder",
     "Shortcuts",
@@ -35,6 +47,10 @@ _MODULES = {
     "DepthTrace": "deepenough.adaptive.trace",
     "ParConfig": "deepenough.adaptive.par",
     "ParForCausalLM": "deepenough.adaptive.par",
+    "PonderAlbertConfig": "deepenough.adaptive.ponder",
+    "PonderAlbertForSequenceClassification": "deepenough.adaptive.ponder",
+    "PonderEncoderConfig": "deepenough.adaptive.ponder",
+    "PonderEncoderForSequenceClassification": "deepenough.adaptive.ponder",
     "Record": "deepenough.runs",
     "RunFolder": "deepenough.runs",
     "Shortcuts": "deepenough.adaptive.shortcut.shortcuts",

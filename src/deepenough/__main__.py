@@ -56,7 +56,7 @@ def _run(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"deepenough {__version__}")
         return 0
-    command, rest = _find(words)
+    command, rest = find_command(words)
     if command not in COMMANDS:
         return _refuse(command, rest)
     module = "deepenough.cli." + command.replace(" ", ".")
@@ -66,7 +66,7 @@ def _run(words: list[str]) -> int:
         return end.code if isinstance(end.code, int) else 0
 
 
-def _find(words: list[str]) -> tuple[str, list[str]]:
+def find_command(words: list[str]) -> tuple[str, list[str]]:
     """The command, of one word or two, and what was written behind it."""
     pair = " ".join(words[:2])
     return (pair, words[2:]) if pair in COMMANDS else (words[0], words[1:])

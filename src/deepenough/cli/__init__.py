@@ -14,6 +14,10 @@ COMMANDS: dict[str, str] = {
     "shortcut eval": "measure what each layer already knows",
     "shortcut lens": "show what every layer would say after every token of a prompt",
     "shortcut plot": "draw the pictures of a shortcut run",
+    "ponder train": "fine-tune a classifier that stops as soon as it is sure",
+    "ponder eval": "measure its accuracy, passes and seconds",
+    "ponder predict": "label lines of text as they come",
+    "ponder parity": "PonderNet's experiment: learn parity, extrapolate to harder vectors",
     "cutoffs": "find the best adaptive-softmax cutoffs for word counts",
     "plot": "draw the pictures of a run",
 }

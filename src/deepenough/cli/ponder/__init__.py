@@ -1,0 +1,1 @@
+"""`deepenough ponder ...`: classifiers that think as long as the input needs."""

@@ -1,0 +1,61 @@
+"""`deepenough ponder predict`: label lines of text as they come, one JSON object each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from deepenough.adaptive.ponder.texts import Text
+from deepenough.cli.parse import parse
+from deepenough.errors import UserError
+from deepenough.train.ponder_use import ExitSettings, predict
+
+
+@dataclass
+class PredictSettings:
+    """Predict"""
+
+    run: str
+    """Folder of a finished training."""
+
+    file: str | None = None
+    """File with a text on every line, the second of a pair after a tab; by default standard
+    input."""
+
+    rows: int = 32
+    """Texts that are worked on at once; a finished one makes room for the next."""
+
+    exit: ExitSettings = field(default_factory=ExitSettings)
+
+
+def main(argv: list[str]) -> int:
+    settings = parse(
+        "ponder predict",
+        PredictSettings,
+        argv,
+        description="Label texts: label, probability and passes of each line, as JSON lines.",
+        example="deepenough ponder predict runs/ponder --file reviews.txt",
+        positional=["run", "file"],
+    )
+    for answer in predict(settings.run, _texts(settings.file), settings.exit, rows=settings.rows):
+        print(json.dumps(answer), flush=True)
+    return 0
+
+
+def _texts(file: str | None) -> Iterator[Text]:
+    if file is None:
+        yield from _split(sys.stdin)
+        return
+    try:
+        with open(file, encoding="utf-8", errors="replace") as lines:
+            yield from _split(lines)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+def _split(lines: Iterable[str]) -> Iterator[Text]:
+    for line in lines:
+        first, tab, second = line.rstrip("\n").partition("\t")
+        yield (first, second) if tab else first
