@@ -19,7 +19,7 @@ from deepenough.adaptive.shortcut.collect import make_reading, run_batch
 from deepenough.adaptive.shortcut.keeping import FitFolder, Solved
 from deepenough.adaptive.shortcut.memory import default_limit, plan_passes
 from deepenough.adaptive.shortcut.pairs import Plan, Targets, make_plan
-from deepenough.adaptive.shortcut.processes import Processes, together
+from deepenough.adaptive.shortcut.processes import Processes, meet
 from deepenough.adaptive.shortcut.similarity import alignments
 from deepenough.adaptive.shortcut.solve import Maps, solve
 from deepenough.adaptive.shortcut.statistics import Statistics
@@ -65,9 +65,8 @@ def fit_model(
     progress: Progress | None = None,
 ) -> Fitted:
     """Fit all maps that `settings` ask for; the options are those of `Shortcuts.fit`."""
-    with together() as processes:
-        fit = _Fit(adapter, tokenizer, texts, settings, processes)
-        return fit.run(memory_limit, folder, save_every, progress)
+    fit = _Fit(adapter, tokenizer, texts, settings, meet())
+    return fit.run(memory_limit, folder, save_every, progress)
 
 
 class _Fit:
@@ -179,7 +178,7 @@ class _Fit:
             if kept is not None and time.monotonic() - saved >= save_every:
                 kept.keep_statistics(number, index, tally.fingerprint, statistics)
                 saved = time.monotonic()
-            show(tally.texts)
+            show(batch.texts)
         if done and (index < done or (index == done and tally.fingerprint != texts_so_far)):
             raise UserError(
                 "The texts are not those that the fit in the folder began with: give the same, or "

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -31,17 +29,14 @@ class Processes(NamedTuple):
         self.least(0.0)
 
 
-@contextmanager
-def together() -> Iterator[Processes]:
-    """Join the processes that were started with this one, unless they have met already."""
-    if dist.is_available() and dist.is_initialized():
-        yield Processes(dist.get_rank(), dist.get_world_size())
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes()
-        return
-    dist.init_process_group()
-    try:
-        yield Processes(dist.get_rank(), dist.get_world_size())
-    finally:
-        dist.destroy_process_group()
+def meet() -> Processes:
+    """Join the processes that were started with this one, unless they have met already.
+
+    They stay together after that: what follows, another fit or a training, finds them so, and a
+    group that is left cannot be joined again.
+    """
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return Processes()
+        dist.init_process_group()
+    return Processes(dist.get_rank(), dist.get_world_size())

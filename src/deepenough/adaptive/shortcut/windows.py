@@ -51,6 +51,8 @@ class TokenBatch(NamedTuple):
     mask: Tensor | None
     """`[B, T]`, 1 for a token, 0 for padding; None if no row is padded."""
     windows: list[Window]
+    texts: int = 0
+    """Texts that are done with after this batch: of its pool, the share that batches are."""
 
 
 @dataclass
@@ -115,21 +117,26 @@ def batches(
     padding = getattr(tokenizer, "pad_token_id", None) or 0
     said = False
     for pool in _pools(texts):
+        start = tally.texts
         windows = list(_windows(tokenizer, pool, reading, tally))
         if tally.windowed and not said:
             said = True
             logger.warning(
                 "Texts of more than %d tokens are read in windows of that length.", reading.window
             )
-        windows.sort(key=lambda window: len(window.ids))
-        rows: list[Window] = []
-        for window in windows:
-            if rows and (len(rows) + 1) * len(window.ids) > reading.batch_tokens:
-                yield _pad(rows, padding)
-                rows = []
-            rows.append(window)
-        if rows:
-            yield _pad(rows, padding)
+        groups = _grouped(windows, reading.batch_tokens)
+        for number, rows in enumerate(groups, start=1):
+            yield _pad(rows, padding, start + len(pool) * number // len(groups))
+
+
+def _grouped(windows: list[Window], batch_tokens: int) -> list[list[Window]]:
+    """Windows of similar length together, padded no larger than a batch may be."""
+    groups: list[list[Window]] = []
+    for window in sorted(windows, key=lambda window: len(window.ids)):
+        if not groups or (len(groups[-1]) + 1) * len(window.ids) > batch_tokens:
+            groups.append([])
+        groups[-1].append(window)
+    return groups
 
 
 def _pools(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -200,11 +207,11 @@ def _window(tokenizer: Any, reading: Reading, ids: list[int], position: int, tex
     return Window(ids, position, length, text)
 
 
-def _pad(windows: list[Window], padding: int) -> TokenBatch:
+def _pad(windows: list[Window], padding: int, texts: int) -> TokenBatch:
     lengths = torch.tensor([len(window.ids) for window in windows])
     longest = int(lengths.max())
     ids = torch.tensor([w.ids + [padding] * (longest - len(w.ids)) for w in windows])
     mask = None
     if int(lengths.min()) < longest:
         mask = (torch.arange(longest) < lengths[:, None]).long()
-    return TokenBatch(ids, mask, windows)
+    return TokenBatch(ids, mask, windows, texts)

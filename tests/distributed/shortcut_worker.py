@@ -1,0 +1,81 @@
+"""What the two processes of a test do: fit the same shortcuts together, whole and interrupted."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+from deepenough.adaptive.shortcut.statistics import Statistics
+from deepenough.errors import UserError
+
+
+def tokenizer(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+    """Characters as ids."""
+    ids = [[ord(letter) for letter in text] for text in texts]
+    return {"input_ids": ids, "special_tokens_mask": [[0] * len(row) for row in ids]}
+
+
+def fit(folder: Path | None = None, **options: Any) -> Shortcuts:
+    """The fit that one process and two must agree on, in two passes where a folder is given."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=128, n_embd=16, n_layer=3, n_head=2, n_positions=64)
+    ).eval()
+    texts = [f"Text {number}: " + "depth " * (number % 7) for number in range(97)]
+    if folder is not None:
+        options |= {"resume": folder, "memory_limit": 7 * 16 * 16 * 8 * 1.3 + 1}
+    return Shortcuts.fit(model, tokenizer, texts, affine=True, batch_tokens=150, **options)
+
+
+class Stopped(Exception):
+    """Stands for a kill of both processes."""
+
+
+def stop_after(num: int) -> None:
+    """From now on, this process stops when it has run so many batches."""
+    update = Statistics.update
+    ran = 0
+
+    def counted(self: Statistics, states: Any) -> None:
+        nonlocal ran
+        ran += 1
+        if ran > num:
+            Statistics.update = update  # type: ignore[method-assign]
+            raise Stopped
+        update(self, states)
+
+    Statistics.update = counted  # type: ignore[method-assign]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    fit().save_pretrained(folder / f"memory-{rank}")
+    stop_after(3)
+    try:
+        fit(folder / "fit", save_every=0.0)
+    except Stopped:
+        torch.distributed.barrier()
+    shortcuts = fit(folder / "fit", save_every=0.0)
+    shortcuts.save_pretrained(folder / f"resumed-{rank}")
+    said = ""
+    try:
+        fit(folder / "fit", seed=5)
+    except UserError as error:
+        said = str(error)
+    answer = {
+        "processes": shortcuts.meta["fit"]["processes"],
+        "passes": shortcuts.meta["fit"]["passes"],
+        "said": said,
+    }
+    (folder / f"answer-{rank}.json").write_text(json.dumps(answer))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
