@@ -121,6 +121,9 @@ SEARCHED: dict[str, Build] = {
     "starcoder2": model_of("Starcoder2ForCausalLM", "Starcoder2Config", num_key_value_heads=1),
     "stablelm": model_of("StableLmForCausalLM", "StableLmConfig", **GROUPED),
     "cohere": model_of("CohereForCausalLM", "CohereConfig", logit_scale=0.3),
+    "bart-decoder": model_of(
+        "BartForCausalLM", "BartConfig", d_model=WIDTH, decoder_layers=3, decoder_attention_heads=2
+    ),
     "biogpt": model_of("BioGptForCausalLM", "BioGptConfig"),
     "nemotron": model_of("NemotronForCausalLM", "NemotronConfig", **GROUPED),
     "esm": model_of("EsmForMaskedLM", "EsmConfig", mask_token_id=3),
@@ -284,8 +287,7 @@ def test_kind_and_length(named: tuple[str, Adapter]) -> None:
     name, adapter = named
     assert adapter.kind == ("masked" if name in MASKED else "causal")
     assert adapter.width == WIDTH
-    unlimited = ("par", "bloom", "mpt", "falcon")
-    if not name.startswith(unlimited):
+    if not name.startswith(("par", "bloom")):
         assert adapter.max_length is not None
         if adapter.max_length <= 2 * LENGTH:  # longer ones have a default that is not set above
             adapter.states(tokens(1, adapter.max_length))
@@ -316,6 +318,25 @@ def test_a_model_without_a_head(name: str) -> None:
     )
     with pytest.raises(UserError, match="has no language-model head"):
         adapter.logits(expected)
+
+
+@torch.no_grad()
+def test_the_language_model_inside_one_that_sees() -> None:
+    text = SIZES | GROUPED | {"layer_types": ["full_attention"] * 3}
+    vision = {"hidden_size": 8, "intermediate_size": 64, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 3, "image_size": 8, "patch_size": 4}
+    config = tf.Gemma3Config(
+        text_config=text, vision_config=vision | {"model_type": "siglip_vision_model"}
+    )
+    adapter = adapt(_scatter(tf.Gemma3ForConditionalGeneration(config)))
+    ids = tokens()
+    states = adapter.states(ids)
+    assert (adapter.kind, adapter.num_layers, adapter.width) == ("causal", 3, WIDTH)
+    assert torch.equal(adapter.logits(states[-1]), adapter.model(ids).logits)
+
+
+def test_bert_for_causal_use_without_a_causal_mask_is_a_masked_model() -> None:
+    assert adapt(model_of("BertLMHeadModel", "BertConfig")()).kind == "masked"
 
 
 def test_albert_repeats_its_layers() -> None:
@@ -467,6 +488,13 @@ def test_a_model_without_recognisable_layers_is_told_how_to_register() -> None:
         adapt(OddModel(OddConfig()))
     assert "no torch.nn.ModuleList of config.num_hidden_layers = 2 modules" in str(error.value)
     assert "register('odd', Layout(layers=" in str(error.value)
+
+
+def test_a_model_that_does_not_run_on_tokens_alone() -> None:
+    model = OddModel(OddConfig(), in_list=True)
+    model.forward = lambda pixels: pixels
+    with pytest.raises(UserError, match=r"does not run on tokens alone.*register\('odd'"):
+        adapt(model)
 
 
 def test_layers_whose_output_leads_nowhere_are_refused() -> None:

@@ -27,7 +27,7 @@ from deepenough.errors import UserError
 from deepenough.models.fingerprint import fingerprint
 from deepenough.models.heads import run_head
 from deepenough.models.layouts import LAYOUTS, Layout, Path, register, resolve
-from deepenough.models.structure import candidates, find_parts
+from deepenough.models.structure import advice, candidates, find_parts
 
 __all__ = ["Adapter", "Captured", "Layout", "adapt", "register"]
 
@@ -175,8 +175,11 @@ class Adapter:
             if isinstance(table, nn.Embedding) and table.padding_idx is not None:
                 # RoBERTa counts positions from behind the padding's.
                 return table.num_embeddings - table.padding_idx - 1
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return int(limit) if limit and limit > 0 else None
+        config = self.model.config.get_text_config()
+        limits = (
+            getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")
+        )
+        return next((limit for limit in limits if limit and limit > 0), None)
 
     def identity(self) -> dict[str, Any]:
         """What tells this model from others: name, revision, shape, and a hash of its weights."""
@@ -201,7 +204,7 @@ def adapt(model: PreTrainedModel) -> Adapter:
             f"{type(model).__name__} is an encoder-decoder ({config.model_type}), which has two "
             "stacks of layers: give a model with one, such as its encoder alone."
         )
-    if layout := LAYOUTS.get(config.get_text_config().model_type):
+    if layout := LAYOUTS.get(config.model_type):
         return Adapter(model, layout)
     return _search(model)
 
@@ -214,35 +217,42 @@ def _search(model: PreTrainedModel) -> Adapter:
             return adapter
     raise UserError(
         f"{type(model).__name__} has layers, but no norm or head after them was found that gives "
-        "its own logits: say where they are with deepenough.models.layouts.register("
-        f"{model.config.model_type!r}, Layout(layers=..., final_norm=..., head=...))."
+        f"its own output; {advice(model)}"
     )
 
 
 @torch.no_grad()
 def _agrees(adapter: Adapter) -> bool:
-    model = adapter.model
+    """Whether, on three tokens, the last state leads to what the model returns."""
+    model, has_head = adapter.model, adapter.kind != "encoder"
     ids = torch.arange(1, 4, device=model.device)[None]
-    with adapter.capture() as captured:
-        if adapter.kind == "encoder":
-            output = adapter.trunk(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
-        else:
-            output = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    runs = model if has_head else adapter.trunk
+    try:
+        with adapter.capture() as captured:
+            output = runs(input_ids=ids, attention_mask=torch.ones_like(ids))
+    except Exception as error:  # a model that reads something else than text, in any way
+        raise UserError(
+            f"{type(model).__name__} does not run on tokens alone, so that its layers could not be "
+            f"found ({type(error).__name__}: {error}); {advice(model)}"
+        ) from error
     if len(captured.states) != adapter.num_layers + 1:
         return False
+    expected = output.logits if has_head else output[0]
     try:
-        own = adapter.final_norm(captured.states[-1])
-        own = own if adapter.kind == "encoder" else adapter.head(own)
+        found = (adapter.logits if has_head else adapter.final_norm)(captured.states[-1])
     except (AttributeError, TypeError, RuntimeError):  # a wrong candidate fails in many ways
         return False
-    return own.shape == output.shape and torch.allclose(own, output, rtol=1e-4, atol=1e-5)
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def kind_of(model: PreTrainedModel) -> Kind:
     """By the class: a model without a language-model head is an encoder, whatever its mask."""
-    name = type(model).__name__
+    name, config = type(model).__name__, model.config
+    # BERT and its kin have a class for each use of one head; without a causal mask it fills gaps.
+    sees_all = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    sees_all = sees_all and not getattr(config, "is_decoder", True)
     if _is_listed(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) or name.endswith("ForCausalLM"):
-        return "causal"
+        return "masked" if sees_all else "causal"
     if _is_listed(name, MODEL_FOR_MASKED_LM_MAPPING_NAMES) or name.endswith("ForMaskedLM"):
         return "masked"
     return "encoder"
@@ -257,8 +267,7 @@ def _found(model: PreTrainedModel, root: Any, path: str, what: str) -> Any:
     if found is None:
         raise UserError(
             f"{type(model).__name__} has no {path!r} in its {type(root).__name__}, where the "
-            f"{what} of {model.config.model_type!r} models should be: say where they are with "
-            f"deepenough.models.layouts.register({model.config.model_type!r}, Layout(...))."
+            f"{what} should be; {advice(model)}"
         )
     return found
 

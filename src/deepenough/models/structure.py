@@ -34,20 +34,20 @@ NORMS_INSIDE = ("attention.output.LayerNorm", "output.LayerNorm")
 def candidates(model: PreTrainedModel) -> Iterator[Layout]:
     """Layouts that the model may have, the likeliest first; a UserError if it has no layers."""
     trunk = model.base_model
-    layers = find_layers(model, trunk)
-    owner_path = layers.rpartition(".")[0]
-    owner = trunk.get_submodule(owner_path)
-    norms = [f"{owner_path}.{name}".lstrip(".") for name in _norms(owner)]
-    norms += [name for name in _norms(trunk) if owner is not trunk]
-    for norm in (*reversed(norms), None):
-        yield Layout(layers=layers, final_norm=norm)
-        if owner is not trunk:  # a model that goes past its trunk to the stack inside
-            inside = norm.removeprefix(f"{owner_path}.") if norm else None
-            yield Layout(trunk=owner_path, layers=layers.rpartition(".")[2], final_norm=inside)
+    for layers in find_layers(model, trunk):
+        owner_path, _, name = layers.rpartition(".")
+        owner = trunk.get_submodule(owner_path)
+        norms = [f"{owner_path}.{norm}".lstrip(".") for norm in _norms(owner)]
+        norms += [norm for norm in _norms(trunk) if owner is not trunk]
+        for norm in (*reversed(norms), None):
+            yield Layout(layers=layers, final_norm=norm)
+            if owner is not trunk:  # a model that goes past its trunk to the stack inside
+                inside = norm.removeprefix(f"{owner_path}.") if norm else None
+                yield Layout(trunk=owner_path, layers=name, final_norm=inside)
 
 
-def find_layers(model: PreTrainedModel, trunk: nn.Module) -> str:
-    """The path of the list of layers from the trunk."""
+def find_layers(model: PreTrainedModel, trunk: nn.Module) -> list[str]:
+    """Paths, from the trunk, of what may be the list of layers."""
     wanted = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = {
         name: module
@@ -59,12 +59,23 @@ def find_layers(model: PreTrainedModel, trunk: nn.Module) -> str:
         count = f"config.num_hidden_layers = {wanted}" if wanted else "two or more"
         raise UserError(
             f"{type(model).__name__} has no layers that could be found: no torch.nn.ModuleList of "
-            f"{count} modules is inside model.base_model ({type(trunk).__name__}); say where they "
-            f"are with deepenough.models.layouts.register({model.config.model_type!r}, "
-            "Layout(layers='path.to.layers', final_norm='path.to.norm'))."
+            f"{count} modules is inside model.base_model ({type(trunk).__name__}); {advice(model)}"
         )
+
+    def weight(name: str) -> int:
+        return sum(parameter.numel() for parameter in lists[name].parameters())
+
     # A list of norms or of gates may be as long as the list of layers, but not as heavy.
-    return max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+    return sorted(lists, key=weight, reverse=True)
+
+
+def advice(model: PreTrainedModel) -> str:
+    """How to help where the search fails: the end of each of its errors."""
+    return (
+        "say where they are with deepenough.models.layouts.register("
+        f"{model.config.model_type!r}, Layout(layers='path.to.layers', "
+        "final_norm='path.to.norm'))."
+    )
 
 
 def find_parts(block: nn.Module) -> tuple[Path, Path, tuple[str, ...]]:
@@ -84,5 +95,6 @@ def has(block: nn.Module, path: Path) -> bool:
 
 def _norms(module: nn.Module) -> list[str]:
     """Names of a module's own norms, in the order they were put in."""
-    children = module.named_children()
-    return [name for name, child in children if "norm" in type(child).__name__.lower()]
+    names = [n for n, child in module.named_children() if "norm" in type(child).__name__.lower()]
+    # Those of a cross-attention to an encoder that is not there never run.
+    return [name for name in names if "encoder" not in name and "cross" not in name]
