@@ -62,10 +62,11 @@ class Adapter:
     def capture(self) -> Iterator[Captured]:
         """Within, every forward pass of the model (or its trunk) leaves its states behind."""
         captured = Captured()
+        shared = self.layers.count(self.layers[0]) > 1
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A shared layer is entered several times; the first begins a pass.
-            if len(captured.states) in (0, self.num_layers + 1):
+            # A shared layer is entered several times; only the first begins a pass.
+            if not shared or len(captured.states) in (0, self.num_layers + 1):
                 captured.states = [args[0] if args else kwargs["hidden_states"]]
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
