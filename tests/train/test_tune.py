@@ -161,10 +161,14 @@ def test_maps_for_plain_states_equal_those_for_whitened_ones() -> None:
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
-def test_whitened_states_are_uncorrelated_and_of_unit_variance() -> None:
+def test_whitened_states_are_uncorrelated_and_of_about_unit_variance() -> None:
     maps, states, *_ = make_maps(5000)
     for white in maps.white(states):
-        assert torch.allclose(white.T.cov(), torch.eye(6), atol=2e-2)
+        covariance = white.T.cov()
+        assert float((covariance - covariance.diag().diag()).abs().max()) < 2e-2
+        # A tenth of the median variance, here 1, is added to each.
+        variances = torch.tensor([1e6, 4.0, 1.0, 1.0, 0.25, 0.09])
+        assert torch.allclose(covariance.diag(), variances / (variances + 0.1), atol=0.03)
         assert float(white.mean(0).abs().max()) < 1e-2
 
 

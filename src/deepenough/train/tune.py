@@ -81,14 +81,14 @@ class TuneSettings:
 
 def default_training() -> TrainSettings:
     return TrainSettings(
-        steps=400,
+        steps=300,
         lr=1e-3,
         warmup=10,
         weight_decay=0.0,
         clip=0.0,  # the layers are independent: a common limit would tie them together
         precision="fp32",
         log_every=20,
-        valid_every=200,
+        valid_every=300,
         save_every=100,
         keep=1,
     )

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -38,14 +37,15 @@ class Whitening(NamedTuple):
 
 
 def whitening(states_LND: Tensor) -> Whitening:
-    """From a sample. Directions with next to no variance are not blown up: `floor` is added."""
+    """From a sample. `floor` keeps directions of little variance, where noise is, from counting as
+    much as the others."""
     means, roots = [], []
     for states_ND in states_LND:
         states = states_ND.double()
         mean = states.mean(0)
         centred = states - mean
         variances, directions = torch.linalg.eigh(centred.T @ centred / len(states))
-        floor = 1e-3 * variances.clamp_min(0).median() + torch.finfo(torch.float32).tiny
+        floor = 0.1 * variances.clamp_min(0).median() + torch.finfo(torch.float32).tiny
         scales = (variances.clamp_min(0) + floor).rsqrt()
         means.append(mean.float())
         roots.append(((directions * scales) @ directions.T).float())
@@ -98,20 +98,26 @@ class TunedMaps(nn.Module):
 
 
 class _Divergences(torch.autograd.Function):
-    """The gradient is found on the way, so that the logits of one layer exist at a time."""
+    """The gradient is found on the way, so that the logits of one layer exist at a time.
+
+    By the logits it is `q - p`, whatever made them; how the head and the final norm take it to the
+    state is left to autograd.
+    """
 
     @staticmethod
     def forward(ctx, mapped_LND, logits, log_p_NV, log_weight_V):  # type: ignore[no-untyped-def]
-        p_NV = log_p_NV.exp()
+        p_NV, num = log_p_NV.exp(), mapped_LND.shape[1]
+        negative_entropy = torch.vdot(p_NV.flatten(), log_p_NV.flatten())
         values, gradients = [], []
         for mapped_ND in mapped_LND:
             with torch.enable_grad():
-                state = mapped_ND.detach().requires_grad_()
-                log_q_NV = (logits(state).to(p_NV) + log_weight_V).log_softmax(-1)
-                value = functional.kl_div(log_q_NV, p_NV, reduction="sum") / len(state)
-                (gradient,) = torch.autograd.grad(value, state)
-            values.append(value.detach())
-            gradients.append(gradient)
+                state_ND = mapped_ND.detach().requires_grad_()
+                logits_NV = logits(state_ND)
+            log_q_NV = (logits_NV.detach().to(p_NV) + log_weight_V).log_softmax(-1)
+            cross_entropy = -torch.vdot(p_NV.flatten(), log_q_NV.flatten())
+            values.append((negative_entropy + cross_entropy) / num)
+            by_logits_NV = log_q_NV.exp_().sub_(p_NV).div_(num).to(logits_NV)
+            gradients += torch.autograd.grad(logits_NV, state_ND, by_logits_NV)
         ctx.save_for_backward(torch.stack(gradients))
         return torch.stack(values)
 
