@@ -1,5 +1,7 @@
 """PonderEncoder: any encoder's own layers, its checkpoints, and what is no encoder."""
 
+import copy
+
 import pytest
 import torch
 from transformers import (
@@ -120,6 +122,42 @@ def test_dtype_follows_the_model(make_model, batch):
     assert output.halting.dtype == torch.float32
     assert output.halting.sum(-1).tolist() == pytest.approx([1.0] * 9, abs=1e-5)
     assert model(**batch).logits.dtype == torch.float64
+
+
+@torch.no_grad()
+def test_attention_implementation_and_dtype_are_those_asked_for(make_encoder, batch, tmp_path):
+    make_encoder("bert").save_pretrained(tmp_path / "encoder")
+    load = PonderEncoderForSequenceClassification.from_pretrained
+    wanted = {"attn_implementation": "eager", "dtype": torch.float64}
+    model = load(tmp_path / "encoder", **wanted)
+    model.save_pretrained(tmp_path / "model")
+    for loaded in (
+        model,
+        load(tmp_path / "model", **wanted, exit_threshold=0.9),
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", **wanted),
+    ):
+        assert loaded.trunk.config._attn_implementation == "eager"
+        assert loaded.dtype == torch.float64
+    usual = load(tmp_path / "model")
+    assert usual.trunk.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(usual(**batch).logits, model(**batch).logits)
+
+
+def test_a_larger_vocabulary_is_saved(make_model, tmp_path):
+    model = make_model()
+    model.resize_token_embeddings(70, mean_resizing=False)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert loaded.get_input_embeddings().num_embeddings == 70
+    assert loaded(torch.full((1, 4), 69)).logits.isfinite().all()
+
+
+def test_a_copy_is_a_model_of_its_own(make_model, batch):
+    model = make_model()
+    expected = model(**batch).logits
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(**batch).logits, expected)
+    assert copied.stack.layers[0] is copied.trunk.encoder.layer[0]
 
 
 def test_what_is_no_encoder_is_refused(tmp_path, make_model):

@@ -8,6 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from deepenough.adaptive.ponder.flops import linear_flops
 from deepenough.adaptive.ponder.policies import FixedExit, QuantileExit, SampledExit
 
+ARCHITECTURES = ("bert", "roberta", "mpnet", "distilbert", "electra", "modernbert", "albert")
+
 
 def count(model, batch, policy):
     """Output and FLOPs; the counter does not know the CPU's fused attention, hence the plain."""
@@ -18,7 +20,7 @@ def count(model, batch, policy):
 
 
 @pytest.mark.parametrize("policy", [QuantileExit(0.5), FixedExit()], ids=["quantile", "fixed"])
-@pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet", "distilbert", "electra", "albert"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_trace_equals_torchs_counter(make_model, batch, kind, policy):
     model = make_model(kind)
     model(**batch)  # the first call also learns what layers return

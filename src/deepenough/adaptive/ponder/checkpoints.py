@@ -46,6 +46,9 @@ def take_changes(config: PreTrainedConfig, kwargs: dict[str, Any]) -> dict[str, 
 
 def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> dict[str, Any]:
     """The values of a config with changes, to make another from."""
-    values = {**config.to_dict(), **changes, "name_or_path": config._name_or_path}
+    values = config.to_dict()
     values.pop("model_type", None)
-    return values
+    # Neither is saved with a config, and both must outlive its change.
+    values["name_or_path"] = config._name_or_path
+    values["attn_implementation"] = config._attn_implementation
+    return {**values, **changes}

@@ -67,6 +67,10 @@ class PonderEncoderConfig(PreTrainedConfig):
             raise UserError(f"classifier_dropout must be in [0, 1): got {classifier_dropout}.")
         _set_options(self, options, shared=False)
 
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
+        """What transformers changes when it changes the vocabulary."""
+        return self.encoder
+
     @property
     def hidden_size(self) -> int:
         return int(self.encoder.hidden_size)

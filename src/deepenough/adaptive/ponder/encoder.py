@@ -52,6 +52,7 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
         """
         base: Any = encoder.base_model
         check_encoder(base.config)
+        options = {"attn_implementation": base.config._attn_implementation, **options}
         model: Any = cls(PonderEncoderConfig(encoder=base.config, **options))
         model.trunk = _without_pooler(base).requires_grad_(True)
         return model.to(device=base.device, dtype=base.dtype)
