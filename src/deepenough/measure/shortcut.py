@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from deepenough.adaptive.shortcut.collect import check_finite, make_reading
+from deepenough.adaptive.shortcut.partial_run import fused_activations
 from deepenough.adaptive.shortcut.r2 import R2
 from deepenough.adaptive.shortcut.replacement import Replacement
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
@@ -52,7 +53,7 @@ def evaluate(
     lambdas: Sequence[float] = LAMBDAS,
     seed: int = 0,
     tables: bool = True,
-    batch_tokens: int = 4096,
+    batch_tokens: int = 1024,
     window: int | None = None,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Evaluation:
@@ -80,11 +81,12 @@ def evaluate(
         }
     reading = make_reading(adapter, positions, seed, batch_tokens, window)
     total = len(texts) if isinstance(texts, Sequence) else None
-    for batch in batches(tokenizer, texts, reading, evaluation.tally):
-        measuring.add(batch)
-        if progress is not None:
-            progress(evaluation.tally.texts, total)
-    measuring.flush()
+    with fused_activations(adapter):
+        for batch in batches(tokenizer, texts, reading, evaluation.tally):
+            measuring.add(batch)
+            if progress is not None:
+                progress(evaluation.tally.texts, total)
+        measuring.flush()
     if not evaluation.positions:
         raise UserError("There is nothing to measure on: give texts of two tokens or more.")
     evaluation.r2 = {mode: stream.table() for mode, stream in measuring.streams.items()}

@@ -25,6 +25,7 @@ from transformers import (
 from deepenough.adaptive.shortcut.partial_run import (
     LayerCounter,
     OutputForms,
+    fused_activations,
     one_token_fed_forward,
     started_at,
 )
@@ -128,6 +129,17 @@ def test_one_token_is_enough_where_one_is_read(adapter: Adapter) -> None:
     with counter.counting(), one_token_fed_forward(counter, position):
         found = adapter.states(ids, mask)[-1]
     torch.testing.assert_close(found[rows, position], expected)
+
+
+def test_fused_activations_are_the_same() -> None:
+    adapter = make("gpt2")
+    ids, mask = batch()
+    expected = adapter.states(ids, mask)[-1]
+    act = adapter.layers[0].mlp.act
+    with fused_activations(adapter):
+        assert act.forward is not type(act).forward and "forward" in vars(act)
+        torch.testing.assert_close(adapter.states(ids, mask)[-1], expected)
+    assert "forward" not in vars(act)
 
 
 def test_replaced_from_the_end_on_is_the_model(adapter: Adapter) -> None:

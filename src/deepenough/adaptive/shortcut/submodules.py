@@ -75,13 +75,13 @@ class PartSums:
     def __init__(self) -> None:
         self.products = torch.zeros(0, 0, dtype=torch.float64)
         self.sums = torch.zeros(0, dtype=torch.float64)
-        self.width = 0
+        self.width, self.dtype = 0, torch.float32
         self.count = 0
 
     def update(self, x_ND: Tensor, y_ND: Tensor) -> None:
         both = torch.cat((x_ND, y_ND), dim=-1).double()
         if not self.count:
-            self.width = x_ND.shape[-1]
+            self.width, self.dtype = x_ND.shape[-1], x_ND.dtype
             self.products = both.new_zeros(self.width, both.shape[-1])
             self.sums = both.new_zeros(both.shape[-1])
         self.products.addmm_(both[:, : self.width].T, both)
@@ -93,11 +93,12 @@ class PartSums:
         check_enough(self.count, self.width, ridge)
         gram, cross = self.products[:, : self.width], self.products[:, self.width :]
         x_sum, y_sum = self.sums[: self.width], self.sums[self.width :]
+        squares = gram.diagonal() + ridge
         if affine:
             gram = gram - torch.outer(x_sum, x_sum) / self.count
             cross = cross - torch.outer(x_sum, y_sum) / self.count
         ridged = gram + ridge * torch.eye(self.width, dtype=gram.dtype, device=gram.device)
-        weight = make_solver(ridged)[0](cross).T
+        weight = make_solver(ridged, squares, self.dtype)[0](cross).T
         return LinearMap(weight, (y_sum - weight @ x_sum) / self.count if affine else None)
 
 
