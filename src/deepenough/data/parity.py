@@ -34,10 +34,10 @@ class ParityBatch(NamedTuple):
 class ParityData:
     """Parity"""
 
-    size: int = 64
+    size: int = 16
     """Entries of an input vector."""
 
-    train_nonzero: int = 32
+    train_nonzero: int = 10
     """Most entries that are not zero in training; more, up to the size, are for extrapolation."""
 
     batch_size: int = 128

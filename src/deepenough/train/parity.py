@@ -45,7 +45,7 @@ class ParityModelSettings:
     width: int = 64
     """Width of the recurrent state."""
 
-    max_passes: int = 30
+    max_passes: int = 20
     """Passes in training."""
 
     eval_passes: int | None = None
@@ -60,11 +60,17 @@ class ParityModelSettings:
     act_cost: float = 0.001
     """What a pass costs Adaptive Computation Time, tau."""
 
+    input_decay: float = 1.0
+    """Weight decay of the weights that read the input. It takes away what does not matter, such as
+    the number of entries that are -1, and without that nothing holds beyond what was trained."""
+
     def config(self, size: int) -> ParityConfig:
         if self.eval_passes is not None and self.eval_passes < 1:
             raise UserError(f"model.eval_passes must be at least 1: got {self.eval_passes}.")
-        values = {k: v for k, v in asdict(self).items() if k != "eval_passes"}
-        return ParityConfig(size=size, **values)
+        if not self.input_decay >= 0:
+            raise UserError(f"model.input_decay must not be negative: got {self.input_decay}.")
+        own = ("eval_passes", "input_decay")
+        return ParityConfig(size=size, **{k: v for k, v in asdict(self).items() if k not in own})
 
 
 @dataclass
@@ -76,7 +82,7 @@ class ParityTraining:
     model: ParityModelSettings = field(default_factory=ParityModelSettings)
     train: TrainSettings = field(
         default_factory=lambda: TrainSettings(
-            steps=20_000,
+            steps=10_000,
             lr=3e-3,
             warmup=500,
             weight_decay=0.1,
@@ -126,12 +132,16 @@ class ParityTask:
         self.terms: dict[str, float] = {}
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
-        matrices = {"params": [p for p in self.model.parameters() if p.dim() > 1]}
-        vectors = {
-            "params": [p for p in self.model.parameters() if p.dim() <= 1],
-            "weight_decay": 0.0,
+        reading = self.model.cell.weight_ih
+        matrices = [p for p in self.model.parameters() if p.dim() > 1 and p is not reading]
+        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        return {
+            WEIGHTS: [
+                {"params": matrices},
+                {"params": [reading], "weight_decay": self.settings.model.input_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ]
         }
-        return {WEIGHTS: [matrices, vectors]}
 
     def begin_step(self, step: int) -> None:
         pass

@@ -39,9 +39,8 @@ def test_passes_equal_torchs_cell(kind: str) -> None:
     model = make(input=kind)
     vectors = parity_batch(10, 6, 1, 6, seed=1).vectors
     inputs = vectors
-    if model.entry is not None:
-        each = torch.relu(model.entry(vectors[..., None])) - torch.relu(model.entry(torch.zeros(1)))
-        inputs = each.sum(1) / 6**0.5
+    if kind == "entries":
+        inputs = torch.stack([(vectors == 1).sum(1), (vectors == -1).sum(1)], -1) / 6**0.5
     expected, found = passes_ref(model, inputs, 5), model(vectors, 5)
     torch.testing.assert_close(found.logits, expected.logits)
     torch.testing.assert_close(found.halt_logits, expected.halt_logits)
@@ -63,7 +62,7 @@ def test_the_ponder_loss_equals_the_plain_loop() -> None:
     expected = ponder_loss_ref(
         passes.logits, passes.halt_logits.sigmoid(), batch.labels, target=0.3, beta=0.2
     )
-    assert [float(term) for term in loss] == pytest.approx(expected, rel=1e-5)
+    assert [float(term) for term in loss] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -92,6 +91,11 @@ def test_ponder_answers_with_the_pass_at_which_it_halts() -> None:
     assert answer.logits[:, 0].tolist() == [0.0, 1.0, 3.0]
 
 
+def test_a_new_model_halts_about_as_the_prior_does() -> None:
+    halts = make(halting_target=0.3)(torch.zeros(1, 6)).halt_logits.sigmoid()
+    assert (halts - 0.3).abs().max() < 0.12
+
+
 def test_fixed_answers_with_the_last_pass() -> None:
     model = make(mechanism="fixed")
     passes = model(parity_batch(3, 6, 1, 6, seed=0).vectors)
@@ -106,7 +110,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     loaded = ParityModel.from_pretrained(tmp_path)
     vectors = parity_batch(5, 6, 1, 6, seed=0).vectors
     assert torch.equal(model(vectors).logits, loaded(vectors).logits)
-    assert isinstance(loaded.cell, nn.GRUCell) and loaded.entry is None
+    assert isinstance(loaded.cell, nn.GRUCell) and loaded.cell.input_size == 6
 
 
 @pytest.mark.parametrize(

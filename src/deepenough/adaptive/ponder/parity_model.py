@@ -10,8 +10,8 @@ and a halting unit the logit of `lambda_n` (PonderNet, arXiv 2107.05407, section
 
 How the vector enters the cell is a choice. `vector` gives it as it is, as the paper does: every
 entry has weights of its own, and the network has to find out that entries are alike. `entries`
-gives the sum of one small network over the entries, so that this is known beforehand and what is
-left to learn is the procedure itself.
+gives two numbers, the sum of the positive and that of the negative parts of all entries, so that
+this is known beforehand and what is left to learn is the procedure itself.
 
 Shapes: B inputs, D entries, N passes, H width.
 """
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
 
 from deepenough.adaptive.ponder.act import act_halting
 from deepenough.adaptive.ponder.distribution import check_target, log_halting
@@ -47,11 +48,11 @@ class ParityConfig(PreTrainedConfig):
 
     def __init__(
         self,
-        size: int = 64,
+        size: int = 16,
         width: int = 64,
         input: str = "entries",
         mechanism: str = "ponder",
-        max_passes: int = 30,
+        max_passes: int = 20,
         halting_target: float = 0.1,
         kl_weight: float = 0.01,
         act_cost: float = 0.001,
@@ -95,14 +96,16 @@ class ParityModel(PreTrainedModel):
     def __init__(self, config: ParityConfig) -> None:
         super().__init__(config)
         width = config.width
-        self.entry = nn.Linear(1, width) if config.input == "entries" else None
-        self.cell = nn.GRUCell(width if self.entry is not None else config.size, width)
+        self.cell = nn.GRUCell(2 if config.input == "entries" else config.size, width)
         self.classifier = nn.Linear(width, NUM_LABELS)
         self.halt = nn.Linear(width, 1)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """torch's own initialisation, as in the experiments that are repeated here."""
+        """torch's own, but for halting: a new model halts as the prior does."""
+        if module is self.halt:
+            target = self.config.halting_target
+            init.constant_(self.halt.bias, math.log(target) - math.log1p(-target))
 
     def forward(self, vectors: Tensor, num_passes: int | None = None) -> Passes:
         """All passes, as many as in training unless told otherwise."""
@@ -124,14 +127,10 @@ class ParityModel(PreTrainedModel):
         return Passes(self.classifier(states_NBH), self.halt(states_NBH)[..., 0].T)
 
     def _encode(self, vectors: Tensor) -> Tensor:
-        if self.entry is None:
+        if self.config.input == "vector":
             return vectors
-        # An entry is -1, 0 or 1, so the sum over entries needs the network at three points only.
-        points = torch.tensor([[-1.0], [0.0], [1.0]], device=vectors.device)
-        values = torch.relu(self.entry(points.to(vectors.dtype)))
-        values = values - values[1]  # zeros are no entries: they must not count
-        counts = torch.stack([vectors == -1, vectors == 0, vectors == 1], -1).sum(1)
-        return counts.to(values.dtype) @ values / math.sqrt(self.config.size)
+        parts = torch.stack([vectors.clamp(min=0).sum(-1), -vectors.clamp(max=0).sum(-1)], -1)
+        return parts / math.sqrt(self.config.size)
 
     # -- the three mechanisms ----------------------------------------------------------------
 
