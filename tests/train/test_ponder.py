@@ -15,7 +15,10 @@ from deepenough.adaptive.ponder import (
     PonderEncoderForSequenceClassification,
 )
 from deepenough.adaptive.ponder.model import PonderClassifier
+from deepenough.data.classification import Example
+from deepenough.data.encoded_examples import EncodedExamples
 from deepenough.errors import UserError
+from deepenough.measure.ponder import all_passes
 from deepenough.runs import Record, read_records
 from deepenough.settings import resolve
 from deepenough.train.ponder import PonderTraining, train
@@ -307,3 +310,30 @@ def test_other_data_in_the_folder_is_refused(small: Make, texts: Path) -> None:
     train(small(epochs=0.2))
     with pytest.raises(UserError, match=r"data\.train was 160 examples"):
         train(small(**{"epochs": 0.2, "run.resume": True, "data.limit": 100}))
+
+
+def test_processes_share_the_measuring(trained: Path) -> None:
+    class Share:
+        """One of two processes, whose sums with the other are made later."""
+
+        num_processes = 2
+
+        def __init__(self, process_index: int) -> None:
+            self.process_index = process_index
+            self.parts: list[torch.Tensor] = []
+
+        def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+            assert reduction == "sum"
+            self.parts.append(tensor)
+            return tensor
+
+    model, tokenizer = load_classifier(str(trained))
+    rows = [Example(sentence(random.Random(n))[0], None, 0) for n in range(130)]
+    examples = EncodedExamples(rows, tokenizer, 16)
+    alone = all_passes(model, examples)
+    shares = [Share(0), Share(1)]
+    for share in shares:
+        all_passes(model, examples, share)  # type: ignore[arg-type]
+    logits, halts = (sum(parts) for parts in zip(*(share.parts for share in shares), strict=True))
+    torch.testing.assert_close(logits, alone.step_logits)
+    torch.testing.assert_close(halts[:, :-1].logit(), alone.halt_logits)
