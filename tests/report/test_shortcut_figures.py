@@ -146,6 +146,11 @@ def test_maps_to_the_last_layer_alone_become_curves() -> None:
     (points,) = lines(figure.axes[0]).values()
     np.testing.assert_allclose(points.T, [[0, 1, 2, 3, 4], [0.2, 0.4, 0.6, 0.8, 1.0]])
     assert figure.axes[0].get_ylabel() == "r² of layer 4"
+    both_ways = np.where(np.isnan(table), table.T, table).tolist()
+    figure = draw_cka(Run("r", [Record(0, "cka", {"table": both_ways}, 0.0)]))
+    assert figure is not None
+    (same,) = lines(figure.axes[0]).values()
+    np.testing.assert_allclose(same, points)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +208,20 @@ def test_a_missing_value_is_a_missing_point_and_a_missing_quantity_a_missing_pan
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == ["precision@1", "precision@5", "surprisal (nats)"]
     assert [len(points) for points in lines(figure.axes[2]).values()] == [4, 5, 5, 5]
+    nothing_overlaps(figure)
+
+
+def test_a_divergence_of_many_sizes_is_seen_whole() -> None:
+    run = shortcut_run(6, kinds=("layer",))
+    figure = draw_layers(run)
+    assert figure is not None
+    assert [axes.get_yscale() for axes in figure.axes[:5]] == ["linear"] * 5
+    next(r for r in run.records if r.values["mode"] == "id").values["kl"] = 300.0
+    figure = draw_layers(run)
+    assert figure is not None
+    assert [axes.get_yscale() for axes in figure.axes[:5]] == ["linear"] * 4 + ["log"]
+    low, high = figure.axes[4].get_ylim()
+    assert 0 < low <= 0.01 < 300 < high
     nothing_overlaps(figure)
 
 

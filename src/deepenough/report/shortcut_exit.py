@@ -99,9 +99,10 @@ def _draw_bars(axes: Axes, read_off: Mapping[str, Mapping[float, Values]]) -> No
             )  # fmt: skip
     axes.set_xticks(range(len(levels)), [f"{100 * level:.4g}%" for level in levels])
     axes.set(xlabel="agreement kept", ylabel="layers saved")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.margins(y=0.12)
-    axes.set_ylim(bottom=0.0)
+    # Where nothing is saved, noise must not fill the panel.
+    axes.set_ylim(0.0, max(0.1, axes.get_ylim()[1]))
     axes.grid(axis="x", visible=False)
 
 

@@ -2,7 +2,9 @@
 
 Precision@k and surprisal as in "Jump to Conclusions" (arXiv 2303.09435), and the KL divergence: one
 picture for the ways to jump from a layer to the last one, one for blocks whose attention,
-feed-forward or norms are replaced from a layer on, with `mat` and `id` for comparison.
+feed-forward or norms are replaced from a layer on, with `mat` and `id` for comparison. A divergence
+of `id` can be a hundred times that of a map: then the scale is logarithmic and ends above
+zero, which a curve then reaches outside the panel.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from deepenough.report import style
 from deepenough.report.shortcut_look import headline, layer_ticks, mode_line, mode_name
@@ -23,6 +26,10 @@ from deepenough.report.source import Run
 COLUMNS = 3
 PANEL_WIDTH = 3.4
 PANEL_HEIGHT = 2.7
+#: A quantity that reaches this many times its median needs a logarithmic scale to be seen whole.
+LOG_SCALE_FACTOR = 10.0
+#: Less than this many nats is as good as none, and would stretch that scale down without end.
+LEAST_NATS = 0.01
 
 
 @dataclass(frozen=True)
@@ -88,11 +95,17 @@ def _draw_panel(axes: Axes, panel: Panel, curves: Mapping[str, Points]) -> None:
         axes.plot(layers, values, **mode_line(mode, len(layers)))
     last = int(max(layers.max() for layers, _ in curves.values()))
     axes.set_xticks(layer_ticks(last, PANEL_WIDTH - 0.7))
-    lowest = min(float(np.min(values)) for _, values in curves.values())
-    # Rounding may leave a divergence of zero a little below it.
-    axes.set_ylim(bottom=0.0 if lowest > -1e-3 else None)
+    values = np.concatenate([values for _, values in curves.values()])
     if panel.high is not None:
-        axes.set_ylim(top=panel.high * 1.03)
+        axes.set_ylim(0.0, panel.high * 1.03)
+    elif values.max() > LOG_SCALE_FACTOR * max(np.median(values), LEAST_NATS):
+        axes.set_yscale("log", nonpositive="mask")
+        axes.set_ylim(bottom=max(LEAST_NATS, float(values.min())))
+        axes.yaxis.set_major_formatter(FuncFormatter(style.short_number))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        # Rounding may leave a divergence of zero a little below it.
+        axes.set_ylim(bottom=0.0 if values.min() > -1e-3 else None)
 
 
 def _add_legend(figure: Figure, spare: Sequence[Axes], modes: Sequence[str]) -> None:

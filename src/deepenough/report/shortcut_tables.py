@@ -5,7 +5,8 @@ The heat maps of "Jump to Conclusions" (arXiv 2303.09435). Notable choices:
 - One scale from 0 to 1 for all panels, so that they can be compared. An r^2 below 0, worse than
   predicting the mean, is hatched instead of stretching the scale: `id` reaches -1000 at times, and
   how far below makes no difference.
-- Where only maps to one layer were fitted, a heat map would be a single column; it becomes curves.
+- Where only the pairs with one layer are known, a heat map would be a single column; it becomes
+  curves.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def draw_r2(run: Run) -> Figure | None:
     tables = {mode: found[mode] for mode in ("mat", "id") if mode in found} | found
     target = _only_target(tables)
     if target is not None:
-        return _draw_to_one(run, tables, target)
+        return _draw_to_one(run, tables, target, f"r² of layer {target}")
     figure = style.new_figure((PANEL_INCHES + 0.15) * len(tables) + 1.3, PANEL_INCHES + 1.05)
     panels = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
     for axes, (mode, table) in zip(panels, tables.items(), strict=True):
@@ -58,6 +59,10 @@ def draw_cka(run: Run) -> Figure | None:
     table = cka_table(run)
     if table is None:
         return None
+    upper = {"mat": np.where(np.tri(len(table), k=-1, dtype=bool), np.nan, table)}
+    target = _only_target(upper)
+    if target is not None:
+        return _draw_to_one(run, upper, target, f"linear CKA with layer {target}")
     figure = style.new_figure(PANEL_INCHES + 1.45, PANEL_INCHES + 1.05)
     axes = figure.add_subplot()
     image = _heat_map(axes, table)
@@ -110,7 +115,7 @@ def _only_target(tables: Mapping[str, np.ndarray]) -> int | None:
     return int(targets[0]) if len(targets) == 1 and len(known) > 2 else None
 
 
-def _draw_to_one(run: Run, tables: Mapping[str, np.ndarray], target: int) -> Figure:
+def _draw_to_one(run: Run, tables: Mapping[str, np.ndarray], target: int, label: str) -> Figure:
     figure = style.new_figure(6.4, 4.2)
     axes = figure.add_subplot()
     lowest = 0.0
@@ -121,7 +126,8 @@ def _draw_to_one(run: Run, tables: Mapping[str, np.ndarray], target: int) -> Fig
         lowest = min(lowest, float(values[layers].min(initial=0.0)))
     # Far below 0 nothing is to be told apart, and the part above would become a flat line.
     axes.set_ylim(max(lowest - 0.05, -1.0), 1.03)
-    axes.set(title=headline(run), xlabel="from layer", ylabel=f"r² of layer {target}")
+    axes.set(title=headline(run), xlabel="from layer", ylabel=label)
     axes.set_xticks(layer_ticks(target, 5.4))
-    axes.legend(loc="best")
+    if len(tables) > 1:
+        axes.legend(loc="best")
     return figure
