@@ -44,6 +44,9 @@ def test_round_trip(saved: tuple[Shortcuts, Path], states: list[Tensor], tmp_pat
     ]
     read = Shortcuts.from_pretrained(folder)
     assert_equal(shortcuts, read)
+    read.save_pretrained(folder)  # over the files it is mapped from
+    assert_equal(shortcuts, read)
+    assert_equal(shortcuts, Shortcuts.from_pretrained(folder))
     torch.testing.assert_close(read.r2(states), shortcuts.r2(states), equal_nan=True)
     tuned = read.apply(states[1].float(), 1, 3, "tuned")
     torch.testing.assert_close(tuned, states[1].float() + 1)

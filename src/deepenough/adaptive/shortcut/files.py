@@ -29,12 +29,12 @@ _FILE_BYTES = 5_000_000_000
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], index: Mapping[str, Any]) -> None:
-    """Write all files; the index last, so that a folder with an index is complete."""
+    """Write all files, the index after those it names, in place of shortcuts that are there.
+
+    The tensors may be mapped from the very files that are replaced.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / INDEX).unlink(missing_ok=True)
-        for stale in folder.glob("shortcuts*.safetensors"):
-            stale.unlink()
         parts = _parts(tensors)
         files = {}
         for number, names in enumerate(parts, start=1):
@@ -44,6 +44,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], index: Mapping[str, Any])
             files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         content = {"format": FORMAT, "version": VERSION, **index, "files": files}
         write_json(folder / INDEX, content)
+        for stale in folder.glob("shortcuts*.safetensors"):
+            if stale.name not in files:
+                stale.unlink()
     except (OSError, SafetensorError) as error:
         raise UserError(f"Shortcuts cannot be written to {folder}: {error}.") from error
 
