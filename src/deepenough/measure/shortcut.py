@@ -71,6 +71,8 @@ def evaluate(
     ways = _choose(_ways(given), submodules, modes)
     wanted_kinds = [kind for kind in _kinds(submodules) if modes is None or kind in modes]
     replacement = Replacement(submodules, adapter) if submodules and wanted_kinds else None
+    if replacement and "norms" in wanted_kinds:
+        replacement.fold_norms()
     evaluation = Evaluation(adapter.num_layers, lambdas)
     measuring = _Measuring(adapter, ways, replacement, wanted_kinds, evaluation)
     if tables:

@@ -181,6 +181,28 @@ def test_replaced_attention_mixes_no_tokens(adapter: Adapter) -> None:
         torch.testing.assert_close(alone, whole[:, 3])
 
 
+def test_folded_norms_are_replaced_norms(adapter: Adapter) -> None:
+    submodules = fit(adapter, affine=True)
+    plain, quick = Replacement(submodules, adapter), Replacement(submodules, adapter)
+    # Post-norm blocks also add what a norm returns to the stream.
+    assert quick.fold_norms() == (adapter.model.config.model_type not in ("bert", "albert"))
+    ids, mask = batch()
+    for layer in range(adapter.num_layers + 1):
+        with plain.replaced("norms", layer):
+            expected = adapter.states(ids, mask)[-1]
+        with quick.replaced("norms", layer):
+            found = adapter.states(ids, mask)[-1]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_that_somebody_else_reads_are_not_folded() -> None:
+    adapter = make("llama")
+    mlp = adapter.layers[1].mlp
+    plain = mlp.forward
+    mlp.forward = lambda hidden: plain(hidden) + hidden  # not only its linear layers read it
+    assert not Replacement(fit(adapter), adapter).fold_norms()
+
+
 def test_a_linear_feed_forward_is_replaced_by_itself() -> None:
     adapter = make("gpt2")
     for layer in adapter.layers:

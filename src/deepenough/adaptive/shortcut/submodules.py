@@ -34,6 +34,8 @@ from deepenough.models.hf import Adapter, adapt
 KINDS = ("attention", "feed_forward", "norms")
 FILE = "submodules.safetensors"
 
+_ROWS = 512
+
 #: One part: the modules it consists of, from the input of the first to the output of the last.
 Chain = tuple[nn.Module, ...]
 #: Kind, layer, and number among the parts of that kind in the block (a block has several norms).
@@ -70,18 +72,31 @@ class LinearMap:
 
 
 class PartSums:
-    """Sufficient statistics of one part, in float64: `X^T [X Y]`, the sums of `x` and `y`, `n`."""
+    """Sufficient statistics of one part, in float64: `X^T [X Y]`, the sums of `x` and `y`, `n`.
+
+    Rows wait until there are enough of them for a product to cost more than fetching its result.
+    """
 
     def __init__(self) -> None:
         self.products = torch.zeros(0, 0, dtype=torch.float64)
         self.sums = torch.zeros(0, dtype=torch.float64)
         self.width, self.dtype = 0, torch.float32
         self.count = 0
+        self._waiting: list[Tensor] = []
 
     def update(self, x_ND: Tensor, y_ND: Tensor) -> None:
-        both = torch.cat((x_ND, y_ND), dim=-1).double()
+        self._waiting.append(torch.cat((x_ND, y_ND), dim=-1))
+        self.width, self.dtype = x_ND.shape[-1], x_ND.dtype
+        if sum(map(len, self._waiting)) >= _ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring what waits into the sums."""
+        if not self._waiting:
+            return
+        both = torch.cat(self._waiting).double()
+        self._waiting.clear()
         if not self.count:
-            self.width, self.dtype = x_ND.shape[-1], x_ND.dtype
             self.products = both.new_zeros(self.width, both.shape[-1])
             self.sums = both.new_zeros(both.shape[-1])
         self.products.addmm_(both[:, : self.width].T, both)
@@ -90,6 +105,7 @@ class PartSums:
 
     def solve(self, affine: bool, ridge: float) -> LinearMap:
         """The map, in float64; the shortest where what is read leaves directions empty."""
+        self.flush()
         check_enough(self.count, self.width, ridge)
         gram, cross = self.products[:, : self.width], self.products[:, self.width :]
         x_sum, y_sum = self.sums[: self.width], self.sums[self.width :]
