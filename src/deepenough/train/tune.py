@@ -178,7 +178,8 @@ def _make_task(
     own, seed, last = settings.tune, settings.train.seed, adapter.num_layers
     batch = max(1, own.batch // accelerator.num_processes)
     share = (accelerator.process_index, accelerator.num_processes)
-    found = Texts(adapter, tokenizer, texts, layers, batch, seed, share)
+    window = shortcuts.meta.get("fit", {}).get("window")  # text is read as it was for the fit
+    found = Texts(adapter, tokenizer, texts, layers, batch, seed, share, window)
     sample = found.sample(SAMPLE_PER_WIDTH * adapter.width)
     matrices = torch.stack([shortcuts.matrix(i, last).float().cpu() for i in layers])
     biases = torch.zeros(len(layers), adapter.width)

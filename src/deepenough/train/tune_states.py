@@ -19,6 +19,8 @@ from deepenough.adaptive.shortcut.collect import make_reading, run_batch
 from deepenough.adaptive.shortcut.windows import Tally, TokenBatch, batches
 from deepenough.errors import UserError
 from deepenough.models.hf import Adapter
+from deepenough.train.processes import is_main_process
+from deepenough.train.progress import reading
 from deepenough.train.seeds import seed_at
 from deepenough.train.tuned_maps import Whitening
 
@@ -47,11 +49,12 @@ class Texts:
         batch: int,
         seed: int,
         share: tuple[int, int] = (0, 1),
+        window: int | None = None,
     ) -> None:
         """Of several processes, number `share[0]` of `share[1]` tunes on its share of the text."""
         self.adapter, self.layers, self.tally = adapter, list(layers), Tally()
-        reading = make_reading(adapter, "all", seed, batch_tokens=batch)
-        found = list(batches(tokenizer, texts, reading, self.tally))
+        how = make_reading(adapter, "all", seed, batch_tokens=batch, window=window)
+        found = list(batches(tokenizer, texts, how, self.tally))
         rank, world_size = share
         if len(found) < 1 + world_size:
             raise UserError(
@@ -118,11 +121,14 @@ class Kept:
         self.size = min(batch, num)
         self.states = torch.empty(len(texts.layers), num, width, dtype=dtype)
         self.last = torch.empty(num, width)
-        first = 0
-        for tokens in texts.tuned_on:
-            states, last = texts.run(tokens)
-            rows = slice(first, first := first + len(last))
-            self.states[:, rows], self.last[rows] = white(states), last
+        done = 0
+        with reading("positions") as show:
+            for tokens in texts.tuned_on:
+                states, last = texts.run(tokens)
+                rows = slice(done, done := done + len(last))
+                self.states[:, rows], self.last[rows] = white(states), last
+                if is_main_process():
+                    show(done, num)
 
     def batch(self, index: int) -> Positions:
         epoch, turn = divmod(index, len(self.last) // self.size)
