@@ -56,7 +56,7 @@ def folded(reader: nn.Module, norm: LinearMap) -> LinearMap:
     """The map of a linear layer after that of the norm it reads."""
     assert isinstance(reader, nn.Linear | Conv1D)
     weight_OD = reader.weight.T if isinstance(reader, Conv1D) else reader.weight
-    bias = reader.bias
+    bias: Tensor | None = reader.bias
     if norm.bias is not None:
         shift = weight_OD @ norm.bias
         bias = shift if bias is None else bias + shift
