@@ -65,7 +65,7 @@ def test_no_threshold_is_good_enough():
     """If even the strictest threshold errs too often, all layers are run and nothing is saved."""
     gap = torch.full((3, 5), 0.999)
     agrees = torch.tensor([[False] * 5, [False] * 5, [True] * 5])
-    points = sweep(gap, agrees, torch.full((5,), 99), 10.0)
+    points = sweep(gap, agrees, torch.full((5,), 99), 10.0, [0.0, 0.5, 1.0])
     for row in layers_saved(points, fixed_exits(agrees)):
         assert (row.saved, row.lambda_, row.fixed_layer_saved) == (0.0, None, 0.0)
 
@@ -90,8 +90,13 @@ def test_a_higher_threshold_saves_no_more(seed: int):
     assert all(0.0 <= share <= 1.0 for share in saved)
 
 
-def test_the_sweep_has_35_thresholds_from_0_to_1():
+def test_the_sweep_has_35_thresholds_and_ends_with_running_all_layers():
     assert len(LAMBDAS) == 35
-    assert (LAMBDAS[0], LAMBDAS[-1]) == (0.0, 1.0)
+    assert LAMBDAS[0] == 0.0 and 1.0 in LAMBDAS
     assert sorted(set(LAMBDAS)) == list(LAMBDAS)
+    sure = torch.ones(4, 6)
+    agrees = torch.zeros(4, 6, dtype=torch.bool)
+    agrees[-1] = True
+    last = sweep(sure, agrees, torch.arange(6), 3.0)[-1]
+    assert (last.saved, last.agreement) == (0.0, 1.0)
     assert AGREEMENTS == (0.90, 0.95, 0.99)

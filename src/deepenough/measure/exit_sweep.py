@@ -24,8 +24,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Thresholds from leaving almost at once to hardly ever.
-LAMBDAS: tuple[float, ...] = tuple(round(step / 34, 4) for step in range(35))
+#: From leaving almost at once to never. CALM's end at 1, a gap of 0.9, which high agreements are
+#: beyond: ten finer steps lead to 10/9, a gap of 1.
+LAMBDAS: tuple[float, ...] = (
+    *(round(step / 24, 4) for step in range(25)),
+    *(round(1 + step / 90, 4) for step in range(1, 10)),
+    10 / 9,
+)
 #: Agreements with the last layer at which the layers saved are reported.
 AGREEMENTS: tuple[float, ...] = (0.90, 0.95, 0.99)
 
