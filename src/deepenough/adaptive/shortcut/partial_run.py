@@ -100,10 +100,12 @@ class OutputForms:
     """What the modules of a model return, a tensor or a tuple around it, seen in a short pass."""
 
     def __init__(self, adapter: Adapter) -> None:
-        self._lengths: dict[nn.Module, int | None] = {}
+        self._forms: dict[nn.Module, tuple[bool, ...] | None] = {}
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
-            self._lengths[module] = len(output) if isinstance(output, tuple) else None
+            is_tuple = isinstance(output, tuple)
+            form = tuple(isinstance(each, Tensor) for each in output) if is_tuple else None
+            self._forms[module] = form
 
         inside = dict.fromkeys(
             module for layer in adapter.layers for module in (layer, *layer.modules())
@@ -117,9 +119,10 @@ class OutputForms:
                 handle.remove()
 
     def wrap(self, module: nn.Module, tensor: Tensor) -> Any:
-        """`tensor` in the form that `module` returns; what else it would return is None."""
-        length = self._lengths.get(module)
-        return tensor if length is None else (tensor, *[None] * (length - 1))
+        """`tensor` in the form that `module` returns; it also stands for any other tensor there,
+        which nobody reads who wants hidden states."""
+        form = self._forms.get(module)
+        return tensor if form is None else tuple(tensor if each else None for each in form)
 
 
 @contextmanager
