@@ -8,6 +8,8 @@ diagonal is 1.
 
 There are two ways. `R2` predicts, position by position: half the work where statistics are not
 needed for anything else. `r2_from` needs no states at all, only the statistics of the same pairs.
+`R2` predicts in the precision of states and maps and sums in float64: with float32 states it agrees
+with float64 to 1e-6.
 """
 
 from __future__ import annotations
@@ -37,8 +39,7 @@ class R2:
         """Add positions: `L + 1` tensors `[n, d]`."""
         check_states(states)
         for start in range(0, len(states[0]), _ROWS):
-            # [L + 1, rows, d]
-            self._add(torch.stack([state[start : start + _ROWS].double() for state in states]))
+            self._add([state[start : start + _ROWS] for state in states])
 
     def table(self) -> Tensor:
         """The table for all positions so far."""
@@ -51,24 +52,27 @@ class R2:
             table[i, j] = _score(residual, variation[j])
         return table
 
-    def _add(self, rows: Tensor) -> None:
+    def _add(self, states: list[Tensor]) -> None:
+        exact = [state.double() for state in states]
         if self.count == 0:
             # Sums around the first mean keep their digits where a mean is far from zero.
-            self.shift = rows.mean(1)
+            self.shift = torch.stack([state.mean(0) for state in exact])
             self.sums = torch.zeros_like(self.shift)
             self.squares = torch.zeros_like(self.shift)
             self.residuals = {pair: torch.zeros_like(self.shift[0]) for pair in self.pairs}
-        self.count += rows.shape[1]
-        for layer, state in enumerate(rows):
+        self.count += len(states[0])
+        for layer, state in enumerate(exact):
             shifted = state - self.shift[layer]
             self.sums[layer] += shifted.sum(0)
             self.squares[layer] += _column_squares(shifted)
         for (i, j), residual in self.residuals.items():
             match self.find(i, j):
                 case None:
-                    left = rows[j] - rows[i]
+                    left = exact[j] - exact[i]
                 case matrix, bias:
-                    left = torch.addmm(rows[j], rows[i], matrix.to(rows).T, alpha=-1)
+                    is_single = matrix.dtype == states[i].dtype == torch.float32
+                    rows = states if is_single else exact
+                    left = torch.addmm(rows[j], rows[i], matrix.to(rows[i]).T, alpha=-1)
                     if bias is not None:
                         left -= bias.to(left)
             residual += _column_squares(left)
@@ -117,7 +121,8 @@ def _score(residual: Tensor, variation: Tensor) -> float:
 
 
 def _column_squares(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=0).square_()
+    """Sum of squares of each column, of a tensor that is not needed any more."""
+    return rows.square_().sum(0, dtype=torch.float64)
 
 
 def _empty(num: int) -> Tensor:

@@ -41,7 +41,7 @@ def solve(
     """
     statistics.finish()
     check_enough(statistics.count, statistics.width, ridge)
-    means = statistics.sums / statistics.count
+    means, squares = statistics.sums / statistics.count, statistics.squares
     maps: Maps = {}
     biases: Maps = {}
     dependent = []
@@ -52,8 +52,7 @@ def solve(
             if affine:
                 gram.addr_(means[source], means[source], alpha=-statistics.count)
             gram.diagonal().add_(ridge)
-            size = statistics.squares[source] + ridge
-            solver, is_dependent = make_solver(gram, size, dtype)
+            solver, is_dependent = make_solver(gram, squares[source] + ridge, dtype)
             if is_dependent:
                 dependent.append(source)
         for target in targets:
@@ -87,7 +86,8 @@ def make_solver(
     scaled = gram * scale * scale.T
     factor, info = torch.linalg.cholesky_ex(scaled)
     if int(info) == 0 and float(factor.diagonal().min()) ** 2 > least:
-        return lambda right: torch.cholesky_solve(right * scale, factor).mul_(scale), False
+        unscaled = factor.div_(scale)
+        return lambda right: torch.cholesky_solve(right, unscaled), False
     values, vectors = torch.linalg.eigh(scaled)
     inverse = torch.where(values > least, 1 / values, 0.0)[:, None]
     return lambda right: scale * (vectors @ (inverse * (vectors.T @ (right * scale)))), True

@@ -10,7 +10,8 @@ texts or processes add.
 
 Rows are gathered in a buffer of bounded size, where they become float64, and multiplied into the
 sums when it is full: small batches then cost no more than large ones. `H_i^T H_i` is symmetric, so
-it is computed in panels that begin at their own diagonal; below it the block stays zero.
+it is computed in panels that begin at their own diagonal; below it the block stays zero. Its
+diagonal holds the sums of squares, which are kept apart only for layers that are no source.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from deepenough.errors import UserError
 
 _BUFFER_SHARE = 0.15
 """Size of the buffer as a share of the statistics."""
-_MIN_ROWS, _MAX_ROWS = 32, 512
-_PANEL = 192
+_MIN_ROWS, _MAX_ROWS = 32, 384
+_PANEL = 384
 
 
 class _Run(NamedTuple):
@@ -52,9 +53,9 @@ class Statistics:
             source: zeros(width, (1 + len(targets)) * width) for source, targets in plan.items()
         }
         self.sums = zeros(num_layers + 1, width)
-        self.squares = zeros(num_layers + 1, width)
+        self._squares = zeros(num_layers + 1, width)
         self._count = 0
-        self._runs = {source: _runs((source, *targets)) for source, targets in plan.items()}
+        self._runs = {source: _runs(targets) for source, targets in plan.items()}
         self._buffer: Tensor | None = None
         self._filled = 0
 
@@ -62,6 +63,14 @@ class Statistics:
     def count(self) -> int:
         """Number of positions."""
         return self._count + self._filled
+
+    @property
+    def squares(self) -> Tensor:
+        """Sums of squares `[L + 1, d]`."""
+        squares = self._squares.clone()
+        for source, product in self.products.items():
+            squares[source] = product.diagonal()
+        return squares
 
     @property
     def nbytes(self) -> int:
@@ -90,18 +99,18 @@ class Statistics:
             return
         rows = self._buffer[: self._filled]
         self.sums += rows.sum(0)
-        self.squares += torch.linalg.vector_norm(rows, dim=0).square_()
+        for layer in range(self.num_layers + 1):
+            if layer not in self.products:
+                self._squares[layer] += rows[:, layer].square().sum(0)
         flat, d = rows.view(self._filled, -1), self.width
         for source, product in self.products.items():
-            own, *others = self._runs[source]
+            own = flat[:, source * d : (source + 1) * d]
             for top in range(0, d, _PANEL):
-                left = flat[:, source * d + top : source * d + min(top + _PANEL, d)].T
-                right = flat[:, source * d + top : (source + own.num) * d]
-                product[top : top + _PANEL, top : own.num * d].addmm_(left, right)
-            left = flat[:, source * d : (source + 1) * d].T
-            for run in others:
-                right = flat[:, run.first * d : (run.first + run.num) * d]
-                product[:, run.column * d : (run.column + run.num) * d].addmm_(left, right)
+                panel = own[:, top : top + _PANEL].T
+                product[top : top + _PANEL, top:d].addmm_(panel, own[:, top:])
+            for run in self._runs[source]:
+                others = flat[:, run.first * d : (run.first + run.num) * d]
+                product[:, run.column * d : (run.column + run.num) * d].addmm_(own.T, others)
         self._count += self._filled
         self._filled = 0
 
@@ -142,7 +151,7 @@ class Statistics:
     def state_dict(self) -> dict[str, Tensor]:
         """All there is, rows still in the buffer too, so that going on gives the same bits."""
         state = {f"product.{source}": product for source, product in self.products.items()}
-        state |= {"sums": self.sums, "squares": self.squares, "count": torch.tensor(self._count)}
+        state |= {"sums": self.sums, "squares": self._squares, "count": torch.tensor(self._count)}
         if self._buffer is not None and self._filled:
             state["rows"] = self._buffer[: self._filled]
         return state
@@ -161,7 +170,7 @@ class Statistics:
             self._rows()[: self._filled].copy_(state["rows"])
 
     def _tensors(self) -> list[Tensor]:
-        return [*self.products.values(), self.sums, self.squares]
+        return [*self.products.values(), self.sums, self._squares]
 
     def _rows(self) -> Tensor:
         if self._buffer is None:
@@ -193,10 +202,10 @@ def check_states(states: Sequence[Tensor]) -> None:
             )
 
 
-def _runs(layers: Sequence[int]) -> list[_Run]:
-    numbered = enumerate(layers)
+def _runs(targets: Sequence[int]) -> list[_Run]:
+    """Neighbouring targets together; the first block of a product is the source's own."""
     runs = []
-    for _, members in groupby(numbered, key=lambda item: item[1] - item[0]):
+    for _, members in groupby(enumerate(targets, 1), key=lambda item: item[1] - item[0]):
         (column, first), *others = members
         runs.append(_Run(first, 1 + len(others), column))
     return runs
