@@ -24,6 +24,7 @@ from deepenough.measure.shortcut import Evaluation, evaluate, lens
 from deepenough.models.pretrained import load_model
 from deepenough.runs import Metrics, Record, RunFolder, read_records
 from deepenough.settings import dump, resolve
+from deepenough.train.allocator import keep_freed_memory
 from deepenough.train.processes import is_main_process
 from deepenough.train.settings import RunSettings, TrainSettings
 from deepenough.train.tune import TuneSettings, TuneTraining, default_training, tune
@@ -148,6 +149,7 @@ class ShortcutEval:
 
 def fit_run(settings: ShortcutFit, progress: Progress | None = None) -> Shortcuts:
     """Fit maps into a run folder; interrupted, it goes on with `run.resume`."""
+    keep_freed_memory()
     place, resume, overwrite = astuple(settings.run)
     # Refuse before long work; delete an earlier run only when all else has been found good.
     RunFolder.check(place, resume=resume, overwrite=overwrite)
@@ -192,6 +194,7 @@ def fit_run(settings: ShortcutFit, progress: Progress | None = None) -> Shortcut
 
 def evaluate_run(settings: ShortcutEval, progress: Progress | None = None) -> Evaluation:
     """Measure what a run has fitted, and write it down in place of an earlier measurement."""
+    keep_freed_memory()
     run, fitted = _open(settings.run)
     shortcuts = _saved(run)
     texts = settings.text.read()

@@ -25,7 +25,7 @@ from deepenough.errors import UserError
 
 Positions = Literal["all", "random"]
 
-_POOL_TEXTS, _POOL_CHARACTERS = 512, 1_000_000
+_POOL_TEXTS, _POOL_CHARACTERS = 4096, 4_000_000
 _LONGEST = 1024
 """Longest window by default: what a longer context adds to a state is little, to memory much."""
 
