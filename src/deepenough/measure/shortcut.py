@@ -87,7 +87,7 @@ def evaluate(
         for batch in batches(tokenizer, texts, reading, evaluation.tally):
             measuring.add(batch)
             if progress is not None:
-                progress(evaluation.tally.texts, total)
+                progress(batch.texts, total)
         measuring.flush()
     if not evaluation.positions:
         raise UserError("There is nothing to measure on: give texts of two tokens or more.")

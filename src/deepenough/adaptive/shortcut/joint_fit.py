@@ -71,7 +71,7 @@ def collect(
             with parts.observing(*wanted_places(batch)):
                 layers.update(run_batch(adapter, batch).states)
             if progress is not None:
-                progress(tally.texts, total)
+                progress(batch.texts, total)
     layers.finish()
     return JointStatistics(layers, parts, tally, positions)
 
