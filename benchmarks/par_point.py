@@ -73,7 +73,9 @@ def find_pattern(arguments: argparse.Namespace, seed: int) -> str:
     folder = arguments.runs / f"search-{seed}"
     settings.run = replace(settings.run, folder=str(folder), resume=folder.exists())
     if (folder / "model").exists():
-        return derive_run(RunFolder.open(folder), settings.search.budget).pattern
+        return derive_run(
+            RunFolder.open(folder), settings.search.budget, settings.search.spend
+        ).pattern
     found = search(settings)
     print(f"seed {seed}: searched {found.pattern} at {found.relative_cost:.3f}", flush=True)
     return found.pattern

@@ -20,6 +20,9 @@ class DeriveSettings:
     budget: float | None = None
     """Largest cost of the pattern, as a share of the interleaved baseline's."""
 
+    spend: float = 0.0
+    """Least share of the budget that the pattern uses."""
+
     json: bool = False
     """Print one JSON object instead of a sentence."""
 
@@ -35,7 +38,7 @@ def main(argv: list[str]) -> int:
     from deepenough.runs import RunFolder
     from deepenough.train.par import derive_run
 
-    found = derive_run(RunFolder.open(settings.run), settings.budget)
+    found = derive_run(RunFolder.open(settings.run), settings.budget, settings.spend)
     if settings.json:
         content = {"pattern": found.pattern, "relative_cost": found.relative_cost}
         print(json.dumps(content | {"pi": found.probabilities}))
@@ -43,6 +46,7 @@ def main(argv: list[str]) -> int:
     cost = f" at {found.relative_cost:.0%} of the baseline's cost" if found.relative_cost else ""
     print(f"{found.pattern}{cost}")
     budget = "" if settings.budget is None else f" --budget {settings.budget:g}"
+    budget += f" --spend {settings.spend:g}" if settings.spend else ""
     config = quote(str(RunFolder(Path(settings.run)).config))
     print(f"next: deepenough search --config {config} --resume --retrain scratch{budget}")
     return 0

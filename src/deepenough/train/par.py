@@ -100,13 +100,14 @@ def search(settings: ParSearch) -> Derived:
     )
     task.costs = costs = block_costs(config, settings, accelerator)
     if settings.search.budget is not None:  # one that no pattern keeps is refused now
-        derive([[1.0, 1.0, 1.0]] * config.num_blocks, costs, settings.search.budget)
+        equal = [[1.0, 1.0, 1.0]] * config.num_blocks
+        derive(equal, costs, settings.search.budget, settings.search.spend)
     with _training(settings, task, accelerator) as trainer:
         if trainer.first == 0:
             trainer.recorder.record(0, "cost", asdict(costs) | {"unit": settings.search.cost})
         trainer.fit()
     run = trainer.run
-    found = derive_run(run, settings.search.budget)
+    found = derive_run(run, settings.search.budget, settings.search.spend)
     if settings.search.retrain != "none":
         retrain = ParTraining(
             run=replace(settings.run, folder=str(run.derived)),
@@ -141,7 +142,7 @@ def train(settings: ParTraining, prepared: Prepared | None = None) -> RunFolder:
     return trainer.run
 
 
-def derive_run(run: RunFolder, budget: float | None = None) -> Derived:
+def derive_run(run: RunFolder, budget: float | None = None, spend: float = 0.0) -> Derived:
     """Read the pattern out of a search's records, and write it there."""
     records, _ = read_records(run.metrics)
     rows = [record.values["pi"] for record in records if "pi" in record.values]
@@ -150,7 +151,9 @@ def derive_run(run: RunFolder, budget: float | None = None) -> Derived:
     costs = recorded_costs(records)
     if budget is not None and costs is None:
         raise UserError(f"{run.path} has no record of block costs, which a budget needs.")
-    pattern = derive(rows[-1], costs, budget)
+    if not 0 <= spend <= 1:
+        raise UserError(f"spend is a share of the budget, from 0 to 1: got {spend:g}.")
+    pattern = derive(rows[-1], costs, budget, spend)
     values: dict[str, Any] = {"pattern": pattern, "pi": rows[-1]}
     if costs is not None:
         values["relative_cost"] = costs.relative(pattern)

@@ -177,7 +177,7 @@ class SearchTask(LanguageTask):
 
     def identity(self) -> dict[str, Any]:
         # What happens after the search may change its mind.
-        later = ("budget", "retrain")
+        later = ("budget", "spend", "retrain")
         search = {k: v for k, v in asdict(self.search).items() if k not in later}
         return super().identity() | {"search": search}
 

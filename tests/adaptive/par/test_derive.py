@@ -64,15 +64,25 @@ def test_budget_takes_the_least_likely_attention_away():
     assert derive(rows, COSTS, 0.9) == "addd"
 
 
-@given(searches(), cost_tables, st.floats(0.05, 1.6))
-def test_budget_is_kept_and_no_pattern_within_it_is_likelier(rows, costs, budget):
-    expected = derive_ref(rows, costs, budget)
+def test_spending_the_budget_brings_back_the_likeliest_attention():
+    rows = [[0.1, 0.9, 0.0], [0.4, 0.6, 0.0], [0.3, 0.7, 0.0], [0.2, 0.8, 0.0]]
+    assert derive(rows, COSTS, 1.0) == "dddd"
+    # Of 13 for `adad`: one attention block costs 11, two cost 13.
+    assert derive(rows, COSTS, 1.0, spend=0.8) == "dadd"
+    assert derive(rows, COSTS, 1.0, spend=0.9) == "daad"
+    with pytest.raises(UserError, match=r"the dearest within the budget, [ad-]+, costs 0.846"):
+        derive(rows, COSTS, 0.9, spend=0.99)
+
+
+@given(searches(), cost_tables, st.floats(0.05, 1.6), st.sampled_from([0.0, 0.5, 0.9]))
+def test_budget_is_kept_and_no_pattern_within_it_is_likelier(rows, costs, budget, spend):
+    expected = derive_ref(rows, costs, budget, spend)
     if expected is None:
         with pytest.raises(UserError, match="No pattern"):
-            derive(rows, costs, budget)
+            derive(rows, costs, budget, spend)
         return
-    pattern = derive(rows, costs, budget)
-    assert costs.relative(pattern) <= budget
+    pattern = derive(rows, costs, budget, spend)
+    assert spend * budget <= costs.relative(pattern) <= budget
     assert len(pattern) == len(rows)
     assert set(pattern) != {"-"}
     assert log_likelihood(rows, pattern) == pytest.approx(expected[1])

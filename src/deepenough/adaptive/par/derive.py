@@ -1,10 +1,14 @@
 """From probabilities to a pattern: the likeliest one, within a budget if one is given.
 
-    maximise  sum_b log pi_b(kind_b)   subject to   cost(pattern) <= budget * cost(interleaved)
+    maximise  sum_b log pi_b(kind_b)
+    subject to  spend * budget * cost(interleaved) <= cost(pattern) <= budget * cost(interleaved)
 
 All blocks have one shape, so a pattern's cost depends only on how many blocks of each kind it has.
 That makes the constrained optimum exact and cheap: the best patterns for every pair of counts
 (attention, dense) are found block by block, and the best pair that fits the budget is taken.
+
+`spend` asks that the budget be used: attention learns more slowly than dense blocks, so a short
+search finds it less likely than it deserves, while *which* blocks it prefers is seen early.
 """
 
 from __future__ import annotations
@@ -44,8 +48,9 @@ def derive(
     probabilities: Sequence[Sequence[float]],
     costs: BlockCosts | None = None,
     budget: float | None = None,
+    spend: float = 0.0,
 ) -> str:
-    """The likeliest pattern; with a budget, the likeliest of those that keep it."""
+    """The likeliest pattern; with a budget, the likeliest of those that keep (and spend) it."""
     if budget is not None and costs is None:
         raise ValueError("a budget needs the costs of the blocks")
     num_blocks = len(probabilities)
@@ -74,12 +79,19 @@ def derive(
                 f"No pattern of {num_blocks} blocks costs at most {budget:g} of the interleaved "
                 f"baseline: the cheapest, {cheapest}, needs a budget of {share:g}."
             )
-        patterns = fitting
+        patterns = [found for found in fitting if costs.relative(found[1]) >= spend * budget]
+        if not patterns:
+            dearest = max((pattern for _, pattern in fitting), key=costs.relative)
+            raise UserError(
+                f"No pattern of {num_blocks} blocks costs between {spend * budget:.3g} and "
+                f"{budget:g} of the interleaved baseline: the dearest within the budget, "
+                f"{dearest}, costs {costs.relative(dearest):.3g}; lower spend."
+            )
     return max(patterns)[1]
 
 
 def derive_ref(
-    probabilities: Sequence[Sequence[float]], costs: BlockCosts, budget: float
+    probabilities: Sequence[Sequence[float]], costs: BlockCosts, budget: float, spend: float = 0.0
 ) -> tuple[str, float] | None:
     """Try all patterns: the likeliest that keeps the budget, and its log-likelihood."""
     found: tuple[str, float] | None = None
@@ -87,7 +99,7 @@ def derive_ref(
         pattern = "".join(BRANCHES[kind] for kind in kinds)
         score = sum(_log(row[kind]) for row, kind in zip(probabilities, kinds, strict=True))
         some_block = pattern.count(IDENTITY) < len(pattern)
-        fits = some_block and costs.relative(pattern) <= budget
+        fits = some_block and spend * budget <= costs.relative(pattern) <= budget
         if fits and (found is None or score > found[1]):
             found = pattern, score
     return found

@@ -115,6 +115,10 @@ class SearchSettings:
     budget: float | None = None
     """Largest cost of the derived pattern, as a share of the interleaved baseline's."""
 
+    spend: float = 0.0
+    """Least share of the budget that the derived pattern uses: a short search undervalues
+    attention."""
+
     decide_at: float = 1.0
     """Close a block once a branch has this probability: its other branch is computed no more."""
 
@@ -129,6 +133,8 @@ class SearchSettings:
             raise UserError("search.tau_start and search.tau_end must be above 0.")
         if self.budget is not None and self.budget <= 0:
             raise UserError(f"search.budget must be above 0: got {self.budget}.")
+        if not 0 <= self.spend <= 1:
+            raise UserError(f"search.spend must be from 0 to 1: got {self.spend}.")
         if not 0 < self.held_out < 1:
             raise UserError(f"search.held_out must be between 0 and 1: got {self.held_out}.")
         if self.alternate_every < 1:
