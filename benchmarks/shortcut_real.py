@@ -2,10 +2,12 @@
 
     python benchmarks/shortcut_real.py --run runs/shortcut-real [--shortcuts FOLDER] [--save]
 
-Fits linear and affine maps on about 41,000 tokens of the training split, all positions, and
-measures them on about 8,000 tokens of the validation split, all positions. `--shortcuts` takes
-linear maps that are fitted already, and tuned if they carry tuned maps, instead of fitting them.
-The run folder gets `metrics.jsonl`, from which `deepenough plot` draws the paper's figures.
+Fits linear maps between all layers on the first 100,000 tokens of the training split, all
+positions, tunes those to the last layer on the same text, and measures both on the first 8,000
+tokens of the validation split, all positions. The text is read as it runs, in windows of 512
+tokens. `--shortcuts` takes maps that are fitted (and tuned, if they carry tuned maps) already.
+The run folder gets the maps and `metrics.jsonl`, from which `deepenough plot` draws the paper's
+figures.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from typing import Any
 from record import save_result
 
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
-from deepenough.adaptive.shortcut.submodules import Submodules
 from deepenough.data import open_corpus
 from deepenough.measure.shortcut import evaluate, lens
 from deepenough.models.hf import adapt
 from deepenough.models.pretrained import load_model
 from deepenough.runs import Metrics, RunFolder
 from deepenough.train.allocator import keep_freed_memory
+from deepenough.train.tune import tune
 
-CORPUS = "wikitext-2-raw"
+CORPUS = "wikitext-2"
+WINDOW = 512
 PROMPT = "The capital of France is Paris, and the capital of Germany is"
 # Agreement of the top token with the last layer's that linear maps shall reach.
 WANTED = {2: 0.35, 12: 0.40, 22: 0.54, 26: 0.66, 29: 0.78}
@@ -38,9 +41,10 @@ def main() -> None:
     parser.add_argument("--overwrite", action="store_true")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--shortcuts", type=Path, default=None)
-    parser.add_argument("--train-tokens", type=int, default=41_000)
+    parser.add_argument("--corpus", default=CORPUS)
+    parser.add_argument("--train-tokens", type=int, default=100_000)
     parser.add_argument("--valid-tokens", type=int, default=8_000)
-    parser.add_argument("--submodules", action="store_true")
+    parser.add_argument("--steps", type=int, default=300, help="steps of tuning; 0 for none")
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     keep_freed_memory()
@@ -48,8 +52,8 @@ def main() -> None:
     run = RunFolder.create(arguments.run, overwrite=arguments.overwrite)
     model, tokenizer = load_model(arguments.model)
     adapter = adapt(model)
-    train = paragraphs(tokenizer, "train", arguments.train_tokens)
-    valid = paragraphs(tokenizer, "valid", arguments.valid_tokens)
+    train = running_text(tokenizer, arguments.corpus, "train", arguments.train_tokens)
+    valid = running_text(tokenizer, arguments.corpus, "valid", arguments.valid_tokens)
     seconds: dict[str, float] = {}
 
     def timed(name: str, function: Any, *args: Any, **options: Any) -> Any:
@@ -59,33 +63,23 @@ def main() -> None:
         print(f"{name}: {seconds[name]} s", flush=True)
         return result
 
-    given = arguments.shortcuts
-    linear = (
-        Shortcuts.from_pretrained(given)
-        if given
-        else timed("fit mat", Shortcuts.fit, adapter, tokenizer, train)
-    )
-    affine = timed(
-        "fit affine", Shortcuts.fit, adapter, tokenizer, train, targets="last", affine=True
-    )
-    parts = None
-    if arguments.submodules:
-        parts = timed("fit sub-modules", Submodules.fit, model, tokenizer, train, positions="all")
+    if arguments.shortcuts:
+        maps = Shortcuts.from_pretrained(arguments.shortcuts)
+    else:
+        maps = timed("fit", Shortcuts.fit, adapter, tokenizer, train, window=WINDOW)
+        maps.save_pretrained(run.path / "shortcuts")
+    if arguments.steps and not maps.tuned:
+        tuning, steps = run.path / "tuning", arguments.steps
+        maps = timed("tune", tune, maps, adapter, tokenizer, train, run=tuning, steps=steps)
+        maps.save_pretrained(run.path / "shortcuts")
     evaluation = timed(
-        "evaluate",
-        evaluate,
-        adapter,
-        tokenizer,
-        [linear, affine],
-        valid,
-        positions="all",
-        submodules=parts,
+        "evaluate", evaluate, adapter, tokenizer, maps, valid, positions="all", window=WINDOW
     )
-    modes = [mode for mode in ("id", "mat", "affine", "tuned") if (mode, 0) in evaluation.layers]
+    modes = [mode for mode in ("id", "mat", "tuned") if (mode, 0) in evaluation.layers]
     records = evaluation.records()
-    records += [lens(adapter, tokenizer, linear, PROMPT, mode) for mode in ("id", "mat")]
+    records += [lens(adapter, tokenizer, maps, PROMPT, mode) for mode in ("id", "mat")]
     metrics = Metrics(run.metrics)
-    for record in [linear.record(), *records]:
+    for record in [maps.record(), *records]:
         metrics.append(record)
 
     layers = [record.values for record in records if record.kind == "layer"]
@@ -93,7 +87,8 @@ def main() -> None:
     saved = [record.values for record in records if record.kind == "saved"]
     result = {
         "model": adapter.identity(),
-        "positions": {"fit": linear.meta["fit"]["positions"], "evaluated": evaluation.positions},
+        "corpus": arguments.corpus,
+        "positions": {"fit": maps.meta["fit"]["positions"], "evaluated": evaluation.positions},
         "seconds": seconds,
         "wanted": WANTED,
         "reached": {
@@ -107,17 +102,15 @@ def main() -> None:
     save_result("shortcut_real", result, arguments.save)
 
 
-def paragraphs(tokenizer: Any, split: str, tokens: int) -> list[str]:
-    """The first paragraphs of a split, headings passed over, of at least `tokens` tokens in all."""
+def running_text(tokenizer: Any, corpus: str, split: str, tokens: int) -> list[str]:
+    """The beginning of a split, about so many tokens of it."""
     found: list[str] = []
-    for line in open_corpus(CORPUS).lines(split):
+    for line in open_corpus(corpus).lines(split):
         if tokens <= 0:
             break
-        text = line.strip()
-        if len(text) >= 40:
-            found.append(text)
-            tokens -= len(tokenizer(text, verbose=False)["input_ids"])
-    return found
+        found.append(line.rstrip("\n"))
+        tokens -= len(tokenizer(found[-1] + "\n", verbose=False)["input_ids"])
+    return ["\n".join(found)]
 
 
 def _rounded(values: dict[str, Any]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Literal
 
@@ -30,6 +30,10 @@ from deepenough.train.settings import RunSettings, TrainSettings
 from deepenough.train.tune import TuneSettings, TuneTraining, default_training, tune
 
 Progress = Callable[[int, int | None], None]
+
+_JOINED_CHARACTERS = 50_000
+"""Of running text in one piece: many windows, so that few are short, and few enough for progress
+to be seen."""
 
 
 @dataclass
@@ -72,6 +76,10 @@ class TextChoice:
     min_chars: int = 40
     """Lines shorter than this, such as headings, are passed over."""
 
+    join: bool = False
+    """Read the lines as running text, cut into windows, rather than each by itself: states then
+    have a longer past, and little is padded."""
+
     def read(self) -> list[str]:
         corpus = open_corpus(self.data)
         if self.split not in corpus.splits:
@@ -84,7 +92,7 @@ class TextChoice:
                 f"No line of {self.data} ({self.split}) has {self.min_chars} characters: give "
                 "another text or a lower text.min_chars."
             )
-        return texts
+        return list(_joined(texts)) if self.join else texts
 
 
 @dataclass
@@ -242,6 +250,19 @@ def lens_run(folder: str, prompt: str, mode: str | None = None) -> Record:
     record = lens(model, tokenizer, shortcuts, prompt, mode)
     _replace(run, [record], drop=("lens",))
     return record
+
+
+def _joined(lines: Sequence[str]) -> Iterator[str]:
+    piece: list[str] = []
+    length = 0
+    for line in lines:
+        piece.append(line.rstrip("\n"))
+        length += len(line) + 1
+        if length >= _JOINED_CHARACTERS:
+            yield "\n".join(piece)
+            piece, length = [], 0
+    if piece:
+        yield "\n".join(piece)
 
 
 def _open(folder: str) -> tuple[RunFolder, ShortcutFit]:
