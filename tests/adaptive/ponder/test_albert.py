@@ -87,11 +87,11 @@ def test_second_cls_is_a_token_of_its_own(make_albert, batch):
         assert torch.equal(ours, theirs)
     halts = model(**batch, all_passes=True).halt_probabilities
     head = model.halting[0]
-    expected_first = head(expected[1][:, 1], expected[0][:, 0]).sigmoid()
+    expected_first = head(expected[1][:, 1], expected[0][:, 0], torch.zeros(9, 3)).sigmoid()
     torch.testing.assert_close(halts[:, 0], expected_first)
 
 
-@pytest.mark.parametrize("halting_head", ["previous", "second_cls"])
+@pytest.mark.parametrize("halting_head", ["previous", "answer", "second_cls"])
 @torch.no_grad()
 def test_save_and_load(make_albert, batch, tmp_path, halting_head):
     model = make_albert(num_passes=7, halting_head=halting_head, exit_threshold=0.7)
@@ -160,7 +160,9 @@ def test_checkpoints_of_others_are_refused(tmp_path, make_encoder):
         PonderAlbertForSequenceClassification.from_pretrained(tmp_path / "groups")
 
 
-@pytest.mark.parametrize(("halting_head", "limit"), [("previous", 20), ("second_cls", 19)])
+@pytest.mark.parametrize(
+    ("halting_head", "limit"), [("previous", 20), ("answer", 20), ("second_cls", 19)]
+)
 def test_too_long_texts_are_refused(halting_head, limit):
     config = PonderAlbertConfig(**SIZES, halting_head=halting_head)
     model = PonderAlbertForSequenceClassification(config).eval()

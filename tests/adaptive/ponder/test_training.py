@@ -6,11 +6,13 @@ import torch.nn.functional as F
 
 from deepenough import UserError
 from deepenough.adaptive.ponder.distribution import kl, log_geometric
+from deepenough.adaptive.ponder.heads import HaltingHead
 from deepenough.adaptive.ponder.loss import ponder_loss_ref
 
 OBJECTIVES = [
     {"objective": "ponder"},
     {"objective": "ponder", "halting_head": "second_cls"},
+    {"objective": "ponder", "halting_head": "answer"},
     {"objective": "weighted", "exit": "patience"},
     {"objective": "last", "exit": "fixed"},
 ]
@@ -122,3 +124,22 @@ def test_fractions_are_no_labels(make_model, batch):
     several = make_model(problem_type="multi_label_classification")
     with pytest.raises(UserError, match=r"shape \[9, 3\]"):
         several(**batch, labels=[1.0] * 9)
+
+
+def test_a_lead_of_the_best_answer_can_hasten_the_halt():
+    head = HaltingHead("answer", width=4)
+    with torch.no_grad():
+        head.lead.fill_(2.0)
+        head.bias.fill_(-1.0)
+        head.out.weight.zero_()
+    now, before = torch.randn(2, 2, 4)
+    logits = torch.tensor([[0.5, 3.0, 1.0], [0.2, 0.1, -1.0]], requires_grad=True)
+    halt = head(now, before, logits)
+    assert halt.tolist() == pytest.approx([-1.0 + 2.0 * 2.0, -1.0 + 2.0 * 0.1])
+    halt.sum().backward()
+    assert logits.grad is None
+
+
+def test_one_label_has_no_lead(make_model):
+    with pytest.raises(UserError, match="choose previous"):
+        make_model(halting_head="answer", num_labels=1)

@@ -100,6 +100,11 @@ def check_config(config: PonderAlbertConfig | PonderEncoderConfig) -> None:
     """Again what is checked when a config is made: transformers may have changed it since."""
     shared = isinstance(config, PonderAlbertConfig)
     check_settings(options_of(config), _depth(config), shared)
+    if config.halting_head == "answer" and config.num_labels == 1:
+        raise UserError(
+            "halting_head 'answer' reads by how much one label leads, and there is only one: "
+            "choose previous."
+        )
 
 
 def options_of(config: PonderAlbertConfig | PonderEncoderConfig) -> PonderSettings:

@@ -141,7 +141,7 @@ class PonderClassifier(ReadsTexts, PreTrainedModel):
             return Reading(logits, None, now)
         second = self.config.halting_head == "second_cls"
         about = self.adapter.final_norm(hidden_RTD[:, 1]) if second else now
-        return Reading(logits, head(about, before_RD), now)
+        return Reading(logits, head(about, before_RD, logits), now)
 
     def head_flops(self, index: int) -> int:
         """Of the heads, for one example after pass `index`."""
@@ -288,3 +288,5 @@ class PonderClassifier(ReadsTexts, PreTrainedModel):
             target = self.config.halting_target
             # A new model halts as the prior does: the divergence starts near 0.
             init.constant_(module.bias, math.log(target) - math.log1p(-target))
+            if module.lead is not None:
+                init.zeros_(module.lead)

@@ -8,13 +8,13 @@ from typing import Literal
 from deepenough.adaptive.ponder.distribution import check_target
 from deepenough.errors import UserError
 
-HaltingHeadKind = Literal["previous", "second_cls"]
+HaltingHeadKind = Literal["previous", "answer", "second_cls"]
 Objective = Literal["ponder", "weighted", "last"]
 Pooling = Literal["cls", "mean"]
 Exit = Literal["quantile", "sampled", "patience", "fixed"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "halting_head": ("previous", "second_cls"),
+    "halting_head": ("previous", "answer", "second_cls"),
     "objective": ("ponder", "weighted", "last"),
     "pooling": ("cls", "mean"),
     "exit": ("quantile", "sampled", "patience", "fixed"),
@@ -35,7 +35,8 @@ class PonderSettings:
 
     halting_head: HaltingHeadKind = "previous"
     """What the decision to halt is read from: the states of this and the `previous` pass (PALBERT),
-    or a `second_cls` token that the model puts after the first."""
+    these and by how much the best `answer` leads, or a `second_cls` token that the model puts after
+    the first."""
 
     pooling: Pooling = "cls"
     """What answers are read from: the first token (`cls`) or the `mean` of all."""
