@@ -22,6 +22,7 @@ from deepenough.measure.ponder import all_passes
 from deepenough.runs import Record, read_records
 from deepenough.settings import resolve
 from deepenough.train.ponder import PonderTraining, train
+from deepenough.train.ponder_model import make_classifier
 from deepenough.train.ponder_use import (
     ExitSettings,
     PonderEvaluation,
@@ -260,6 +261,14 @@ def test_full_depth_is_the_same_model_with_another_objective(small: Make) -> Non
     assert [r.values["passes"] for r in records if r.kind == "valid"] == [3.0]
 
 
+def test_dropout_of_the_encoder_can_be_set(small: Make) -> None:
+    settings = small(**{"model.dropout": 0.0})
+    model, _ = make_classifier(settings.model, settings.ponder, ["bad", "good"])
+    parts = [part for part in model.encoder_model.modules() if isinstance(part, torch.nn.Dropout)]
+    assert len(parts) > 3
+    assert {part.p for part in parts} == {0.0}
+
+
 def test_albert_from_a_config_with_a_bare_tokenizer(
     small: Make, tmp_path: Path, data_dir: Path
 ) -> None:
@@ -295,6 +304,7 @@ def test_albert_from_a_config_with_a_bare_tokenizer(
         ({"ponder.objective": "last"}, "choose patience or fixed"),
         ({"model.encoder": "/nowhere/config.json"}, "no config file"),
         ({"model.tokenizer": "/nowhere"}, "tokenizer /nowhere cannot be loaded"),
+        ({"model.dropout": 1.0}, "dropout must be at least 0 and below 1"),
     ],
 )
 def test_impossible_settings_leave_no_folder(
