@@ -1,0 +1,182 @@
+"""`accelerate(model)`: the same model, with the same `generate()`, spending less time.
+
+What is returned is a model of the same class that shares all its weights with the one given, so
+that whatever takes a Hugging Face model takes it: pipelines, chat templates, evaluation harnesses.
+Only `generate` is another. transformers still reads its arguments; the loop that follows is ours.
+
+Modes:
+
+- `full`: every token goes through all layers. The tokens are those of the model's own `generate`.
+- `speculative`: cheap guesses are verified by the model, several in one pass. Greedily the tokens
+  are the same; sampled, they have the same distribution.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from deepenough.adaptive.exit.decode import decode
+from deepenough.adaptive.exit.drafts import DraftSource, FirstOf, Lookup
+from deepenough.adaptive.exit.making import make_engine
+from deepenough.adaptive.exit.output import ExitOutput, sequences_of, trace_of
+from deepenough.adaptive.exit.request import check_prompt, make_request
+from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+from deepenough.adaptive.trace import DepthTrace
+from deepenough.errors import UserError
+
+Mode = Literal["full", "speculative"]
+
+
+def accelerate(
+    model: PreTrainedModel,
+    shortcuts: Shortcuts | None = None,
+    mode: Mode = "full",
+    *,
+    drafts: Sequence[str | DraftSource] | None = None,
+    num_drafts: int = 2,
+    fused: bool = True,
+) -> Any:
+    """A model that shares `model`'s weights and generates faster.
+
+    `drafts` are the sources of a speculative model, asked in this order: "lookup", or a
+    `DraftSource`. `num_drafts` is how many tokens a source made here by name guesses at once.
+    `fused=False` decodes through the model's own layers even where faster ones are known.
+
+    The weights of a Llama-like model are laid out anew, without a second copy: its own parameters
+    become views of larger matrices, with the same values.
+    """
+    if mode not in ("full", "speculative"):
+        raise UserError(f"The mode is full or speculative, not {mode!r}.")
+    if mode == "full" and drafts is not None:
+        raise UserError('Drafts are of use in mode="speculative" alone: give that mode, or none.')
+    if isinstance(model, Accelerated):
+        raise UserError("The model is accelerated already: give the one it was made of.")
+    engine = make_engine(model, fused)
+    if shortcuts is not None:
+        shortcuts.check_model(engine.adapter)
+    source = None
+    if mode == "speculative":
+        chosen = ["lookup"] if drafts is None else list(drafts)
+        source = _make_source(chosen, num_drafts)
+    fast = copy.copy(model)
+    own = type(model)
+    # Under the same name: it is what a saved config says the architecture is.
+    fast.__class__ = type(own.__name__, (Accelerated, own), {"__module__": own.__module__})
+    fast._exit_engine, fast._exit_source = engine, source  # type: ignore[assignment]
+    fast._exit_lock = threading.Lock()  # type: ignore[assignment]
+    return fast
+
+
+def _make_source(drafts: Sequence[str | DraftSource], num_drafts: int) -> DraftSource:
+    sources: list[DraftSource] = []
+    for draft in drafts:
+        if isinstance(draft, DraftSource):
+            sources.append(draft)
+        elif draft == "lookup":
+            sources.append(Lookup(num_drafts))
+        else:
+            raise UserError(f"Drafts come from lookup or from a DraftSource, not from {draft!r}.")
+    if not sources:
+        raise UserError("A speculative model needs a source of drafts: give at least one.")
+    return sources[0] if len(sources) == 1 else FirstOf(sources)
+
+
+class Accelerated:
+    """What `accelerate` puts in front of a model's class."""
+
+    _exit_engine: Any
+    _exit_source: DraftSource | None
+    _exit_lock: threading.Lock
+    trace: DepthTrace | None = None
+    """Of the last call of `generate`, which returns it itself with `return_dict_in_generate`."""
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> ExitOutput | Tensor:
+        """As `generate` of transformers, whose arguments it takes."""
+        if "custom_generate" in kwargs:
+            raise UserError("An accelerated model has its own loop: leave out custom_generate.")
+        check_prompt(kwargs.get("input_ids", inputs), kwargs)
+        kwargs = _with_stop_strings(kwargs, generation_config or self.generation_config)  # type: ignore[attr-defined]
+        engine, source = self._exit_engine, self._exit_source
+
+        def loop(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> ExitOutput | Tensor:
+            request = make_request(
+                input_ids.to(model.device),
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                engine.adapter.max_length,
+                model_kwargs,
+            )
+            # There is one cache: a second call, from another thread, waits.
+            with self._exit_lock:
+                engine.refresh()
+                try:
+                    generated = decode(engine, request, source)
+                finally:
+                    engine.release()
+            if streamer is not None:
+                streamer.end()
+            self.trace = trace_of(generated.rows, engine.num_layers)
+            sequences = sequences_of(generated.rows, request.pad, input_ids.device)
+            if not generation_config.return_dict_in_generate:
+                return sequences
+            config = generation_config
+            return ExitOutput(
+                sequences=sequences,  # type: ignore[arg-type]
+                scores=_kept(generated.scores, config.output_scores),  # type: ignore[arg-type]
+                logits=_kept(generated.logits, config.output_logits),  # type: ignore[arg-type]
+                trace=self.trace,
+                passes=generated.passes,
+                drafted=generated.drafted,
+                accepted=generated.accepted,
+                interrupted=generated.interrupted,
+            )
+
+        with torch.no_grad():
+            return super().generate(  # type: ignore[misc]
+                inputs, generation_config, streamer=streamer, custom_generate=loop, **kwargs
+            )
+
+
+def _kept(tensors: list[Tensor], wanted: bool | None) -> tuple[Tensor, ...] | None:
+    """Ordinary tensors of those made in inference mode."""
+    return tuple(tensor.clone() for tensor in tensors) if wanted else None
+
+
+def _with_stop_strings(kwargs: dict[str, Any], config: Any) -> dict[str, Any]:
+    """transformers does not hand the tokenizer on to a loop of one's own, which strings need."""
+    kwargs = dict(kwargs)
+    tokenizer = kwargs.pop("tokenizer", None)
+    strings = kwargs.pop("stop_strings", None) or config.stop_strings
+    if not strings:
+        return kwargs
+    if tokenizer is None:
+        raise UserError("stop_strings need the tokenizer: give tokenizer=... as well.")
+    kwargs["stop_strings"] = None
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    kwargs["stopping_criteria"] = StoppingCriteriaList(
+        [*criteria, StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)]
+    )
+    return kwargs

@@ -1,0 +1,71 @@
+"""Layers as in GPT-2: layer norms, learned positions, queries, keys and values from one map.
+
+Shapes: B rows, T tokens, D width, N = B * T.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.activations import NewGELUActivation
+
+from deepenough.adaptive.exit.engine import Step
+from deepenough.adaptive.exit.fused import FusedEngine
+from deepenough.adaptive.exit.slots import Place
+from deepenough.models.hf import Adapter
+
+_FUSED_GELU = partial(F.gelu, approximate="tanh")
+
+
+def fits(adapter: Adapter) -> bool:
+    """Whether the model is of this layout, with nothing added to its blocks."""
+    config = adapter.model.config
+    return (
+        config.model_type == "gpt2"
+        and not config.add_cross_attention
+        and all(len(list(layer.parameters())) == 12 for layer in adapter.layers)
+    )
+
+
+class GPT2Engine(FusedEngine):
+    def __init__(self, adapter: Adapter) -> None:
+        heads = adapter.model.config.num_attention_heads
+        super().__init__(adapter, heads, heads, adapter.width // heads)
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        return _norm(hidden, self.adapter.trunk.ln_f)
+
+    def head(self, normed: Tensor) -> Tensor:
+        return self.adapter.model.lm_head(normed)
+
+    def embed(self, tokens_BT: Tensor, place: Place) -> Tensor:
+        trunk = self.adapter.trunk
+        # Padding behind the prompts may reach beyond the last position there is; nobody reads it.
+        positions = place.positions.clamp_max(trunk.wpe.num_embeddings - 1)
+        return trunk.wte(tokens_BT) + trunk.wpe(positions)
+
+    def layer(self, index: int, hidden_ND: Tensor, step: Step) -> Tensor:
+        own: Any = self.adapter.layers[index]
+        batch, tokens = step.hidden.shape[:2]
+        attn, mlp = own.attn, own.mlp
+        joint = _map(_norm(hidden_ND, own.ln_1), attn.c_attn)
+        heads = joint.view(batch, tokens, 3, self.heads, self.head_width)
+        query, key, value = heads.unbind(2)
+        mixed = self.attend(index, step, query, key, value, attn.scaling)
+        hidden_ND = hidden_ND + _map(mixed, attn.c_proj)
+        inner = _map(_norm(hidden_ND, own.ln_2), mlp.c_fc)
+        act = _FUSED_GELU if isinstance(mlp.act, NewGELUActivation) else mlp.act
+        return hidden_ND + _map(act(inner), mlp.c_proj)
+
+
+def _norm(hidden: Tensor, module: Any) -> Tensor:
+    return F.layer_norm(hidden, hidden.shape[-1:], module.weight, module.bias, module.eps)
+
+
+def _map(hidden: Tensor, module: Any) -> Tensor:
+    """GPT-2 keeps its matrices the other way round."""
+    return torch.addmm(module.bias, hidden, module.weight)

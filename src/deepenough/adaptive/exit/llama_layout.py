@@ -1,0 +1,128 @@
+"""Layers as in Llama (arXiv 2302.13971): RMS norms, rotary positions, grouped keys, gated SiLU.
+
+Rotary codes are applied to queries and keys in one go. With `x' = (x_1, x_2)` the halves of a head,
+`rotate(x) = (-x_2, x_1)` is `x` rolled by half its width with the sign put into the sines.
+
+Shapes: B rows, T tokens, D width, H heads of queries, K width of a head, N = B * T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deepenough.adaptive.exit.engine import Step
+from deepenough.adaptive.exit.fused import FusedEngine, join
+from deepenough.adaptive.exit.slots import Place
+from deepenough.models.hf import Adapter
+
+#: Architectures whose blocks compute exactly this; Qwen 2 adds biases to queries, keys and values.
+MODEL_TYPES = ("llama", "mistral", "qwen2")
+#: Rotary codes that are a function of the position alone, and so can be tabled.
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn", "proportional")
+_MAPS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass
+class _Layer:
+    norm_in: Tensor
+    into_heads: tuple[Tensor, Tensor | None]
+    out_of_heads: nn.Linear
+    norm_mid: Tensor
+    gate_up: tuple[Tensor, Tensor | None]
+    down: nn.Linear
+    act: Any
+
+
+def fits(adapter: Adapter) -> bool:
+    """Whether the model is of this layout, its maps plain `nn.Linear`s."""
+    config = adapter.model.config
+    if config.model_type not in MODEL_TYPES:
+        return False
+    if adapter.trunk.rotary_emb.rope_type not in _FIXED_ROPES:
+        return False
+    return all(_is_plain(layer) for layer in adapter.layers)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Nothing but these modules has parameters: no adapters, no quantised maps."""
+    owners = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
+    maps = [layer.get_submodule(name) for name in _MAPS if name in owners]
+    return owners == {*_MAPS, *_NORMS} and all(type(module) is nn.Linear for module in maps)
+
+
+class LlamaEngine(FusedEngine):
+    def __init__(self, adapter: Adapter) -> None:
+        config, first = adapter.model.config, cast(Any, adapter.layers[0])
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        super().__init__(adapter, heads, key_heads, first.self_attn.head_dim)
+        self.eps = config.rms_norm_eps
+        self._codes: tuple[Tensor, Tensor] | None = None
+
+    def refresh(self) -> None:
+        self.layers = [_taken_apart(layer) for layer in self.adapter.layers]
+        self._codes = None
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, hidden.shape[-1:], self.adapter.trunk.norm.weight, self.eps)
+
+    def head(self, normed: Tensor) -> Tensor:
+        return self.adapter.model.lm_head(normed)
+
+    def embed(self, tokens_BT: Tensor, place: Place) -> Tensor:
+        hidden_BTD = self.adapter.trunk.embed_tokens(tokens_BT)
+        cos, sin = self._tables(place.end, hidden_BTD)
+        place.codes = cos[place.positions][:, :, None], sin[place.positions][:, :, None]
+        return hidden_BTD
+
+    def layer(self, index: int, hidden_ND: Tensor, step: Step) -> Tensor:
+        own = self.layers[index]
+        batch, tokens, width = step.hidden.shape
+        normed = F.rms_norm(hidden_ND, (width,), own.norm_in, self.eps)
+        heads = F.linear(normed, *own.into_heads).view(batch, tokens, -1, self.head_width)
+        turned = heads[:, :, : self.heads + self.key_heads]
+        cos, sin = step.context.codes
+        rolled = turned.roll(self.head_width // 2, -1)
+        turned = torch.addcmul(turned * cos, rolled, sin)
+        mixed = self.attend(
+            index,
+            step,
+            turned[:, :, : self.heads],
+            turned[:, :, self.heads :],
+            heads[:, :, self.heads + self.key_heads :],
+        )
+        hidden_ND = hidden_ND + F.linear(mixed, own.out_of_heads.weight, own.out_of_heads.bias)
+        normed = F.rms_norm(hidden_ND, (width,), own.norm_mid, self.eps)
+        gate, up = F.linear(normed, *own.gate_up).chunk(2, dim=-1)
+        return hidden_ND + F.linear(own.act(gate) * up, own.down.weight, own.down.bias)
+
+    def _tables(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of all positions so far, a line each."""
+        if self._codes is None or len(self._codes[0]) < positions:
+            grown = torch.arange(max(256, 2 * positions), device=like.device)[None]
+            cos, sin = self.adapter.trunk.rotary_emb(like, grown)
+            half = self.head_width // 2
+            signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+            self._codes = cos[0], signed
+        return self._codes
+
+
+def _taken_apart(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        norm_in=layer.input_layernorm.weight,
+        into_heads=join([attention.q_proj, attention.k_proj, attention.v_proj]),
+        out_of_heads=attention.o_proj,
+        norm_mid=layer.post_attention_layernorm.weight,
+        gate_up=join([mlp.gate_proj, mlp.up_proj]),
+        down=mlp.down_proj,
+        act=F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
+    )
