@@ -1,6 +1,7 @@
 """What every test runs under: one thread, no network, no display; and what folders share."""
 
 import os
+import random
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,9 @@ from hypothesis import settings
 # A busy machine makes an example slow, not wrong.
 settings.register_profile("deepenough", deadline=None)
 settings.load_profile("deepenough")
+
+_REVIEW_WORDS = ["good", "fine", "bad", "awful", "film", "plot", "the", "a", "so", "very"]
+_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 @pytest.fixture(scope="session")
@@ -77,3 +81,47 @@ def tiny(text_file: Path, shared_cache: Path) -> Callable[..., dict[str, Any]]:
         )
 
     return make
+
+
+def _review(generator: random.Random) -> tuple[str, int]:
+    label = generator.randrange(2)
+    words = [generator.choice(_REVIEW_WORDS[4:]) for _ in range(generator.randrange(1, 7))]
+    telling = _REVIEW_WORDS[2 * (1 - label) + generator.randrange(2)]
+    words.insert(generator.randrange(len(words) + 1), telling)
+    return " ".join(words), label
+
+
+@pytest.fixture(scope="session")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Labelled texts in which one word tells the label, as train.tsv and dev.tsv."""
+    folder = tmp_path_factory.mktemp("texts")
+    generator = random.Random(0)
+    for split, num in (("train", 160), ("dev", 40)):
+        rows = [_review(generator) for _ in range(num)]
+        lines = "".join(f"{text}\t{label}\n" for text, label in rows)
+        (folder / f"{split}.tsv").write_text(f"sentence\tlabel\n{lines}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT of three layers that knows the words of the reviews, with its tokenizer."""
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    folder = tmp_path_factory.mktemp("bert")
+    (folder / "vocab.txt").write_text("\n".join(_SPECIAL + _REVIEW_WORDS))
+    tokenizer = BertTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        initializer_range=0.2,
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,14 +1,12 @@
 """Classifiers that ponder, from a file of texts to answers: in small, but end to end."""
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, BertTokenizer
 
 from deepenough.adaptive.ponder import (
     PonderAlbertForSequenceClassification,
@@ -31,59 +29,17 @@ from deepenough.train.ponder_use import (
     predict,
 )
 
-WORDS = ["good", "fine", "bad", "awful", "film", "plot", "the", "a", "so", "very"]
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 Make = Callable[..., PonderTraining]
 
 
-def sentence(generator: random.Random) -> tuple[str, int]:
-    label = generator.randrange(2)
-    words = [generator.choice(WORDS[4:]) for _ in range(generator.randrange(1, 7))]
-    telling = WORDS[2 * (1 - label) + generator.randrange(2)]
-    words.insert(generator.randrange(len(words) + 1), telling)
-    return " ".join(words), label
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("texts")
-    generator = random.Random(0)
-    for split, num in (("train", 160), ("dev", 40)):
-        rows = [sentence(generator) for _ in range(num)]
-        lines = "".join(f"{text}\t{label}\n" for text, label in rows)
-        (folder / f"{split}.tsv").write_text(f"sentence\tlabel\n{lines}")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny BERT with its tokenizer."""
-    folder = tmp_path_factory.mktemp("bert")
-    (folder / "vocab.txt").write_text("\n".join(SPECIAL + WORDS))
-    tokenizer = BertTokenizer.from_pretrained(folder)
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        initializer_range=0.2,
-    )
-    BertModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def small(tmp_path: Path, texts: Path, bert: Path) -> Make:
+def small(tmp_path: Path, reviews: Path, tiny_bert: Path) -> Make:
     def make(**changes: Any) -> PonderTraining:
         values = {
             "run.folder": str(tmp_path / "run"),
-            "data.dataset": str(texts),
+            "data.dataset": str(reviews),
             "data.batch_size": 8,
-            "model.encoder": str(bert),
+            "model.encoder": str(tiny_bert),
             "train.lr": 0.003,
             "train.warmup": 2,
             "train.log_every": 5,
@@ -97,13 +53,13 @@ def small(tmp_path: Path, texts: Path, bert: Path) -> Make:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, texts: Path, bert: Path) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, reviews: Path, tiny_bert: Path) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     values = {
         "run.folder": str(folder),
-        "data.dataset": str(texts),
+        "data.dataset": str(reviews),
         "data.batch_size": 8,
-        "model.encoder": str(bert),
+        "model.encoder": str(tiny_bert),
         "ponder.pooling": "mean",
         "ponder.halting_target": 0.4,
         "train.lr": 0.01,
@@ -127,7 +83,7 @@ def test_a_run_learns_and_leaves_a_model(trained: Path) -> None:
     model, tokenizer = load_classifier(str(trained))
     assert isinstance(model, PonderEncoderForSequenceClassification)
     assert model.config.id2label == {0: "0", 1: "1"}
-    assert len(tokenizer) == len(SPECIAL + WORDS)
+    assert len(tokenizer) == 15
 
 
 def test_evaluate_writes_the_whole_frontier(trained: Path) -> None:
@@ -316,7 +272,7 @@ def test_impossible_settings_leave_no_folder(
     assert not Path(settings.run.folder).exists()
 
 
-def test_other_data_in_the_folder_is_refused(small: Make, texts: Path) -> None:
+def test_other_data_in_the_folder_is_refused(small: Make, reviews: Path) -> None:
     train(small(epochs=0.2))
     with pytest.raises(UserError, match=r"data\.train was 160 examples"):
         train(small(**{"epochs": 0.2, "run.resume": True, "data.limit": 100}))
@@ -338,7 +294,7 @@ def test_processes_share_the_measuring(trained: Path) -> None:
             return tensor
 
     model, tokenizer = load_classifier(str(trained))
-    rows = [Example(sentence(random.Random(n))[0], None, 0) for n in range(130)]
+    rows = [Example("a very good film " * (1 + n % 5), None, 0) for n in range(130)]
     examples = EncodedExamples(rows, tokenizer, 16)
     alone = all_passes(model, examples)
     shares = [Share(0), Share(1)]

@@ -1,0 +1,90 @@
+"""`deepenough ponder` from labelled texts to answers and pictures, as a user runs it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepenough.__main__ import main
+from deepenough.runs import read_records
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, reviews: Path, tiny_bert: Path) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "ponder"
+    words = ["--dataset", str(reviews), "--encoder", str(tiny_bert), "--folder", str(folder)]
+    sizes = [
+        "--batch-size",
+        "8",
+        "--epochs",
+        "4",
+        "--lr",
+        "0.01",
+        "--warmup",
+        "5",
+        "--head-lr",
+        "1",
+    ]
+    own = ["--halting-head", "answer", "--halting-target", "0.4", "--pooling", "mean"]
+    assert main(["ponder", "train", *words, *sizes, *own]) == 0
+    return folder
+
+
+def test_eval_prints_and_keeps_the_frontier(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ponder", "eval", str(run), "--exit.threshold", "0.6"]) == 0
+    printed = capsys.readouterr().out
+    assert "accuracy" in printed and "passes" in printed
+    assert f"next: deepenough plot {run}" in printed
+    kinds = [record.kind for record in read_records(run / "metrics.jsonl")[0]]
+    assert kinds.count("ponder_exit") > 20
+    assert main(["plot", str(run)]) == 0
+    assert {path.suffix for path in (run / "plots").iterdir()} >= {".png", ".pdf"}
+
+
+def test_predictions_of_a_file_are_json_lines_in_its_order(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "reviews.txt"
+    file.write_text("a good film\nthe plot so awful\na fine plot\n", encoding="utf-8")
+    assert main(["ponder", "predict", str(run), str(file), "--rows", "2"]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["label"] for answer in answers] == ["1", "0", "1"]
+    for answer in answers:
+        assert 0.5 <= answer["probability"] <= 1 and 1 <= answer["passes"] <= 3
+
+
+def test_parity_leaves_accuracy_by_difficulty(tmp_path: Path) -> None:
+    folder = tmp_path / "parity"
+    words = ["--folder", str(folder), "--size", "8", "--train-nonzero", "4", "--width", "8"]
+    assert main(["ponder", "parity", *words, "--steps", "20", "--max-passes", "4"]) == 0
+    bands = [r.values for r in read_records(folder / "metrics.jsonl")[0] if r.kind == "parity"]
+    assert {band["beyond"] for band in bands} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--dataset", "/nowhere.csv"], "no file or folder /nowhere.csv"),
+        (["train", "--halting-target", "1.5", "--dataset", "{reviews}"], "halting target"),
+        (["eval", "/nowhere"], "/nowhere"),
+        (["predict", "{run}", "/nowhere.txt"], "/nowhere.txt cannot be read"),
+        (["predict", "{run}", "{file}", "--exit.threshold", "2"], "above 0 and at most 1"),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    words: list[str],
+    said: str,
+    run: Path,
+    reviews: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "one.txt"
+    file.write_text("a good film\n", encoding="utf-8")
+    given = [word.format(run=run, reviews=reviews, file=file) for word in words]
+    if given[0] == "train":
+        given += ["--folder", str(tmp_path / "run")]
+    assert main(["ponder", *given]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("deepenough: error: ") and said in error
+    assert len(error.splitlines()) == 1
