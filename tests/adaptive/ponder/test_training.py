@@ -129,7 +129,7 @@ def test_fractions_are_no_labels(make_model, batch):
 def test_a_lead_of_the_best_answer_can_hasten_the_halt():
     head = HaltingHead("answer", width=4)
     with torch.no_grad():
-        head.lead.fill_(2.0)
+        head.lead.fill_(0.2)
         head.bias.fill_(-1.0)
         head.out.weight.zero_()
     now, before = torch.randn(2, 2, 4)

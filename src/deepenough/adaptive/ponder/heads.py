@@ -11,6 +11,10 @@ from torch import Tensor, nn
 HALTING_WIDTH = 128
 """Units of the halting head's hidden layers: it decides one number, whatever the model's width."""
 
+LEAD_GAIN = 10.0
+"""Of the weight of an answer's lead: a single weight would else take thousands of Adam's steps to
+become as large as is useful."""
+
 
 class Classifier(nn.Module):
     """Dense, tanh, dropout, labels: the classification head of BERT with its pooler."""
@@ -59,5 +63,5 @@ class HaltingHead(nn.Module):
         if self.lead is not None:
             # Not a way for the wish to halt to change the answers.
             best_R2 = logits_RC.detach().topk(2, -1).values
-            logit = logit + self.lead * (best_R2[:, 0] - best_R2[:, 1])
+            logit = logit + LEAD_GAIN * self.lead * (best_R2[:, 0] - best_R2[:, 1])
         return logit
