@@ -1,0 +1,120 @@
+"""The lazy transition: a state moves only as far as its update is news (ACL 2022, long 208).
+
+A block, applied again and again, proposes an update of every token's state `x`:
+
+    y      = block(x)
+    sigma  = stop_gradient(CKA(x, y))          per token, over the channels
+    new x  = norm(x + (1 - sigma) * dropout(y))
+
+`1 - sigma` is called the *gate* here: the share of the update that is made. It is 1 where the
+update is orthogonal to the state and 0 where it only repeats the state's own direction, that is, in
+equilibrium: behind a norm a state is its direction, and that does not change any more.
+
+Linear CKA of two vectors, channels taken as samples and not centred, is the squared cosine of the
+angle between them: the Gram matrices are `x x^T` and `y y^T`, their inner product is `(x.y)^2`.
+
+`norm` is the paper's; a block that norms what it reads needs none here, but one after the last step
+(the later form of the source). Departures from that later form: its block returns `x + update`,
+which counts the residual twice, so a block here returns the update alone; and sigma is taken
+before dropout, whose noise would make every update look more like news than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deepenough.models.dropout import Dropout
+
+
+class LazyStep(NamedTuple):
+    """What one transition made of the states `[..., D]`."""
+
+    state: Tensor
+    """`[..., D]`, the new states."""
+    gate: Tensor
+    """`[...]`, the share of the update that was made: `1 - sigma`, without a gradient."""
+
+
+class LazyTransition(nn.Module):
+    """A block around which states are updated lazily.
+
+    The block maps states `[..., D]` (and whatever else it is given) to their updates, residual not
+    added. Without `lazy` it is a plain residual connection, with which a shared block is a
+    Universal Transformer.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        norm: nn.Module | None = None,
+        dropout: float = 0.0,
+        lazy: bool = True,
+    ) -> None:
+        super().__init__()
+        self.block = block
+        self.norm = norm
+        self.dropout = Dropout(dropout)
+        self.lazy = lazy
+
+    def forward(self, state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The new states alone, so that a transition can stand where a block stood."""
+        return self.step(state, *args, **kwargs).state
+
+    def step(self, state: Tensor, *args: Any, **kwargs: Any) -> LazyStep:
+        """The new states and the gates; arguments after the states go to the block."""
+        update = self.block(state, *args, **kwargs)
+        if self.lazy:
+            gate = update_share(state, update)
+            moved = torch.addcmul(state, self.dropout(update), gate.unsqueeze(-1))
+        else:
+            gate = state.new_ones(()).expand(state.shape[:-1])
+            moved = state + self.dropout(update)
+        return LazyStep(moved if self.norm is None else self.norm(moved), gate)
+
+
+@torch.no_grad()
+def update_share(state: Tensor, update: Tensor) -> Tensor:
+    """The gate `1 - sigma` of every token."""
+    return 1.0 - squared_cosine(state, update)
+
+
+def squared_cosine(x: Tensor, y: Tensor) -> Tensor:
+    """`(x.y)^2 / (x.x * y.y)` over the last axis, within [0, 1]; 0 where a vector is zero."""
+    dot, square_x, square_y = (torch.linalg.vecdot(a, b) for a, b in ((x, y), (x, x), (y, y)))
+    # Divided one after the other: the product of two squares leaves the range of a float sooner.
+    tiny = torch.finfo(x.dtype).tiny
+    cosine2 = dot / square_x.clamp(min=tiny) * (dot / square_y.clamp(min=tiny))
+    return cosine2.clamp(0.0, 1.0)
+
+
+def sentence_similarity(x_BTD: Tensor, y_BTD: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    """The same of whole sentences, `[B]`: of the means over their tokens, padding left out."""
+    return squared_cosine(_mean_token(x_BTD, mask_BT), _mean_token(y_BTD, mask_BT))
+
+
+def _mean_token(x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
+    if mask_BT is None:
+        return x_BTD.mean(1)
+    weights = mask_BT.to(x_BTD.dtype).unsqueeze(-1)
+    return (x_BTD * weights).sum(1) / weights.sum(1).clamp(min=1.0)
+
+
+def step_similarity(states: Sequence[Tensor]) -> Tensor:
+    """Squared cosine of every token's consecutive states, `[B, T, N]` of N + 1 states."""
+    return torch.stack([squared_cosine(*pair) for pair in pairwise(states)], -1)
+
+
+def linear_cka_ref(x: Tensor, y: Tensor) -> Tensor:
+    """CKA of one token's two vectors, literally: the normalised inner product of Gram matrices.
+
+    `<K, L> / sqrt(<K, K> * <L, L>)` with `K = x x^T` and `L = y y^T` (arXiv 1905.00414, eq. 1 and
+    3, without centring).
+    """
+    gram_x, gram_y = torch.outer(x, x), torch.outer(y, y)
+    inner = (gram_x * gram_y).sum()
+    return inner / ((gram_x * gram_x).sum() * (gram_y * gram_y).sum()).sqrt()
