@@ -1,0 +1,91 @@
+"""`generate()`: with a cache for every step and without, in beams, in batches, with other steps."""
+
+from functools import partial
+
+import pytest
+import torch
+
+FORMS = [
+    {},
+    {"mechanism": "universal"},
+    {"mechanism": "act"},
+    {"mechanism": "transformer"},
+    {"norm": "every", "step_signal": "learned"},
+    {"decoder_epsilon": 0.8},
+    {"decoder_epsilon": 0.9, "epsilon": 0.9, "patience": 2, "decoder_steps": 5},
+]
+NAMES = [" ".join(map(str, form.values())) or "lazy" for form in FORMS]
+NUM_NEW = 8
+# With an output layer of its own, an untrained model does not repeat the token it reads.
+UNTIED = {"tie_word_embeddings": False}
+
+
+@pytest.fixture
+def make_translator(make_translator):
+    return partial(make_translator, **UNTIED)
+
+
+@pytest.fixture
+def make_writer(make_writer):
+    return partial(make_writer, **UNTIED)
+
+
+def write(model, sources, **options):
+    defaults = {"max_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": 39}
+    return model.generate(**sources, **(defaults | options))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
+@pytest.mark.parametrize("beams", [1, 4])
+def test_a_cache_changes_nothing(make_translator, sources, form, beams):
+    model = make_translator(**form)
+    options = {"num_beams": beams, "length_penalty": 0.6} if beams > 1 else {}
+    cached = write(model, sources, **options)
+    assert torch.equal(cached, write(model, sources, use_cache=False, **options))
+    assert len(cached.unique()) > 3  # else equality would mean little
+
+
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
+def test_the_causal_model_too(make_writer, form):
+    form = {name: value for name, value in form.items() if name != "epsilon"}
+    model = make_writer(**form)
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    cached = write(model, batch)
+    assert torch.equal(cached, write(model, batch, use_cache=False))
+    beams = write(model, batch, num_beams=3)
+    assert torch.equal(beams, write(model, batch, num_beams=3, use_cache=False))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.8])
+def test_a_batch_is_its_sentences_one_by_one(make_translator, sources, epsilon):
+    model = make_translator(epsilon=epsilon, decoder_epsilon=epsilon)
+    together = write(model, sources, num_beams=3)
+    for row, length in enumerate([7, 4, 5]):
+        alone = {name: tensor[row : row + 1, :length] for name, tensor in sources.items()}
+        written = write(model, alone, num_beams=3)[0]
+        assert torch.equal(together[row, : len(written)], written)
+
+
+def test_padded_prompts_of_a_causal_model(make_writer):
+    model = make_writer()
+    ids, mask = torch.tensor([[5, 6, 7], [3, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    together = write(model, {"input_ids": ids, "attention_mask": mask})
+    alone = write(model, {"input_ids": ids[1:, 1:], "attention_mask": mask[1:, 1:]})
+    assert torch.equal(together[1, 1:], alone[0])
+
+
+def test_more_steps_than_in_training_with_a_cache(make_translator, sources):
+    model = make_translator()
+    options = {"encoder_steps": 5, "decoder_steps": 4, "num_beams": 2}
+    cached = write(model, sources, **options)
+    assert torch.equal(cached, write(model, sources, use_cache=False, **options))
+    assert not torch.equal(cached, write(model, sources, num_beams=2))
+
+
+def test_keys_of_the_source_are_kept_once_for_a_shared_block(make_translator, sources):
+    model = make_translator()
+    start = torch.full((3, 1), model.config.decoder_start_token_id)
+    cache = model(**sources, decoder_input_ids=start, use_cache=True).past_key_values
+    assert len(cache.self_attention_cache.layers) == 2
+    assert len(cache.cross_attention_cache.layers) == 1
