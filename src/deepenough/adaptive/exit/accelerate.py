@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,11 +23,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
+from deepenough.adaptive.exit.carry import Carry, CarryDraft
 from deepenough.adaptive.exit.decode import decode
 from deepenough.adaptive.exit.drafts import DraftSource, FirstOf, Lookup
 from deepenough.adaptive.exit.making import make_engine
 from deepenough.adaptive.exit.output import ExitOutput, sequences_of, trace_of
 from deepenough.adaptive.exit.request import check_prompt, make_request
+from deepenough.adaptive.exit.shortcut_draft import ShortcutDraft
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.trace import DepthTrace
 from deepenough.errors import UserError
@@ -40,14 +42,19 @@ def accelerate(
     shortcuts: Shortcuts | None = None,
     mode: Mode = "full",
     *,
+    carry: Carry | None = None,
     drafts: Sequence[str | DraftSource] | None = None,
     num_drafts: int = 2,
+    draft_layer: int | None = None,
     fused: bool = True,
 ) -> Any:
     """A model that shares `model`'s weights and generates faster.
 
-    `drafts` are the sources of a speculative model, asked in this order: "lookup", or a
-    `DraftSource`. `num_drafts` is how many tokens a source made here by name guesses at once.
+    `drafts` are the sources of a speculative model, asked in this order until one has a guess:
+    "lookup" (how the text went on before), "carry" (with the maps `carry`), "shortcut" (the first
+    `draft_layer` layers and `shortcuts`), or any `DraftSource`; by default "lookup" and, with its
+    maps, "carry". `num_drafts` is how many tokens a source that is named guesses at once.
+
     `fused=False` decodes through the model's own layers even where faster ones are known.
 
     The weights of a Llama-like model are laid out anew, without a second copy: its own parameters
@@ -64,8 +71,17 @@ def accelerate(
         shortcuts.check_model(engine.adapter)
     source = None
     if mode == "speculative":
-        chosen = ["lookup"] if drafts is None else list(drafts)
-        source = _make_source(chosen, num_drafts)
+        named: dict[str, Callable[[], DraftSource]] = {"lookup": lambda: Lookup(num_drafts)}
+        if carry is not None:
+            carry.check_model(engine.adapter)
+            named["carry"] = lambda: CarryDraft(carry, num_drafts)
+        if drafts is None:
+            drafts = list(named)
+        if shortcuts is not None:
+            layer = engine.num_layers // 4 if draft_layer is None else draft_layer
+            words = None if carry is None else carry.shortlist
+            named["shortcut"] = lambda: ShortcutDraft(shortcuts, layer, num_drafts, words)
+        source = _make_source(drafts, named)
     fast = copy.copy(model)
     own = type(model)
     # Under the same name: it is what a saved config says the architecture is.
@@ -75,15 +91,22 @@ def accelerate(
     return fast
 
 
-def _make_source(drafts: Sequence[str | DraftSource], num_drafts: int) -> DraftSource:
+def _make_source(
+    drafts: Sequence[str | DraftSource], named: Mapping[str, Callable[[], DraftSource]]
+) -> DraftSource:
     sources: list[DraftSource] = []
     for draft in drafts:
         if isinstance(draft, DraftSource):
             sources.append(draft)
-        elif draft == "lookup":
-            sources.append(Lookup(num_drafts))
+        elif draft in named:
+            sources.append(named[draft]())
+        elif draft in ("carry", "shortcut"):
+            what = "carry=Carry..." if draft == "carry" else "shortcuts"
+            raise UserError(f"Drafts from {draft} need its maps: give {what} as well.")
         else:
-            raise UserError(f"Drafts come from lookup or from a DraftSource, not from {draft!r}.")
+            raise UserError(
+                f"Drafts come from lookup, carry, shortcut or a DraftSource, not from {draft!r}."
+            )
     if not sources:
         raise UserError("A speculative model needs a source of drafts: give at least one.")
     return sources[0] if len(sources) == 1 else FirstOf(sources)
