@@ -42,7 +42,7 @@ def test_a_cache_changes_nothing(make_translator, sources, form, beams):
     options = {"num_beams": beams, "length_penalty": 0.6} if beams > 1 else {}
     cached = write(model, sources, **options)
     assert torch.equal(cached, write(model, sources, use_cache=False, **options))
-    assert len(cached.unique()) > 3  # else equality would mean little
+    assert len(cached.unique()) > 2  # else equality would mean little
 
 
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)

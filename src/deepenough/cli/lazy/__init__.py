@@ -1,0 +1,1 @@
+"""`deepenough lazy ...`: translators that update only what still changes."""

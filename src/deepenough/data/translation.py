@@ -1,0 +1,249 @@
+"""Parallel text: pairs of a sentence and its translation, in up to three splits, always streamed.
+
+Where pairs come from: a folder with files such as `train.en` and `train.de`; two files of one stem
+(`news` for `news.en` and `news.de`); the same under `$DEEPENOUGH_DATA`; a `datasets` name with a
+column for each language or one column `translation`. Pairs of which one side is empty are dropped
+and counted. What is wrong with a file is said of the file: its line count, or the line that is not
+UTF-8, for a translation model learns whatever stands there.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deepenough.data.corpus import SPLITS, candidates
+from deepenough.data.hub import open_splits
+from deepenough.data.text_files import SPLIT_NAMES
+from deepenough.errors import UserError
+
+logger = logging.getLogger("deepenough")
+
+HELD_OUT_EVERY = 50
+"""Where there is no valid (test) split, one pair in so many is taken out of the training pairs."""
+
+
+class Pair(NamedTuple):
+    source: str
+    target: str
+
+
+Pairs = Callable[[], Iterator[Pair]]
+
+
+@dataclass
+class TranslationData:
+    """Parallel text and batches"""
+
+    corpus: str = "multi30k"
+    """Parallel text: a folder with files such as train.en and train.de, the stem of two files, the
+    same under $DEEPENOUGH_DATA, or a `datasets` name (`hf:name`, `hf:name:config`)."""
+
+    source: str = "en"
+    """Language to translate from: the ending of its files, or its column."""
+
+    target: str = "de"
+    """Language to translate into."""
+
+    test: str | None = None
+    """Name of the test files without their ending, where a folder has several; by default the
+    first by name."""
+
+    tokenizer: str | None = None
+    """A SentencePiece .model file or a folder with a Hugging Face tokenizer; by default one is
+    trained on both languages together."""
+
+    vocab_size: int = 8000
+    """Number of pieces of a tokenizer that is trained."""
+
+    lowercase: bool = False
+    """Lower the case of all text; saved with the tokenizer."""
+
+    max_length: int = 128
+    """Tokens of a sentence at most: longer pairs are left out of training, longer sources are cut
+    when translating."""
+
+    batch_tokens: int = 2048
+    """Tokens in one batch at most, on the longer side and with padding, over all processes."""
+
+    cache: str | None = None
+    """Folder for tokenizers that were trained; by default $XDG_CACHE_HOME/deepenough or
+    ~/.cache/deepenough."""
+
+    def check(self) -> None:
+        if self.max_length < 2:
+            raise UserError(f"data.max_length must be at least 2: got {self.max_length}.")
+        if self.batch_tokens < self.max_length:
+            raise UserError(
+                f"A batch of {self.batch_tokens} tokens cannot hold a sentence of "
+                f"{self.max_length}: raise data.batch_tokens or lower data.max_length."
+            )
+        if self.source == self.target:
+            raise UserError(
+                f"data.source and data.target are both {self.source!r}: name two languages."
+            )
+
+
+@dataclass(frozen=True)
+class ParallelText:
+    """`sources` maps each split to a function that starts its pairs."""
+
+    name: str
+    sources: Mapping[str, Pairs]
+    _told: set[str] = field(default_factory=set)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(split for split in SPLITS if split in self.sources)
+
+    def pairs(self, split: str) -> Iterator[Pair]:
+        """The pairs of a split, those with an empty side dropped and counted in the log."""
+        if split not in self.sources:
+            raise UserError(f"{self.name} has no split {split!r}: it has {', '.join(self.splits)}.")
+        num_kept = num_empty = 0
+        for pair in self.sources[split]():
+            if pair.source.strip() and pair.target.strip():
+                num_kept += 1
+                yield pair
+            else:
+                num_empty += 1
+        if num_empty and split not in self._told:
+            self._told.add(split)
+            logger.warning(
+                "%s, %s: %d of %d pairs have an empty side and were left out.",
+                self.name, split, num_empty, num_empty + num_kept,
+            )  # fmt: skip
+        if not num_kept:
+            raise UserError(f"The {split} split of {self.name} holds no pair with text.")
+
+
+def open_parallel(data: TranslationData) -> ParallelText:
+    """Find parallel text by name; a split that it lacks is taken out of the training pairs."""
+    languages = (data.source, data.target)
+    sources = None if data.corpus.startswith("hf:") else _find_files(data, languages)
+    if sources is None:
+        sources = _from_hub(data, languages)
+    missing = [split for split in ("valid", "test") if split not in sources]
+    if missing:
+        train = sources["train"]
+        for split in ("train", *missing):
+            sources[split] = partial(_held_out, train, split, missing)
+    return ParallelText(data.corpus, sources)
+
+
+def _find_files(data: TranslationData, languages: tuple[str, str]) -> dict[str, Pairs] | None:
+    for place in candidates(data.corpus):
+        if place.is_dir():
+            return _in_folder(place, data, languages)
+        files = [place.with_name(f"{place.name}.{language}") for language in languages]
+        if found := [path for path in files if path.is_file()]:
+            if len(found) == 1:
+                lacking = next(path for path in files if path not in found)
+                raise UserError(f"{found[0]} has no counterpart: there is no {lacking}.")
+            return {"train": partial(read_pairs, *files)}
+    return None
+
+
+def _in_folder(folder: Path, data: TranslationData, languages: tuple[str, str]) -> dict[str, Pairs]:
+    stems = {
+        language: {path.name.removesuffix(f".{language}") for path in folder.glob(f"*.{language}")}
+        for language in languages
+    }
+    both = sorted(stems[data.source] & stems[data.target])
+    named: dict[str, str] = {}
+    for stem in both:
+        words = re.split(r"[._-]", stem.lower())
+        split = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
+        if split is not None:
+            named.setdefault(split, stem)
+    if data.test is not None:
+        if data.test not in both:
+            raise UserError(
+                f"{folder} has no pair of files {data.test}.{data.source} and "
+                f"{data.test}.{data.target}: it has {', '.join(both) or 'none'}."
+            )
+        named["test"] = data.test
+    if "train" not in named:
+        raise UserError(
+            f"{folder} has no training text: it needs files train.{data.source} and "
+            f"train.{data.target}, and has {', '.join(both) or 'no such pair'}."
+        )
+    return {
+        split: partial(read_pairs, *(folder / f"{stem}.{language}" for language in languages))
+        for split, stem in named.items()
+    }
+
+
+def read_pairs(source: Path, target: Path) -> Iterator[Pair]:
+    """Line by line; UserError, with both counts, if the files are not of a length."""
+    sources, targets = read_strictly(source), read_strictly(target)
+    number = 0
+    while True:
+        pair = (next(sources, None), next(targets, None))
+        if pair[0] is None or pair[1] is None:
+            break
+        number += 1
+        yield Pair(pair[0], pair[1])
+    counts = [
+        number + (side is not None) + sum(1 for _ in rest)
+        for side, rest in zip(pair, (sources, targets), strict=True)
+    ]
+    if counts[0] != counts[1]:
+        raise UserError(
+            f"{source} has {counts[0]} lines, but {target} has {counts[1]}: a translation must "
+            "stand on the line of its sentence."
+        )
+
+
+def read_strictly(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file; UserError at the first that is something else."""
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if number == 1:
+                    raw = raw.removeprefix(b"\xef\xbb\xbf")  # a byte order mark is no text
+                try:
+                    yield raw.decode("utf-8").rstrip("\r\n")
+                except UnicodeDecodeError as error:
+                    raise UserError(
+                        f"{path} is not UTF-8 (line {number}): convert it first, for instance "
+                        f"with iconv -f LATIN1 -t UTF-8."
+                    ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _from_hub(data: TranslationData, languages: tuple[str, str]) -> dict[str, Pairs]:
+    if data.corpus.startswith((".", "/", "~")):
+        raise UserError(
+            f"There is no parallel text {data.corpus}: give a folder with train.{data.source} and "
+            f"train.{data.target}, or the stem of two such files."
+        )
+    name, _, config = data.corpus.removeprefix("hf:").partition(":")
+    found = open_splits(name, config or None, "no folder or pair of files of that name is here")
+    return {split: partial(_hub_pairs, rows, languages, name) for split, rows in found.items()}
+
+
+def _hub_pairs(rows: Any, languages: tuple[str, str], name: str) -> Iterator[Pair]:
+    for row in rows:
+        texts = row.get("translation", row)
+        if lacking := [language for language in languages if language not in texts]:
+            raise UserError(
+                f"The dataset {name} has no language {lacking[0]!r} but {', '.join(texts)}: set "
+                "data.source and data.target."
+            )
+        # A line break inside a sentence would be two lines for everything that follows.
+        yield Pair(*(" ".join(str(texts[language]).split()) for language in languages))
+
+
+def _held_out(pairs: Pairs, wanted: str, missing: list[str]) -> Iterator[Pair]:
+    for number, pair in enumerate(pairs()):
+        place = number % HELD_OUT_EVERY
+        split = missing[place] if place < len(missing) else "train"
+        if split == wanted:
+            yield pair

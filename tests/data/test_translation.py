@@ -1,0 +1,237 @@
+"""Parallel text: found by name, paired line by line, refused with both counts or the bad line."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepenough.data.translation import Pair, TranslationData, open_parallel, read_pairs
+from deepenough.data.translation_batches import TokenBatches, cut_by_tokens
+from deepenough.data.translation_pairs import (
+    EncodedPairs,
+    Sentences,
+    encode_pairs,
+    joint_tokenizer,
+)
+from deepenough.errors import UserError
+
+
+def write(folder: Path, **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        stem, _, language = name.rpartition("_")
+        (folder / f"{stem}.{language}").write_bytes(text.encode())
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write(
+        tmp_path / "text",
+        train_en="one\ntwo\nthree\n",
+        train_de="eins\nzwei\ndrei\n",
+        val_en="four\n",
+        val_de="vier\n",
+        test_2016_en="five\n",
+        test_2016_de="fünf\n",
+        test_2017_en="six\n",
+        test_2017_de="sechs\n",
+    )
+
+
+def test_a_folder_with_splits(folder):
+    text = open_parallel(TranslationData(corpus=str(folder)))
+    assert text.splits == ("train", "valid", "test")
+    assert list(text.pairs("train")) == [("one", "eins"), ("two", "zwei"), ("three", "drei")]
+    assert list(text.pairs("test")) == [Pair("five", "fünf")]
+
+
+def test_the_other_direction_and_another_test(folder):
+    data = TranslationData(corpus=str(folder), source="de", target="en", test="test_2017")
+    text = open_parallel(data)
+    assert list(text.pairs("test")) == [Pair("sechs", "six")]
+
+
+def test_a_folder_of_the_data_variable(folder, monkeypatch):
+    monkeypatch.setenv("DEEPENOUGH_DATA", str(folder.parent))
+    assert open_parallel(TranslationData(corpus="text")).splits == ("train", "valid", "test")
+
+
+def test_two_files_of_one_stem_are_divided_into_splits(tmp_path):
+    lines = [f"line {number}" for number in range(120)]
+    write(tmp_path, news_en="\n".join(lines), news_de="\n".join(map(str.upper, lines)))
+    text = open_parallel(TranslationData(corpus=str(tmp_path / "news")))
+    parts = {split: list(text.pairs(split)) for split in text.splits}
+    assert [len(parts[split]) for split in ("train", "valid", "test")] == [114, 3, 3]
+    assert {pair.source for part in parts.values() for pair in part} == set(lines)
+
+
+def test_files_of_different_lengths_are_named_with_their_counts(tmp_path):
+    folder = write(tmp_path, train_en="a\nb\nc\nd\n", train_de="a\nb\n")
+    text = open_parallel(TranslationData(corpus=str(folder)))
+    with pytest.raises(UserError, match=r"train\.en has 4 lines, but .*train\.de has 2"):
+        list(text.pairs("train"))
+    with pytest.raises(UserError, match=r"train\.de has 2 lines, but .*train\.en has 4"):
+        list(read_pairs(tmp_path / "train.de", tmp_path / "train.en"))
+
+
+def test_empty_lines_are_dropped_in_pairs_and_counted_once(tmp_path, caplog):
+    folder = write(tmp_path, train_en="a\n\nc\nd\n", train_de="a\nb\n  \nd\n")
+    text = open_parallel(TranslationData(corpus=str(folder)))
+    text = type(text)(text.name, {"train": text.sources["train"].args[0]})  # nothing held out
+    with caplog.at_level(logging.WARNING):
+        assert list(text.pairs("train")) == [("a", "a"), ("d", "d")]
+        list(text.pairs("train"))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "2 of 4 pairs have an empty side and were left out."
+    ]
+
+
+def test_another_encoding_is_refused_with_its_line(folder):
+    (folder / "train.de").write_bytes("eins\nzwei\nfünf\n".encode("latin-1"))
+    text = open_parallel(TranslationData(corpus=str(folder)))
+    with pytest.raises(UserError, match=r"train\.de is not UTF-8 \(line 3\): convert it"):
+        list(text.pairs("train"))
+
+
+def test_line_ends_and_a_byte_order_mark_are_no_text(tmp_path):
+    (tmp_path / "a.en").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    (tmp_path / "a.de").write_bytes(b"eins\nzwei")
+    assert list(read_pairs(tmp_path / "a.en", tmp_path / "a.de")) == [
+        ("one", "eins"),
+        ("two", "zwei"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"corpus": "./nothing"}, "There is no parallel text ./nothing"),
+        ({"target": "fr"}, r"has no training text: it needs files train\.en and train\.fr"),
+        ({"test": "test_2018"}, r"has no pair of files test_2018\.en"),
+    ],
+)
+def test_what_is_missing_is_said(folder, changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        open_parallel(TranslationData(**({"corpus": str(folder)} | changes)))
+
+
+def test_a_file_without_its_counterpart(tmp_path):
+    write(tmp_path, news_en="a\n")
+    with pytest.raises(UserError, match=r"news\.en has no counterpart: there is no .*news\.de"):
+        open_parallel(TranslationData(corpus=str(tmp_path / "news")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"max_length": 1}, "max_length must be at least 2"),
+        ({"batch_tokens": 100}, "batch of 100 tokens cannot hold a sentence of 128"),
+        ({"target": "en"}, "both 'en'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        TranslationData(**changes).check()
+
+
+# -- ids ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(folder, shared_cache):
+    lines = "a man rides a red bike\na woman walks her dog\n" * 20
+    write(folder, train_en=lines, train_de="ein mann\neine frau\n" * 20)
+    data = TranslationData(corpus=str(folder), vocab_size=285, cache=str(shared_cache))
+    return joint_tokenizer(open_parallel(data), data)
+
+
+def test_any_character_comes_back(tokenizer):
+    pairs = [Pair("a man 🚲 ж", "ein 漢字 mann")]
+    encoded = encode_pairs(pairs, tokenizer, 64, "given", keep=True)
+    for side, text in ((encoded.source, pairs[0].source), (encoded.target, pairs[0].target)):
+        ids = side[0].tolist()
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids[:-1]) == text
+
+
+def test_long_sentences_are_left_out_of_training_and_cut_elsewhere(tokenizer, caplog):
+    pairs = [Pair("a man", "ein mann"), Pair("a red bike " * 30, "ein mann")]
+    with caplog.at_level(logging.WARNING):
+        training = encode_pairs(pairs, tokenizer, 20, "train", keep=False)
+        measured = encode_pairs(pairs, tokenizer, 20, "test", keep=True)
+    assert len(training) == 1
+    assert len(measured) == 2 and measured.pairs == pairs
+    assert measured.source.lengths.max() == 20
+    assert measured.source[1][-1] == tokenizer.eos_token_id
+    assert "train: 1 of 2 pairs are longer than 20 tokens and were left out." in caplog.messages
+    assert "test: 1 of 2 pairs are longer than 20 tokens and were cut." in caplog.messages
+    with pytest.raises(UserError, match="All 1 pairs of train are longer than 20 tokens"):
+        encode_pairs(pairs[1:], tokenizer, 20, "train", keep=False)
+
+
+def test_a_batch_is_padded_on_each_side():
+    pairs = EncodedPairs(
+        Sentences.of([[5, 6, 2], [7, 2]]), Sentences.of([[8, 2], [9, 10, 2]]), 3, []
+    )
+    batch = pairs.batch([1, 0])
+    assert batch["input_ids"].tolist() == [[7, 2, 3], [5, 6, 2]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert batch["targets"].tolist() == [[9, 10, 2], [8, 2, -100]]
+
+
+def test_parts_are_joined():
+    parts = [[[1, 2], [3]], [], [[4, 5, 6]]]
+    joined = Sentences.join([Sentences.of(part) for part in parts])
+    assert [joined[row].tolist() for row in range(3)] == [[1, 2], [3], [4, 5, 6]]
+
+
+# -- batches -----------------------------------------------------------------------------------
+
+
+def lengths(seed: int, num: int = 500) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return generator.integers(2, 30, num), generator.integers(2, 30, num)
+
+
+def test_batches_hold_so_many_tokens_and_every_pair_once_an_epoch():
+    source, target = lengths(0)
+    batches = TokenBatches(source, target, 200, seed=1)
+    epoch = [batches.rows(index) for index in range(len(batches))]
+    assert sorted(row for rows in epoch for row in rows) == list(range(500))
+    for rows in epoch:
+        assert len(rows) * max(source[rows].max(), target[rows].max()) <= 200
+    real = sum(target[rows].sum() for rows in epoch)
+    padded = sum(len(rows) * target[rows].max() for rows in epoch)
+    assert real / padded > 0.8
+
+
+def test_any_batch_can_be_asked_for_first():
+    source, target = lengths(2)
+    whole = TokenBatches(source, target, 150, seed=1)
+    wanted = 3 * len(whole)
+    expected = [whole.rows(index) for index in range(wanted + 1)]
+    fresh = TokenBatches(source, target, 150, seed=1)
+    assert fresh.rows(wanted) == expected[wanted]
+    assert fresh.rows(5) == expected[5]
+    assert TokenBatches(source, target, 150, seed=2).rows(5) != expected[5]
+    assert expected[0] != expected[len(whole)]  # epochs differ
+
+
+def test_cutting_by_hand():
+    order, sizes = np.array([3, 1, 0, 2]), np.array([4, 2, 5, 2])
+    assert [rows.tolist() for rows in cut_by_tokens(order, sizes, 8)] == [[3, 1], [0], [2]]
+
+
+def test_a_sentence_longer_than_a_batch_is_no_batch():
+    with pytest.raises(ValueError, match="longer than a batch"):
+        TokenBatches(np.array([9]), np.array([3]), 8, seed=0)
+
+
+def test_multi30k(data_dir):
+    if not (data_dir / "multi30k").is_dir():
+        pytest.skip("multi30k is not among the local corpora")
+    text = open_parallel(TranslationData(test="test_2016_flickr"))
+    assert [sum(1 for _ in text.pairs(split)) for split in text.splits] == [29000, 1014, 1000]
