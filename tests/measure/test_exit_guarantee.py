@@ -1,0 +1,102 @@
+"""Learn then Test: p-values by hand and by scipy, and a guarantee that holds."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import binom
+
+from deepenough import UserError
+from deepenough.measure.exit_guarantee import (
+    bernoulli_kl,
+    binomial_cdf,
+    calibrate,
+    coverage,
+    p_value,
+    texts_needed,
+)
+
+
+def test_p_values_by_hand() -> None:
+    # No loss in 10 texts: both bounds are powers of 1 - alpha, and Hoeffding's is the smaller.
+    assert p_value(0.0, 10, 0.2) == pytest.approx(0.8**10)
+    # One loss in two: P(Bin(2, 0.1) <= 1) = 1 - 0.01, times e is above 1, and 0.5 > alpha.
+    assert p_value(0.5, 2, 0.1) == 1.0
+    assert bernoulli_kl(0.25, 0.5) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert bernoulli_kl(0.0, 0.5) == pytest.approx(math.log(2))
+    assert bernoulli_kl(0.3, 0.3) == 0.0
+
+
+@pytest.mark.parametrize("trials", [1, 20, 500])
+@pytest.mark.parametrize("chance", [0.01, 0.05, 0.6])
+def test_binomial_is_scipys(trials, chance) -> None:
+    for successes in {0, trials // 20, trials // 2, trials - 1, trials}:
+        expected = binom.cdf(successes, trials, chance)
+        assert binomial_cdf(successes, trials, chance) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("texts", [60, 300])
+@pytest.mark.parametrize("mean", [0.0, 0.013, 0.04, 0.05, 0.2])
+def test_p_value_is_the_smaller_of_two_bounds(texts, mean) -> None:
+    bentkus = math.e * binom.cdf(math.ceil(round(texts * mean, 9)), texts, 0.05)
+    a = min(mean, 0.05)
+    kl = (a * math.log(a / 0.05) if a else 0.0) + (1 - a) * math.log((1 - a) / 0.95)
+    assert p_value(mean, texts, 0.05) == pytest.approx(min(1, bentkus, math.exp(-texts * kl)))
+
+
+def test_testing_stops_at_the_first_that_fails() -> None:
+    """The third would pass by itself, but comes after one that did not."""
+    losses = torch.zeros(200, 4)
+    losses[:, 1] = 0.01
+    losses[:, 2] = 0.2
+    found = calibrate(losses, [0.9, 0.7, 0.5, 0.3])
+    assert found.threshold == 0.7
+    assert len(found.p_values) == 3
+    assert found.risks == pytest.approx((0.0, 0.01, 0.2, 0.0))
+
+
+def test_none_may_hold() -> None:
+    assert calibrate(torch.full((100, 2), 0.5), [0.9, 0.8]).threshold is None
+
+
+def test_enough_texts_are_enough() -> None:
+    needed = texts_needed(0.05, 0.95)
+    assert needed == 59
+    assert calibrate(torch.zeros(needed, 1), [0.5]).threshold == 0.5
+    with pytest.raises(UserError, match="at least 59"):
+        calibrate(torch.zeros(needed - 1, 1), [0.5])
+
+
+def test_the_guarantee_holds_on_random_losses() -> None:
+    """Texts differ in how often they disagree; thresholds in how much, around what is allowed."""
+    generator = torch.Generator().manual_seed(0)
+    thresholds = [1 - step / 20 for step in range(20)]
+    means = torch.linspace(0.005, 0.1, 20)
+    exceeded = 0
+    for _ in range(200):
+        difficulty = torch.rand(150, 1, generator=generator) * 2
+        losses = (torch.rand(150, 20, generator=generator) < difficulty * means).double()
+        found = calibrate(losses, thresholds)
+        if found.threshold is not None:
+            exceeded += float(means[thresholds.index(found.threshold)]) > 0.05
+    assert exceeded / 200 <= 0.05
+
+
+def test_coverage_counts_splits_that_fail() -> None:
+    assert coverage(torch.full((300, 2), 0.01), [0.9, 0.8]) == 0.0
+    generator = torch.Generator().manual_seed(1)
+    losses = (torch.rand(400, 3, generator=generator) < torch.tensor([0.0, 0.02, 0.2])).double()
+    assert coverage(losses, [0.9, 0.5, 0.1], splits=50) <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"max_risk": 0.0}, "max_risk"), ({"confidence": 1.0}, "confidence")],
+)
+def test_bad_input(options, words) -> None:
+    with pytest.raises(UserError, match=words):
+        calibrate(torch.zeros(100, 1), [0.5], **options)
+    with pytest.raises(UserError, match="between 0 and 1"):
+        calibrate(torch.full((100, 1), 2.0), [0.5])
+    with pytest.raises(UserError, match="column"):
+        calibrate(torch.zeros(100, 2), [0.5])
