@@ -1,1 +1,1 @@
-"""Decoding that is really faster: lossless, with the model's own `generate()` call."""
+"""Decoding that is really faster: lossless, or leaving early, behind the model's own `generate()`."""

@@ -9,6 +9,8 @@ Modes:
 - `full`: every token goes through all layers. The tokens are those of the model's own `generate`.
 - `speculative`: cheap guesses are verified by the model, several in one pass. Greedily the tokens
   are the same; sampled, they have the same distribution.
+- `exit`: a token leaves at a layer whose prediction is trusted, and skips the rest. Tokens may be
+  others than the model's own.
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from deepenough.adaptive.exit.carry import Carry, CarryDraft
 from deepenough.adaptive.exit.decode import decode
 from deepenough.adaptive.exit.drafts import DraftSource, FirstOf, Lookup
+from deepenough.adaptive.exit.early import EarlyExit, decode_early
+from deepenough.adaptive.exit.filling import Fill
 from deepenough.adaptive.exit.making import make_engine
 from deepenough.adaptive.exit.output import ExitOutput, sequences_of, trace_of
+from deepenough.adaptive.exit.policies import ConfidenceGap, ExitPolicy
 from deepenough.adaptive.exit.request import check_prompt, make_request
 from deepenough.adaptive.exit.shortcut_draft import ShortcutDraft
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.trace import DepthTrace
 from deepenough.errors import UserError
 
-Mode = Literal["full", "speculative"]
+Mode = Literal["full", "speculative", "exit"]
 
 
 def accelerate(
@@ -46,6 +51,10 @@ def accelerate(
     drafts: Sequence[str | DraftSource] | None = None,
     num_drafts: int = 2,
     draft_layer: int | None = None,
+    policy: ExitPolicy | None = None,
+    exits: Sequence[int] | None = None,
+    fill: Fill = "shortcut",
+    shortlist: Tensor | None = None,
     fused: bool = True,
 ) -> Any:
     """A model that shares `model`'s weights and generates faster.
@@ -55,21 +64,31 @@ def accelerate(
     `draft_layer` layers and `shortcuts`), or any `DraftSource`; by default "lookup" and, with its
     maps, "carry". `num_drafts` is how many tokens a source that is named guesses at once.
 
+    An exiting model asks `policy` (by default `ConfidenceGap(0.9)`) after the layers `exits`, on
+    the words of `shortlist`, and `fill` says what later tokens find in layers that were skipped.
+
     `fused=False` decodes through the model's own layers even where faster ones are known.
 
     The weights of a Llama-like model are laid out anew, without a second copy: its own parameters
     become views of larger matrices, with the same values.
     """
-    if mode not in ("full", "speculative"):
-        raise UserError(f"The mode is full or speculative, not {mode!r}.")
-    if mode == "full" and drafts is not None:
+    if mode not in ("full", "speculative", "exit"):
+        raise UserError(f"The mode is full, speculative or exit, not {mode!r}.")
+    if mode != "speculative" and drafts is not None:
         raise UserError('Drafts are of use in mode="speculative" alone: give that mode, or none.')
     if isinstance(model, Accelerated):
         raise UserError("The model is accelerated already: give the one it was made of.")
     engine = make_engine(model, fused)
     if shortcuts is not None:
         shortcuts.check_model(engine.adapter)
-    source = None
+    source, early = None, None
+    if mode == "exit":
+        if shortcuts is None:
+            raise UserError("An exiting model needs shortcuts: give those fitted for it.")
+        if exits is None:
+            exits = [layer for layer in range(1, engine.num_layers) if layer % 4 == 0] or [1]
+        early = EarlyExit(shortcuts, policy or ConfidenceGap(0.9), exits, fill, shortlist)
+        early.check(engine)
     if mode == "speculative":
         named: dict[str, Callable[[], DraftSource]] = {"lookup": lambda: Lookup(num_drafts)}
         if carry is not None:
@@ -87,6 +106,7 @@ def accelerate(
     # Under the same name: it is what a saved config says the architecture is.
     fast.__class__ = type(own.__name__, (Accelerated, own), {"__module__": own.__module__})
     fast._exit_engine, fast._exit_source = engine, source  # type: ignore[assignment]
+    fast._exit_early = early  # type: ignore[assignment]
     fast._exit_lock = threading.Lock()  # type: ignore[assignment]
     return fast
 
@@ -117,6 +137,7 @@ class Accelerated:
 
     _exit_engine: Any
     _exit_source: DraftSource | None
+    _exit_early: EarlyExit | None
     _exit_lock: threading.Lock
     trace: DepthTrace | None = None
     """Of the last call of `generate`, which returns it itself with `return_dict_in_generate`."""
@@ -133,7 +154,7 @@ class Accelerated:
             raise UserError("An accelerated model has its own loop: leave out custom_generate.")
         check_prompt(kwargs.get("input_ids", inputs), kwargs)
         kwargs = _with_stop_strings(kwargs, generation_config or self.generation_config)  # type: ignore[attr-defined]
-        engine, source = self._exit_engine, self._exit_source
+        engine, source, early = self._exit_engine, self._exit_source, self._exit_early
 
         def loop(
             model: Any,
@@ -156,7 +177,10 @@ class Accelerated:
             with self._exit_lock:
                 engine.refresh()
                 try:
-                    generated = decode(engine, request, source)
+                    if early is None:
+                        generated = decode(engine, request, source)
+                    else:
+                        generated = decode_early(engine, request, early)
                 finally:
                     engine.release()
             if streamer is not None:

@@ -9,7 +9,9 @@ Shapes: B rows, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,15 +40,21 @@ class Generated:
 
 
 def decode(engine: Engine, request: Request, source: DraftSource | None = None) -> Generated:
-    """Generate; Ctrl-C ends it with what there is."""
+    """Generate with all layers; Ctrl-C ends it with what there is."""
+    chosen = None if request.in_step else source
+    return run_loop(
+        request, lambda chooser, result: _Loop(engine, request, chooser, chosen, result)
+    )
+
+
+def run_loop(request: Request, make_loop: Callable[[Chooser, Generated], Any]) -> Generated:
+    """What the loops have in common: their beginning, and an end that may come early."""
     rows = make_rows(request)
     chooser = Chooser(request)
     result = Generated(rows, scores=chooser.scores, logits=chooser.logits)
-    if request.in_step:
-        source = None
     try:
         with torch.inference_mode():
-            _Loop(engine, request, chooser, source, result).run()
+            make_loop(chooser, result).run()
     except KeyboardInterrupt:
         if not all(row.tokens for row in rows):
             raise

@@ -38,11 +38,18 @@ class FusedEngine(Engine):
 
     @abstractmethod
     def embed(self, tokens_BT: Tensor, place: Place) -> Tensor:
-        """`h_0` of tokens at their positions; position codes are made here too."""
+        """`h_0` of tokens at their positions."""
+
+    def code(self, place: Place, like: Tensor) -> None:
+        """Give a place its position codes, where the layers apply any."""
 
     @abstractmethod
     def layer(self, index: int, hidden_ND: Tensor, step: Step) -> Tensor:
         """One layer, of hidden states `[N, D]`."""
+
+    @abstractmethod
+    def fill(self, index: int, hidden_ND: Tensor, step: Step) -> None:
+        """Keys and values of a layer alone, from what it would read."""
 
     # -- Engine ------------------------------------------------------------------------------
 
@@ -67,7 +74,18 @@ class FusedEngine(Engine):
         starts = [length + offset for length in self.lengths]
         model = self.adapter.model
         place = Place(starts, tokens_BT.shape[1], self.groups, model.dtype, str(model.device))
-        return Step(self.embed(tokens_BT, place), offset, place)
+        step = Step(self.embed(tokens_BT, place), offset, place)
+        self.code(place, step.hidden)
+        return step
+
+    def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
+        """States of tokens at `starts` and after, of some rows, on their way to further layers."""
+        model = self.adapter.model
+        subset = None if len(rows) == len(self.lengths) else rows
+        tokens = hidden_BTD.shape[1]
+        place = Place(starts, tokens, self.groups, model.dtype, str(model.device), subset)
+        self.code(place, hidden_BTD)
+        return Step(hidden_BTD, 0, place)
 
     def through(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
         hidden = hidden_BTD.flatten(0, 1)

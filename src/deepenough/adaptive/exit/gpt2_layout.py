@@ -61,6 +61,16 @@ class GPT2Engine(FusedEngine):
         act = _FUSED_GELU if isinstance(mlp.act, NewGELUActivation) else mlp.act
         return hidden_ND + _map(act(inner), mlp.c_proj)
 
+    def fill(self, index: int, hidden_ND: Tensor, step: Step) -> None:
+        own: Any = self.adapter.layers[index]
+        place: Place = step.context
+        batch, tokens, width = step.hidden.shape
+        weight, bias = own.attn.c_attn.weight[:, width:], own.attn.c_attn.bias[width:]
+        joint = torch.addmm(bias, _norm(hidden_ND, own.ln_1), weight)
+        key, value = joint.view(batch, tokens, 2, self.heads, self.head_width).unbind(2)
+        place.store(self.slots.keys[index], key)
+        place.store(self.slots.values[index], value)
+
 
 def _norm(hidden: Tensor, module: Any) -> Tensor:
     return F.layer_norm(hidden, hidden.shape[-1:], module.weight, module.bias, module.eps)

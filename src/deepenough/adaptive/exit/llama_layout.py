@@ -78,10 +78,11 @@ class LlamaEngine(FusedEngine):
         return self.adapter.model.lm_head(normed)
 
     def embed(self, tokens_BT: Tensor, place: Place) -> Tensor:
-        hidden_BTD = self.adapter.trunk.embed_tokens(tokens_BT)
-        cos, sin = self._tables(place.end, hidden_BTD)
+        return self.adapter.trunk.embed_tokens(tokens_BT)
+
+    def code(self, place: Place, like: Tensor) -> None:
+        cos, sin = self._tables(place.end, like)
         place.codes = cos[place.positions][:, :, None], sin[place.positions][:, :, None]
-        return hidden_BTD
 
     def layer(self, index: int, hidden_ND: Tensor, step: Step) -> Tensor:
         own = self.layers[index]
@@ -103,6 +104,19 @@ class LlamaEngine(FusedEngine):
         normed = F.rms_norm(hidden_ND, (width,), own.norm_mid, self.eps)
         gate, up = F.linear(normed, *own.gate_up).chunk(2, dim=-1)
         return hidden_ND + F.linear(own.act(gate) * up, own.down.weight, own.down.bias)
+
+    def fill(self, index: int, hidden_ND: Tensor, step: Step) -> None:
+        own, place = self.layers[index], step.context
+        batch, tokens, width = step.hidden.shape
+        normed = F.rms_norm(hidden_ND, (width,), own.norm_in, self.eps)
+        weight, bias = own.into_heads
+        first = self.heads * self.head_width  # behind the queries
+        heads = F.linear(normed, weight[first:], None if bias is None else bias[first:])
+        key, value = heads.view(batch, tokens, 2, self.key_heads, self.head_width).unbind(2)
+        cos, sin = place.codes
+        key = torch.addcmul(key * cos, key.roll(self.head_width // 2, -1), sin)
+        place.store(self.slots.keys[index], key)
+        place.store(self.slots.values[index], value)
 
     def _tables(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of all positions so far, a line each."""

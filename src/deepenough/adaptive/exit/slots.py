@@ -44,11 +44,20 @@ class Place:
     Where all rows stand at one position, slots are a slice; where they do not, an index. Queries of
     the heads that share keys stand in a row behind each other (`groups` for each token), so that
     keys and values are read where they lie instead of being repeated.
+
+    With `rows`, the tokens are of these rows of the cache alone.
     """
 
     def __init__(
-        self, starts: Sequence[int], num_tokens: int, groups: int, dtype: torch.dtype, device: str
+        self,
+        starts: Sequence[int],
+        num_tokens: int,
+        groups: int,
+        dtype: torch.dtype,
+        device: str,
+        rows: Sequence[int] | None = None,
     ) -> None:
+        self.rows = None if rows is None else torch.tensor(rows, device=device)
         self.end = max(starts) + num_tokens
         self.start: int | None = starts[0] if len(set(starts)) == 1 else None
         self.mask: Tensor | None = None
@@ -62,7 +71,6 @@ class Place:
                 self.mask = self._additive(self.positions[0], groups, dtype)
             return
         self.positions = steps + torch.tensor(starts, device=device)[:, None]
-        self.rows = torch.arange(len(starts), device=device)[:, None]
         self.mask = self._additive(self.positions, groups, dtype)[:, None]
 
     def _additive(self, positions: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
@@ -74,8 +82,14 @@ class Place:
 
     def store(self, slots_BHCK: Tensor, new_BTHK: Tensor) -> Tensor:
         """Write, and give back all slots up to the last that any row has filled."""
-        if self.start is not None:
+        if self.start is None:
+            rows = torch.arange(len(new_BTHK), device=new_BTHK.device)
+            rows = rows if self.rows is None else self.rows
+            slots_BHCK[rows[:, None], :, self.positions] = new_BTHK
+        elif self.rows is None:
             slots_BHCK[:, :, self.start : self.end] = new_BTHK.transpose(1, 2)
         else:
-            slots_BHCK[self.rows, :, self.positions] = new_BTHK
-        return slots_BHCK[:, :, : self.end]
+            slots_BHCK[self.rows, :, self.start : self.end] = new_BTHK.transpose(1, 2)
+        if self.rows is None:
+            return slots_BHCK[:, :, : self.end]
+        return slots_BHCK[self.rows, :, : self.end]

@@ -1,0 +1,109 @@
+"""When a token may leave: policies over what the layers so far predict.
+
+At a layer where exits are checked, the state is taken to the last layer by its shortcut, normed,
+and projected on a shortlist (or on all words); a policy looks at the probabilities that result.
+`lambda` is a confidence in [0, 1]: the higher, the later a token leaves.
+
+Shapes: B rows, S words.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepenough.errors import UserError
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a policy sees of rows at one layer."""
+
+    layer: int
+    probabilities_BS: Tensor
+    place_B: Tensor
+    """How many tokens each row has generated."""
+    streak_B: Tensor
+    """At how many checked layers in a row, this one included, the best word was the same."""
+
+
+class ExitPolicy(ABC):
+    @abstractmethod
+    def leaves(self, look: Look) -> Tensor:
+        """Which rows leave, booleans `[B]`."""
+
+
+@dataclass(frozen=True)
+class ConfidenceGap(ExitPolicy):
+    """The gap between the two best exceeds `0.9 lambda + 0.1 exp(-4 t / N)` (CALM, 2207.07061)."""
+
+    threshold: float
+    mean_length: float = 128.0
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
+
+    def leaves(self, look: Look) -> Tensor:
+        best = look.probabilities_BS.topk(2, dim=-1).values
+        decay = torch.exp(-4.0 * look.place_B / self.mean_length)
+        return best[:, 0] - best[:, 1] > 0.9 * self.threshold + 0.1 * decay
+
+
+@dataclass(frozen=True)
+class TopProbability(ExitPolicy):
+    """The best word is more probable than `lambda`."""
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
+
+    def leaves(self, look: Look) -> Tensor:
+        return look.probabilities_BS.amax(-1) > self.threshold
+
+
+@dataclass(frozen=True)
+class LowEntropy(ExitPolicy):
+    """The entropy is below `1 - lambda` of what it could be."""
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
+
+    def leaves(self, look: Look) -> Tensor:
+        entropy = torch.special.entr(look.probabilities_BS).sum(-1)
+        return entropy < (1 - self.threshold) * math.log(look.probabilities_BS.shape[-1])
+
+
+@dataclass(frozen=True)
+class Patience(ExitPolicy):
+    """`layers` checked layers in a row agree on the best word (PABEE, 2006.04152)."""
+
+    layers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise UserError(f"Patience is at least 1 layer: got {self.layers}.")
+
+    def leaves(self, look: Look) -> Tensor:
+        return look.streak_B >= self.layers
+
+
+@dataclass(frozen=True)
+class FixedLayer(ExitPolicy):
+    """Every token leaves at the first checked layer from `layer` on."""
+
+    layer: int
+
+    def leaves(self, look: Look) -> Tensor:
+        return torch.full_like(look.streak_B, look.layer >= self.layer, dtype=torch.bool)
+
+
+def check_threshold(threshold: float) -> None:
+    if not 0.0 <= threshold <= 1.0:
+        raise UserError(f"A threshold must be between 0 and 1: got {threshold}.")
