@@ -4,10 +4,10 @@
 
 For every seed the same encoder is fine-tuned three times with the same data, steps and settings:
 at full depth, with pondering, and with PABEE's weighted losses. Then all three are measured on the
-development set: full depth as it is; pondering at the threshold that was best within the budget of
-layers on the labelled test set, so that nothing is chosen on what is reported; the frontier of all
-thresholds, patiences and fixed exits; and the seconds of inference that really stops beside those
-of all layers, taking turns.
+development set: full depth as it is; pondering at the threshold, on the probability of having
+halted or on that of the answer, that was best within the budget of layers on the labelled test set,
+so that nothing is chosen on what is reported; the frontier of all thresholds, patiences and fixed
+exits; and the seconds of inference that really stops beside those of all layers, taking turns.
 
 A run that is interrupted goes on where it stopped when the command is given again; what is finished
 is left alone. One epoch of one model takes some minutes on two cores.
@@ -24,7 +24,7 @@ from typing import Any
 
 from record import RESULTS, save_result
 
-from deepenough.adaptive.ponder.policies import FixedExit, QuantileExit
+from deepenough.adaptive.ponder.policies import ConfidenceExit, FixedExit, QuantileExit
 from deepenough.data.classification import ClassificationData, LabelledTexts, open_classification
 from deepenough.data.encoded_examples import EncodedExamples
 from deepenough.measure import ponder as measure
@@ -42,6 +42,7 @@ CONFIG = Path(__file__).parent.parent / "configs" / "ponder-sst2.yaml"
 #: What is trained, by the name it has in the pictures.
 EXITS = {"last": "fixed", "ponder": "quantile", "weighted": "patience"}
 MAX_LENGTH = 64
+THRESHOLDS = {"quantile": QuantileExit, "confidence": ConfidenceExit}
 BUDGET = 0.6
 """Share of the layers that a threshold may take on average."""
 CHOOSE, REPORT = "valid", "dev"
@@ -104,8 +105,10 @@ def compare(
             answers[split][name] = measure.all_passes(model, encoded[split])
     dev = answers[REPORT]
     full = measure.quality(dev["last"], FixedExit())
-    threshold = choose_threshold(answers[CHOOSE]["ponder"])
-    policy = QuantileExit(threshold)
+    chosen = {name: choose(answers[CHOOSE]["ponder"], name) for name in THRESHOLDS}
+    exits = {name: THRESHOLDS[name](point["setting"]) for name, point in chosen.items()}
+    best = max(chosen, key=lambda name: (chosen[name]["accuracy"], -chosen[name]["passes"]))
+    policy = exits[best]
     pondering = measure.quality(dev["ponder"], policy)
     seconds = {"last": math.inf, "ponder": math.inf}
     for _ in range(rounds):
@@ -120,7 +123,9 @@ def compare(
         records += measure.records(own, stops, texts.labels, shown, step=0, about=about)
     result = {
         "full_depth": full,
-        "threshold": threshold,
+        "chosen": best,
+        "thresholds": {name: point["setting"] for name, point in chosen.items()},
+        "by_exit": {name: measure.quality(dev["ponder"], each) for name, each in exits.items()},
         "pondering": pondering,
         "accuracy_difference": pondering["accuracy"] - full["accuracy"],
         "share_of_layers": pondering["share"],
@@ -132,11 +137,11 @@ def compare(
     return result, records
 
 
-def choose_threshold(answers: measure.AllPasses) -> float:
+def choose(answers: measure.AllPasses, policy: str) -> dict[str, Any]:
     """The most accurate threshold within the budget; of equals the one with fewer passes."""
-    points = [point for point in measure.sweep(answers) if point["policy"] == "quantile"]
+    points = [point for point in measure.sweep(answers) if point["policy"] == policy]
     within = [point for point in points if point["share"] <= BUDGET] or points[:1]
-    return float(max(within, key=lambda p: (p["accuracy"], -p["passes"]))["setting"])
+    return max(within, key=lambda p: (p["accuracy"], -p["passes"]))
 
 
 def mean_of(results: list[dict[str, Any]]) -> dict[str, float]:

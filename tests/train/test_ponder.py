@@ -257,7 +257,7 @@ def test_albert_from_a_config_with_a_bare_tokenizer(
         ({"ponder.num_passes": 4}, "at most 3"),
         ({"ponder.halting_target": 0.0}, "halting target"),
         ({"ponder.exit_threshold": 0.0}, "threshold"),
-        ({"ponder.objective": "last"}, "choose patience or fixed"),
+        ({"ponder.objective": "last"}, "choose confidence, patience or fixed"),
         ({"model.encoder": "/nowhere/config.json"}, "no config file"),
         ({"model.tokenizer": "/nowhere"}, "tokenizer /nowhere cannot be loaded"),
         ({"model.dropout": 1.0}, "dropout must be at least 0 and below 1"),

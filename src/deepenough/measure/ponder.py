@@ -1,8 +1,8 @@
 """Quality against passes of a pondering classifier, for every way of stopping it.
 
 One run at full depth keeps the answers of all passes and the halting probabilities; every
-threshold, patience and fixed exit is then replayed on them, because what a pass answers does not
-depend on when others stop. Nothing is run twice for a sweep.
+threshold, confidence, patience and fixed exit is then replayed on them, because what a pass answers
+does not depend on when others stop. Nothing is run twice for a sweep.
 
 Difficulty of an example: the pass from which on the model's answer no longer changes. An example
 settled at pass 1 could have stopped there; a later one is one the passes were needed for.
@@ -25,6 +25,7 @@ from deepenough.adaptive.ponder.inference import choose, replay
 from deepenough.adaptive.ponder.loss import SINGLE_LABEL, answer_loss
 from deepenough.adaptive.ponder.model import PonderClassifier
 from deepenough.adaptive.ponder.policies import (
+    ConfidenceExit,
     ExitPolicy,
     FixedExit,
     PatienceExit,
@@ -36,6 +37,7 @@ from deepenough.runs import Record
 
 #: From stopping at once to never before the last pass.
 THRESHOLDS: tuple[float, ...] = tuple(round(0.05 * step, 2) for step in range(1, 21))
+CONFIDENCES: tuple[float, ...] = (0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99)
 EVAL_BATCH = 64
 NUM_SHOWN = 6
 """Examples whose halting is recorded pass by pass."""
@@ -122,10 +124,13 @@ def settled_at(answers: AllPasses) -> Tensor:
 
 
 def sweep(answers: AllPasses, thresholds: Sequence[float] = THRESHOLDS) -> list[dict[str, Any]]:
-    """Every threshold (where the model halts), patience and fixed exit, with its quality."""
+    """Every threshold (where the model halts), confidence, patience and fixed exit, with its
+    quality."""
     policies: list[tuple[str, float, ExitPolicy]] = []
     if answers.halt_logits is not None:
         policies += [("quantile", value, QuantileExit(value)) for value in thresholds]
+    if answers.step_logits.shape[-1] > 1:
+        policies += [("confidence", value, ConfidenceExit(value)) for value in CONFIDENCES]
     for passes in range(1, answers.num_passes):
         policies.append(("patience", passes, PatienceExit(passes)))
     for passes in range(1, answers.num_passes + 1):

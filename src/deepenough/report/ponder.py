@@ -24,16 +24,24 @@ from deepenough.report.source import Run
 
 #: What each model and each way of stopping is called.
 MODELS = {"ponder": "pondering", "weighted": "PABEE-trained", "last": "full depth"}
-POLICIES = {"quantile": "threshold", "patience": "patience", "fixed": "fixed exit"}
+POLICIES = {
+    "quantile": "halting",
+    "confidence": "confidence",
+    "patience": "patience",
+    "fixed": "fixed exit",
+}
 LOOKS: dict[str, dict[str, Any]] = {
     "quantile": {"linestyle": "-", "marker": "o", "markersize": 3.5},
+    "confidence": {"linestyle": "-", "marker": "^", "markersize": 4.0},
     "patience": {"linestyle": "--", "marker": "s", "markersize": 4.0},
     "fixed": {"linestyle": ":", "marker": "D", "markersize": 3.5},
 }
 COLORS = {
     ("ponder", "quantile"): style.BLUE,
+    ("ponder", "confidence"): style.GREEN,
     ("ponder", "patience"): style.SKY,
     ("ponder", "fixed"): style.FAINT,
+    ("weighted", "confidence"): style.PURPLE,
     ("weighted", "patience"): style.VERMILION,
     ("weighted", "fixed"): style.ORANGE,
 }

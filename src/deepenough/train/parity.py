@@ -51,10 +51,10 @@ class ParityModelSettings:
     eval_passes: int | None = None
     """Passes at most when measuring; by default those of training."""
 
-    halting_target: float = 0.1
+    halting_target: float = 0.3
     """Halting probability of the geometric prior, lambda_p; its inverse is the prior's mean."""
 
-    kl_weight: float = 0.01
+    kl_weight: float = 0.1
     """Weight of the divergence from the prior, beta."""
 
     act_cost: float = 0.001
@@ -82,8 +82,8 @@ class ParityTraining:
     model: ParityModelSettings = field(default_factory=ParityModelSettings)
     train: TrainSettings = field(
         default_factory=lambda: TrainSettings(
-            steps=10_000,
-            lr=3e-3,
+            steps=8_000,
+            lr=2e-3,
             warmup=500,
             weight_decay=0.1,
             betas=[0.9, 0.99],

@@ -39,10 +39,11 @@ class ExitSettings:
     """When to stop; by default as the model was told to when it was trained"""
 
     exit: Exit | None = None
-    """quantile, sampled, patience or fixed."""
+    """quantile, sampled, confidence, patience or fixed."""
 
     threshold: float | None = None
-    """Probability of having halted at which the quantile exit stops, in (0, 1]."""
+    """Probability of having halted at which the quantile exit stops, or of the answer at which the
+    confidence exit does, in (0, 1]."""
 
     patience: int | None = None
     """How often an answer is repeated before the patience exit stops."""

@@ -134,9 +134,10 @@ def test_a_new_model_halts_as_its_prior():
         ({"exit_patience": 0}, "exit_patience must be at least 1"),
         ({"exit_pass": 5}, "exit_pass must lie between 1 and num_passes, 4"),
         ({"kl_weight": -1.0}, "must not be negative"),
-        ({"exit": "never"}, "exit must be one of quantile, sampled, patience, fixed"),
+        ({"early_gradient": 1.5}, "early_gradient must be from 0 to 1"),
+        ({"exit": "never"}, "exit must be one of quantile, sampled, confidence, patience, fixed"),
         ({"halting_head": "third"}, "halting_head must be one of"),
-        ({"objective": "last"}, "choose patience or fixed"),
+        ({"objective": "last"}, "choose confidence, patience or fixed"),
     ],
 )
 def test_impossible_configs_are_refused(changes, message):

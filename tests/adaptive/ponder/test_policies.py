@@ -8,6 +8,7 @@ from deepenough.adaptive.ponder.distribution import log_halting
 from deepenough.adaptive.ponder.inference import replay
 from deepenough.adaptive.ponder.loss import MULTI_LABEL
 from deepenough.adaptive.ponder.policies import (
+    ConfidenceExit,
     FixedExit,
     PatienceExit,
     QuantileExit,
@@ -59,6 +60,24 @@ def test_seeded_draws_belong_to_the_example():
     assert torch.equal(SampledExit(7).start(ids[[8, 3]], 2), all_at_once[[8, 3]])
     assert not torch.equal(SampledExit(8).start(ids, 2), all_at_once)
     assert len(set(all_at_once.flatten().tolist())) == 10
+
+
+@pytest.mark.parametrize(("threshold", "expected"), [(0.5, 1), (0.7, 2), (0.9, 3), (0.99, 4)])
+def test_confidence_stops_once_the_answer_is_probable(threshold, expected):
+    sure = torch.tensor([0.6, 0.8, 0.95, 0.96])
+    logits = torch.stack([sure.logit(), torch.zeros(4)], -1)[:, None]
+    assert replay(ConfidenceExit(threshold), logits, None, ONE) == expected
+
+
+def test_confidence_of_several_labels_is_that_of_the_least_certain():
+    policy = ConfidenceExit(0.9, MULTI_LABEL)
+    logits = torch.tensor([[[4.0, -0.1]], [[4.0, -3.0]], [[4.0, -5.0]]])
+    assert replay(policy, logits, None, ONE) == 2
+
+
+def test_confidence_of_a_number_is_refused():
+    with pytest.raises(UserError, match="use patience"):
+        ConfidenceExit(0.9, "regression")
 
 
 @pytest.mark.parametrize(

@@ -143,3 +143,25 @@ def test_a_lead_of_the_best_answer_can_hasten_the_halt():
 def test_one_label_has_no_lead(make_model):
     with pytest.raises(UserError, match="choose previous"):
         make_model(halting_head="answer", num_labels=1)
+
+
+def test_early_answers_can_be_kept_from_the_encoder(make_model, batch):
+    labels = torch.arange(9) % 3
+
+    model = make_model(objective="weighted", exit="fixed").train()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+
+    def gradients(objective: str, share: float) -> dict[str, torch.Tensor]:
+        model.config.objective, model.config.early_gradient = objective, share
+        model.zero_grad()
+        model(**batch, labels=labels).loss.backward()
+        return {name: p.grad.clone() for name, p in model.encoder_model.named_parameters()}
+
+    whole, none = gradients("weighted", 1.0), gradients("weighted", 0.0)
+    half, last = gradients("weighted", 0.5), gradients("last", 1.0)
+    for name in last:
+        # The last of four answers has four tenths of the weight.
+        torch.testing.assert_close(none[name], 0.4 * last[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(half[name], (whole[name] + none[name]) / 2, rtol=1e-4, atol=1e-6)

@@ -117,7 +117,8 @@ def check_policy(model: PonderClassifier, policy: ExitPolicy) -> None:
     if policy.needs_halting and not model.has_halting:
         raise UserError(
             f"This model was made with objective {model.config.objective!r} and has no halting "
-            f"probabilities for {type(policy).__name__}: use PatienceExit or FixedExit."
+            f"probabilities for {type(policy).__name__}: use ConfidenceExit, PatienceExit or "
+            "FixedExit."
         )
 
 

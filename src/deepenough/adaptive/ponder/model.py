@@ -134,6 +134,10 @@ class PonderClassifier(ReadsTexts, PreTrainedModel):
         self, index: int, hidden_RTD: Tensor, mask_RT: Tensor | None, before_RD: Tensor
     ) -> Reading:
         """What the heads say after pass `index` (from 0)."""
+        share = self.config.early_gradient
+        if share < 1 and index < self.num_passes - 1 and self.training:
+            hidden_RTD = share * hidden_RTD + (1 - share) * hidden_RTD.detach()
+            before_RD = share * before_RD + (1 - share) * before_RD.detach()
         now = self.summary(hidden_RTD, mask_RT)
         logits: Tensor = self._classifier(index)(now)
         head = self._halting_head(index)

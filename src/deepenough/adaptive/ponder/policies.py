@@ -7,6 +7,7 @@ at the same pass all the same.
 `QuantileExit` is Q-exit of PALBERT (arXiv 2204.03276). `SampledExit` draws from the halting
 distribution (PonderNet, arXiv 2107.05407) by one uniform number an example instead of one Bernoulli
 draw a pass, which is the same distribution. `PatienceExit` is PABEE (arXiv 2006.04152).
+`ConfidenceExit` asks how probable the answer is (DeeBERT, arXiv 2004.12993, by its entropy).
 
 Shapes: R examples still running, C labels, K numbers remembered.
 """
@@ -14,6 +15,7 @@ Shapes: R examples still running, C labels, K numbers remembered.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,6 +132,29 @@ class PatienceExit(ExitPolicy):
         return now.argmax(-1) == last.argmax(-1)
 
 
+class ConfidenceExit(ExitPolicy):
+    """Stops when the answer has at least this probability: of one label the likeliest, of several
+    the least certain decision."""
+
+    def __init__(self, threshold: float = 0.9, problem: str | None = None) -> None:
+        check_threshold(threshold)
+        if problem == REGRESSION:
+            raise UserError("A number has no probability for the confidence exit: use patience.")
+        self.threshold = threshold
+        self.problem = problem
+
+    def start(self, example_ids: Tensor, num_labels: int) -> Tensor:
+        return torch.empty(len(example_ids), 0, device=example_ids.device)
+
+    def step(self, view: StepView, memory: Tensor) -> tuple[Tensor, Tensor]:
+        logits = view.logits.float()
+        if self.problem == MULTI_LABEL:
+            sure = logits.abs().sigmoid().amin(-1)
+        else:
+            sure = logits.softmax(-1).amax(-1)
+        return sure >= self.threshold, memory
+
+
 class FixedExit(ExitPolicy):
     """Stops after `num_passes`; None runs all."""
 
@@ -149,13 +174,14 @@ class FixedExit(ExitPolicy):
 
 def make_policy(settings: PonderSettings, problem: str | None = None) -> ExitPolicy:
     """The policy that settings ask for."""
-    policies: dict[str, ExitPolicy] = {
-        "quantile": QuantileExit(settings.exit_threshold),
-        "sampled": SampledExit(settings.exit_seed),
-        "patience": PatienceExit(settings.exit_patience, problem),
-        "fixed": FixedExit(settings.exit_pass),
+    policies: dict[str, Callable[[], ExitPolicy]] = {
+        "quantile": lambda: QuantileExit(settings.exit_threshold),
+        "sampled": lambda: SampledExit(settings.exit_seed),
+        "confidence": lambda: ConfidenceExit(settings.exit_threshold, problem),
+        "patience": lambda: PatienceExit(settings.exit_patience, problem),
+        "fixed": lambda: FixedExit(settings.exit_pass),
     }
-    return policies[settings.exit]
+    return policies[settings.exit]()
 
 
 def _uniform(seed: int, example: int) -> float:

@@ -11,13 +11,13 @@ from deepenough.errors import UserError
 HaltingHeadKind = Literal["previous", "answer", "second_cls"]
 Objective = Literal["ponder", "weighted", "last"]
 Pooling = Literal["cls", "mean"]
-Exit = Literal["quantile", "sampled", "patience", "fixed"]
+Exit = Literal["quantile", "sampled", "confidence", "patience", "fixed"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "halting_head": ("previous", "answer", "second_cls"),
     "objective": ("ponder", "weighted", "last"),
     "pooling": ("cls", "mean"),
-    "exit": ("quantile", "sampled", "patience", "fixed"),
+    "exit": ("quantile", "sampled", "confidence", "patience", "fixed"),
 }
 
 
@@ -47,13 +47,18 @@ class PonderSettings:
     kl_weight: float = 0.5
     """Weight (beta) of the divergence from the prior."""
 
+    early_gradient: float = 1.0
+    """Share of the gradient of the heads before the last pass that reaches the encoder. Below 1 the
+    last answer suffers less from the early ones, whose heads learn at full rate all the same."""
+
     exit: Exit = "quantile"
     """When to stop in evaluation: once the probability of having halted reaches a threshold
-    (`quantile`), by a draw from the halting distribution (`sampled`), when `patience` answers in
-    a row agree (PABEE), or after a `fixed` number of passes."""
+    (`quantile`), by a draw from the halting distribution (`sampled`), once the probability of the
+    answer reaches a threshold (`confidence`), when `patience` answers in a row agree (PABEE), or
+    after a `fixed` number of passes."""
 
     exit_threshold: float = 0.5
-    """Threshold of the `quantile` exit."""
+    """Threshold of the `quantile` and `confidence` exits."""
 
     exit_patience: int = 2
     """How often in a row an answer must be repeated for the `patience` exit."""
@@ -82,6 +87,8 @@ def check_settings(settings: PonderSettings, depth: int, shared: bool) -> int:
     check_target(settings.halting_target)
     if settings.kl_weight < 0:
         raise UserError(f"kl_weight must not be negative: got {settings.kl_weight}.")
+    if not 0 <= settings.early_gradient <= 1:
+        raise UserError(f"early_gradient must be from 0 to 1: got {settings.early_gradient}.")
     check_threshold(settings.exit_threshold)
     if settings.exit_patience < 1:
         raise UserError(f"exit_patience must be at least 1: got {settings.exit_patience}.")
@@ -92,7 +99,7 @@ def check_settings(settings: PonderSettings, depth: int, shared: bool) -> int:
     if settings.objective != "ponder" and settings.exit in ("quantile", "sampled"):
         raise UserError(
             f"A model trained with objective {settings.objective!r} has no halting probabilities "
-            f"for the exit {settings.exit!r}: choose patience or fixed."
+            f"for the exit {settings.exit!r}: choose confidence, patience or fixed."
         )
     return num_passes
 
