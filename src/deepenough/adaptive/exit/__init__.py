@@ -1,1 +1,1 @@
-"""Decoding that is really faster, lossless or leaving early, behind the model's own `generate()`."""
+"""Decoding that is really faster, lossless or leaving early, behind the same `generate()`."""
