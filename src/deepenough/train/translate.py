@@ -35,7 +35,7 @@ WEIGHTS = "weights"
 # What decides the weights of a model; the rest of its config can be changed at any time.
 MODEL_IDENTITY = (
     "vocab_size", "d_model", "num_heads", "d_ff", "encoder_steps", "decoder_steps", "mechanism",
-    "norm", "step_signal", "dropout", "ff_dropout", "label_smoothing", "act_cost",
+    "compare", "norm", "step_signal", "dropout", "ff_dropout", "label_smoothing", "act_cost",
 )  # fmt: skip
 
 

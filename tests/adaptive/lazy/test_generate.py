@@ -31,7 +31,7 @@ def make_writer(make_writer):
 
 
 def write(model, sources, **options):
-    defaults = {"max_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": 39}
+    defaults = {"max_new_tokens": NUM_NEW, "min_new_tokens": 4, "eos_token_id": 39}
     return model.generate(**sources, **(defaults | options))
 
 

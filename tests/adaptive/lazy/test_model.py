@@ -17,6 +17,7 @@ from deepenough.errors import UserError
 MECHANISMS = ["lazy", "universal", "act", "transformer"]
 FORMS = [
     *({"mechanism": mechanism} for mechanism in MECHANISMS),
+    {"compare": "update"},
     {"norm": "every"},
     {"step_signal": "sinusoid"},
     {"step_signal": "learned"},
@@ -91,15 +92,16 @@ def test_the_causal_models_losses(make_writer):
     assert torch.allclose(writer(ids, labels=ids).loss, writer(ids, targets=following).loss)
 
 
-def test_gates_are_those_of_the_states(make_translator, sources):
-    """One step by hand: the gate is 1 - cos^2 of the state and the block's update."""
-    model = make_translator()
+@pytest.mark.parametrize("compare", ["state", "update"])
+def test_gates_are_those_of_the_states(make_translator, sources, compare):
+    """One step by hand: the gate is 1 - cos^2 of the state and what it is compared with."""
+    model = make_translator(compare=compare)
     output = model.encoder(**sources, output_hidden_states=True)
     assert output.gates.shape == (3, 7, 3)
     before, after = output.hidden_states[1], output.hidden_states[2]
     gate = output.gates[..., 1]
     update = (after - before) / gate[..., None]
-    assert torch.allclose(update_share(before, update), gate, atol=1e-9)
+    assert torch.allclose(update_share(before, update, compare), gate, atol=1e-9)
     assert bool((gate > 0).all() and (gate < 1).all())
 
 

@@ -46,6 +46,16 @@ def test_a_step_by_hand():
     assert torch.equal(transition(torch.tensor([[1.0, 0.0]])), state)
 
 
+def test_a_step_compared_with_the_state_it_would_make_by_hand():
+    """x = (1, 0), y = (0, 1): the state would turn by 45 degrees, so half of the way is made."""
+    transition = LazyTransition(Fixed(torch.tensor([0.0, 1.0])), compare="state")
+    state, gate = transition.step(torch.tensor([[1.0, 0.0]]))
+    assert gate.item() == pytest.approx(0.5)
+    assert state.tolist() == [pytest.approx([1.0, 0.5])]
+    small = LazyTransition(Fixed(torch.tensor([0.0, 0.01])), compare="state")
+    assert small.step(torch.tensor([[1.0, 0.0]])).gate.item() == pytest.approx(1e-4, rel=1e-3)
+
+
 def test_the_papers_norm_comes_after_the_update():
     transition = LazyTransition(Fixed(torch.tensor([1.0, 1.0])), norm=nn.LayerNorm(2))
     state = transition(torch.tensor([[1.0, 0.0]]))

@@ -6,12 +6,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from deepenough.adaptive.lazy.transition import STATE, UPDATE
 from deepenough.errors import UserError
 
 LAZY, UNIVERSAL, ACT, TRANSFORMER = "lazy", "universal", "act", "transformer"
 MECHANISMS = (LAZY, UNIVERSAL, ACT, TRANSFORMER)
 STEP_SIGNALS = ("none", "sinusoid", "learned")
 NORMS = ("final", "every")
+COMPARED = (UPDATE, STATE)
 
 
 class LazyTransformerConfig(PreTrainedConfig):
@@ -19,6 +21,8 @@ class LazyTransformerConfig(PreTrainedConfig):
 
     - `mechanism`: `lazy`; `universal`, the plain Universal Transformer (arXiv 1807.03819); `act`,
       the same with Adaptive Computation Time; `transformer`, nothing shared.
+    - `compare`: what the gates compare a state with: the `state` that a whole update would make, or
+      the `update` itself.
     - `norm`: `final`, one norm after the last step; `every`, the paper's, one after each.
     - `step_signal`: whether the block is told which step it makes, up to `max_steps`.
     - `epsilon`, `patience`: a source token whose gate is below `epsilon` for `patience` steps in a
@@ -44,6 +48,7 @@ class LazyTransformerConfig(PreTrainedConfig):
         encoder_steps: int = 6,
         decoder_steps: int = 6,
         mechanism: str = LAZY,
+        compare: str = STATE,
         norm: str = "final",
         step_signal: str = "none",
         max_steps: int = 64,
@@ -65,7 +70,7 @@ class LazyTransformerConfig(PreTrainedConfig):
             d_ff,
         )
         self.encoder_steps, self.decoder_steps = encoder_steps, decoder_steps
-        self.mechanism, self.norm = mechanism, norm
+        self.mechanism, self.compare, self.norm = mechanism, compare, norm
         self.step_signal, self.max_steps, self.max_positions = step_signal, max_steps, max_positions
         self.dropout, self.ff_dropout = dropout, ff_dropout
         self.label_smoothing, self.act_cost = label_smoothing, act_cost
@@ -84,6 +89,7 @@ class LazyTransformerConfig(PreTrainedConfig):
     def _check(self) -> None:
         for name, choices in (
             ("mechanism", MECHANISMS),
+            ("compare", COMPARED),
             ("norm", NORMS),
             ("step_signal", STEP_SIGNALS),
         ):

@@ -29,6 +29,9 @@ class LazySettings:
     decoder_steps: int = 4
     """Steps over the translation."""
 
+    compare: Literal["state", "update"] = "state"
+    """What gates compare a state with: the state that a whole update would make, or the update."""
+
     norm: Literal["final", "every"] = "final"
     """Norm after the last step, or after every step as in the paper."""
 

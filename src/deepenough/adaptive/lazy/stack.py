@@ -53,6 +53,7 @@ class StepStack(nn.Module):
                 norm=nn.LayerNorm(config.d_model) if config.norm == "every" else None,
                 dropout=config.dropout,
                 lazy=config.mechanism == LAZY,
+                compare=config.compare,
             )
             for index in range(num_blocks)
         )

@@ -17,6 +17,16 @@ angle between them: the Gram matrices are `x x^T` and `y y^T`, their inner produ
 (the later form of the source). Departures from that later form: its block returns `x + update`,
 which counts the residual twice, so a block here returns the update alone; and sigma is taken
 before dropout, whose noise would make every update look more like news than it is.
+
+What the state is compared with is a choice. `update` is the formula above. It does not see how
+large an update is: one that is tiny but orthogonal is news to it. `state` compares `x` with the
+state that the whole update would make, as the paper's block does, whose output has the residual in
+it:
+
+    sigma = stop_gradient(CKA(x, x + y)),   new x = sigma * x + (1 - sigma) * (x + y)
+
+Then a gate is the squared sine of the angle by which the state would turn, and equilibrium is what
+the word says: no angle, no movement.
 """
 
 from __future__ import annotations
@@ -29,6 +39,9 @@ import torch
 from torch import Tensor, nn
 
 from deepenough.models.dropout import Dropout
+
+UPDATE, STATE = "update", "state"
+"""What the state is compared with: the update, or the state that it would make."""
 
 
 class LazyStep(NamedTuple):
@@ -45,7 +58,7 @@ class LazyTransition(nn.Module):
 
     The block maps states `[..., D]` (and whatever else it is given) to their updates, residual not
     added. Without `lazy` it is a plain residual connection, with which a shared block is a
-    Universal Transformer.
+    Universal Transformer. `compare` says what sigma compares the state with.
     """
 
     def __init__(
@@ -54,12 +67,13 @@ class LazyTransition(nn.Module):
         norm: nn.Module | None = None,
         dropout: float = 0.0,
         lazy: bool = True,
+        compare: str = UPDATE,
     ) -> None:
         super().__init__()
         self.block = block
         self.norm = norm
         self.dropout = Dropout(dropout)
-        self.lazy = lazy
+        self.lazy, self.compare = lazy, compare
 
     def forward(self, state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The new states alone, so that a transition can stand where a block stood."""
@@ -69,7 +83,7 @@ class LazyTransition(nn.Module):
         """The new states and the gates; arguments after the states go to the block."""
         update = self.block(state, *args, **kwargs)
         if self.lazy:
-            gate = update_share(state, update)
+            gate = update_share(state, update, self.compare)
             moved = torch.addcmul(state, self.dropout(update), gate.unsqueeze(-1))
         else:
             gate = state.new_ones(()).expand(state.shape[:-1])
@@ -78,9 +92,9 @@ class LazyTransition(nn.Module):
 
 
 @torch.no_grad()
-def update_share(state: Tensor, update: Tensor) -> Tensor:
+def update_share(state: Tensor, update: Tensor, compare: str = UPDATE) -> Tensor:
     """The gate `1 - sigma` of every token."""
-    return 1.0 - squared_cosine(state, update)
+    return 1.0 - squared_cosine(state, state + update if compare == STATE else update)
 
 
 def squared_cosine(x: Tensor, y: Tensor) -> Tensor:
