@@ -63,6 +63,10 @@ class Sentences:
     def lengths(self) -> np.ndarray:
         return np.diff(self.starts)
 
+    def head(self, num: int) -> Sentences:
+        """The first `num`."""
+        return Sentences(self.ids[: self.starts[: num + 1][-1]], self.starts[: num + 1])
+
     def padded(self, rows: Sequence[int], value: int) -> Tensor:
         length = max(int(self.starts[row + 1] - self.starts[row]) for row in rows)
         result = np.full((len(rows), length), value, dtype=np.int64)
@@ -84,6 +88,14 @@ class EncodedPairs:
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def head(self, num: int | None) -> EncodedPairs:
+        """The first `num`, or all."""
+        if num is None:
+            return self
+        return EncodedPairs(
+            self.source.head(num), self.target.head(num), self.pad, self.pairs[:num]
+        )
 
     def batch(self, rows: Sequence[int], device: torch.device | None = None) -> dict[str, Tensor]:
         """Arguments of a translation model: source ids, their mask, targets."""

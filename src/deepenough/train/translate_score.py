@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import sacrebleu
 import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from deepenough.data.translation_batches import cut_by_tokens
 from deepenough.data.translation_pairs import EncodedPairs
@@ -104,18 +106,30 @@ def _batches(pairs: EncodedPairs, tokens: int) -> Iterator[list[int]]:
         yield rows.tolist()
 
 
+class _OwnLimit(StoppingCriteria):
+    """Of each sentence its own, so that a translation does not depend on its batch."""
+
+    def __init__(self, limits_B: Tensor) -> None:
+        self.limits = limits_B
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """The rows of a sentence, its beams, follow one another; the first token is the start."""
+        num_beams = len(input_ids) // len(self.limits)
+        return self.limits.repeat_interleave(num_beams) <= input_ids.shape[1] - 1
+
+
 @torch.inference_mode()
 def _translate(
     model: Any, tokenizer: Any, pairs: EncodedPairs, rows: list[int], search: SearchSettings
 ) -> list[str]:
     batch = pairs.batch(rows, model.device)
-    length = batch["input_ids"].shape[1]
     # A translation may be longer than its source, but hardly twice as long.
-    limit = min(2 * length + 10, model.config.max_positions - 1)
+    limits = (2 * batch["attention_mask"].sum(1) + 10).clamp(max=model.config.max_positions - 1)
     written = model.generate(
         batch["input_ids"],
         attention_mask=batch["attention_mask"],
-        max_new_tokens=limit,
+        max_new_tokens=int(limits.max()),
+        stopping_criteria=StoppingCriteriaList([_OwnLimit(limits)]),
         **search.arguments(),
     )
     texts: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)

@@ -1,0 +1,55 @@
+"""`deepenough lazy translate`: translate lines of text as they come."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from deepenough.cli.parse import parse
+from deepenough.errors import UserError
+from deepenough.train.lazy_use import load_translator, translate_lines
+from deepenough.train.translate_score import SearchSettings
+
+
+@dataclass
+class TranslateSettings:
+    """Translate"""
+
+    run: str
+    """Folder of a finished training."""
+
+    file: str | None = None
+    """File with a sentence on every line; by default standard input."""
+
+    rows: int = 32
+    """Lines that are translated at once; 1 answers every line as soon as it is read."""
+
+    search: SearchSettings = field(default_factory=SearchSettings)
+
+
+def main(argv: list[str]) -> int:
+    settings = parse(
+        "lazy translate",
+        TranslateSettings,
+        argv,
+        description="Translate sentences, one a line, with a finished model.",
+        example="echo 'A man rides a bike.' | deepenough lazy translate runs/lazy-multi30k",
+        positional=["run", "file"],
+    )
+    translator = load_translator(settings.run)
+    lines = _lines(settings.file)
+    for translation in translate_lines(translator, lines, settings.search, settings.rows):
+        print(translation, flush=True)
+    return 0
+
+
+def _lines(file: str | None) -> Iterator[str]:
+    if file is None:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    try:
+        with open(file, encoding="utf-8", errors="replace") as lines:
+            yield from (line.rstrip("\n") for line in lines)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error

@@ -1,0 +1,69 @@
+"""BLEU for other steps than those of training, and for tokens that stop sooner or later.
+
+The first is the source's "zero-shot inferring": a grid of encoder and decoder steps, trained or
+not. The second trades BLEU for FLOPs and seconds of the encoder through `epsilon`. Every point is
+recorded as it is found, so that a sweep that is stopped has not been in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from deepenough.errors import UserError
+from deepenough.train.lazy_use import (
+    LazyEvaluation,
+    keep_record,
+    load_translator,
+    measure,
+    measured_pairs,
+)
+from deepenough.train.translate_score import SearchSettings
+
+STEPS, EPSILON = "steps", "epsilon"
+"""Kinds of the records of the two sweeps."""
+
+
+@dataclass
+class LazySweep(LazyEvaluation):
+    """Sweep steps and epsilons."""
+
+    encoder_steps: list[int] = field(default_factory=lambda: [2, 4, 6, 8, 9])
+    """Encoder steps of the grid; an empty list for no grid."""
+
+    decoder_steps: list[int] = field(default_factory=lambda: [2, 3, 4, 5, 6])
+    """Decoder steps of the grid."""
+
+    epsilons: list[float] = field(default_factory=lambda: [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3])
+    """Gates below which source tokens stop, each measured with the steps of training."""
+
+    sentences: int | None = None
+    """Sentences to measure on; by default all of the split."""
+
+
+def sweep(settings: LazySweep) -> Iterator[dict[str, Any]]:
+    """One point after another, each with `kind` beside its values."""
+    if settings.sentences is not None and settings.sentences < 1:
+        raise UserError(f"sentences must be at least 1: got {settings.sentences}.")
+    translator = load_translator(settings.run)
+    config = translator.model.config
+    searches = list(_searches(settings))
+    for _, search in searches:  # all refused before the first is measured
+        config.check_steps(search.encoder_steps or config.encoder_steps, "encoder_steps")
+        config.check_steps(search.decoder_steps or config.decoder_steps, "decoder_steps")
+        config.check_epsilon(search.epsilon or 0.0, "epsilon")
+    pairs = measured_pairs(settings, translator).head(settings.sentences)
+    for kind, search in searches:
+        values = measure(translator, pairs, search, settings.batch_size)
+        values |= {"split": settings.split, "test": settings.test}
+        keep_record(settings.run, kind, values)
+        yield {"kind": kind} | values
+
+
+def _searches(settings: LazySweep) -> Iterator[tuple[str, SearchSettings]]:
+    for encoder in settings.encoder_steps:
+        for decoder in settings.decoder_steps:
+            yield STEPS, replace(settings.search, encoder_steps=encoder, decoder_steps=decoder)
+    for epsilon in settings.epsilons:
+        yield EPSILON, replace(settings.search, epsilon=epsilon)
