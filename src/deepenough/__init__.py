@@ -11,6 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepenough.adaptive.exit.accelerate import accelerate as accelerate
+    from deepenough.adaptive.exit.carry import Carry as Carry
+    from deepenough.adaptive.lazy import LazyTransformerConfig as LazyTransformerConfig
+    from deepenough.adaptive.lazy import LazyTransformerForCausalLM as LazyTransformerForCausalLM
+    from deepenough.adaptive.lazy import (
+        LazyTransformerForConditionalGeneration as LazyTransformerForConditionalGeneration,
+    )
+    from deepenough.adaptive.lazy import LazyTransition as LazyTransition
     from deepenough.adaptive.par import ParConfig as ParConfig
     from deepenough.adaptive.par import ParForCausalLM as ParForCausalLM
     from deepenough.adaptive.ponder import PonderAlbertConfig as PonderAlbertConfig
@@ -30,7 +38,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Carry",
     "DepthTrace",
+    "LazyTransformerConfig",
+    "LazyTransformerForCausalLM",
+    "LazyTransformerForConditionalGeneration",
+    "LazyTransition",
     "ParConfig",
     "ParForCausalLM",
     "PonderAlbertConfig",
@@ -41,10 +54,16 @@ __all__ = [
     "RunFolder",
     "Shortcuts",
     "UserError",
+    "accelerate",
 ]
 
 _MODULES = {
+    "Carry": "deepenough.adaptive.exit.carry",
     "DepthTrace": "deepenough.adaptive.trace",
+    "LazyTransformerConfig": "deepenough.adaptive.lazy",
+    "LazyTransformerForCausalLM": "deepenough.adaptive.lazy",
+    "LazyTransformerForConditionalGeneration": "deepenough.adaptive.lazy",
+    "LazyTransition": "deepenough.adaptive.lazy",
     "ParConfig": "deepenough.adaptive.par",
     "ParForCausalLM": "deepenough.adaptive.par",
     "PonderAlbertConfig": "deepenough.adaptive.ponder",
@@ -55,6 +74,7 @@ _MODULES = {
     "RunFolder": "deepenough.runs",
     "Shortcuts": "deepenough.adaptive.shortcut.shortcuts",
     "UserError": "deepenough.errors",
+    "accelerate": "deepenough.adaptive.exit.accelerate",
 }
 
 

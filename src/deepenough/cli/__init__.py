@@ -18,6 +18,10 @@ COMMANDS: dict[str, str] = {
     "ponder eval": "measure its accuracy, passes and seconds",
     "ponder predict": "label lines of text as they come",
     "ponder parity": "PonderNet's experiment: learn parity, extrapolate to harder vectors",
+    "lazy train": "train a translator that updates only what still changes",
+    "lazy translate": "translate lines of text as they come",
+    "lazy eval": "measure its BLEU, how deep its tokens go and what that costs",
+    "lazy sweep": "BLEU for other steps, and for tokens that stop sooner or later",
     "cutoffs": "find the best adaptive-softmax cutoffs for word counts",
     "plot": "draw the pictures of a run",
 }
