@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         TranslateSettings,
         argv,
         description="Translate sentences, one a line, with a finished model.",
-        example="echo 'A man rides a bike.' | deepenough lazy translate runs/lazy-multi30k",
+        example="deepenough lazy translate runs/lazy-multi30k < sentences.txt",
         positional=["run", "file"],
     )
     translator = load_translator(settings.run)
