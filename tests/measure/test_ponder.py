@@ -5,6 +5,7 @@ import torch
 
 from deepenough.adaptive.ponder.policies import FixedExit, PatienceExit, QuantileExit
 from deepenough.measure.ponder import (
+    CONFIDENCES,
     AllPasses,
     passes_by,
     passes_of,
@@ -51,6 +52,7 @@ def test_the_sweep_has_every_way_once(answers: AllPasses) -> None:
     ways = [(point["policy"], point["setting"]) for point in points]
     assert ways == [
         *[("quantile", 0.5), ("quantile", 1.0)],
+        *[("confidence", value) for value in CONFIDENCES],
         *[("patience", 1), ("patience", 2)],
         *[("fixed", 1), ("fixed", 2), ("fixed", 3)],
     ]
@@ -59,7 +61,7 @@ def test_the_sweep_has_every_way_once(answers: AllPasses) -> None:
             expected = (ANSWERS[int(point["setting"]) - 1] == 1).double().mean()
             assert point["accuracy"] == pytest.approx(float(expected))
     baseline = AllPasses(answers.step_logits, None, answers.labels)
-    assert {point["policy"] for point in sweep(baseline)} == {"patience", "fixed"}
+    assert {point["policy"] for point in sweep(baseline)} == {"confidence", "patience", "fixed"}
 
 
 def test_passes_by_group() -> None:

@@ -96,7 +96,7 @@ def test_the_frontier_of_three_models(tmp_path: Path) -> None:
     save(figure, tmp_path)
     assert figure is not None
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # type: ignore[union-attr]
-    assert "pondering, threshold" in labels and "PABEE-trained, patience" in labels
+    assert "pondering, halting" in labels and "PABEE-trained, patience" in labels
     assert "full depth, fine-tuned alone" in labels
 
 

@@ -97,7 +97,7 @@ def test_evaluate_writes_the_whole_frontier(trained: Path) -> None:
     kinds = [record.kind for record in first]
     assert [record.kind for record in again] == [k for k in kinds if k != "ponder_time"]
     exits = [record.values for record in first if record.kind == "ponder_exit"]
-    assert {point["policy"] for point in exits} == {"quantile", "patience", "fixed"}
+    assert {point["policy"] for point in exits} == {"quantile", "confidence", "patience", "fixed"}
     full = next(p for p in exits if p["policy"] == "fixed" and p["setting"] == 3)
     assert full["passes"] == 3.0 and full["share"] == 1.0
     assert next(p for p in exits if p["policy"] == "quantile" and p["setting"] == 1.0) == {
