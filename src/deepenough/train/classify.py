@@ -107,15 +107,13 @@ class ClassificationTask:
         pass
 
     def identity(self) -> dict[str, Any]:
-        # Not the learning rate and its clipping: both may be lowered to get past a divergence.
-        train = ("steps", "warmup", "schedule", "weight_decay", "betas", "accumulate", "seed")
         config = self.model.config
         return {
             "model": {"architecture": config.model_type, "head_lr": self.head_lr}
             | {name: getattr(config, name) for name in OPTIONS if not name.startswith("exit")},
             "data": {"batch_size": self.data.batch_size, "max_length": self.data.max_length}
             | {split: _content(examples) for split, examples in self.examples.items()},
-            "train": {name: getattr(self.train, name) for name in train},
+            "train": self.train.identity(),
         }
 
     def save(self, folder: Path) -> None:

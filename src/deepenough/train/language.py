@@ -121,8 +121,6 @@ class LanguageTask:
                 self.memories[phase] = tuple(m.to(device) if m is not None else m for m in found)
 
     def identity(self) -> dict[str, Any]:
-        # Not the learning rate and its clipping: both may be lowered to get past a divergence.
-        train = ("steps", "warmup", "schedule", "weight_decay", "betas", "accumulate", "seed")
         names = [n for n in inspect.signature(ParConfig).parameters if n != "kwargs"]
         tokens = self.prepared.tokens.items()
         return {
@@ -130,7 +128,7 @@ class LanguageTask:
             "data": {"batch_size": self.data.batch_size, "length": self.data.length}
             # The folder's name is a hash of the text and its tokenizer.
             | {split: f"{len(file)} tokens ({file.folder.name})" for split, file in tokens},
-            "train": {name: getattr(self.train, name) for name in train},
+            "train": self.train.identity(),
         }
 
     def save(self, folder: Path) -> None:

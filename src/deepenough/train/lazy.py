@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -123,8 +122,6 @@ def _task(
         settings.fewest_encoder_steps,
     )
     if settings.epochs is not None:
-        batches = settings.epochs * len(task.batches)
-        steps = max(1, math.ceil(batches / settings.train.accumulate))
-        settings = replace(settings, train=replace(settings.train, steps=steps))
-        task.train = settings.train
+        task.train = settings.train.for_epochs(settings.epochs, len(task.batches))
+        settings = replace(settings, train=task.train)
     return settings, task

@@ -222,12 +222,11 @@ class ParityTask:
 
     def identity(self) -> dict[str, Any]:
         settings = self.settings
-        train = ("steps", "warmup", "schedule", "weight_decay", "betas", "accumulate", "seed")
         data = ("size", "train_nonzero", "batch_size")
         return {
             "model": {k: v for k, v in asdict(settings.model).items() if k != "eval_passes"},
             "data": {name: getattr(settings.data, name) for name in data},
-            "train": {name: getattr(settings.train, name) for name in train},
+            "train": settings.train.identity(),
         }
 
     def save(self, folder: Path) -> None:

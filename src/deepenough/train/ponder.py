@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,10 +79,8 @@ def _task(
         model, tokenizer, examples, settings.data, settings.train, accelerator, settings.head_lr
     )
     if settings.epochs is not None:
-        batches = settings.epochs * len(task.batches)
-        steps = max(1, math.ceil(batches / settings.train.accumulate))
-        settings = replace(settings, train=replace(settings.train, steps=steps))
-        task.train = settings.train
+        task.train = settings.train.for_epochs(settings.epochs, len(task.batches))
+        settings = replace(settings, train=task.train)
     return settings, task
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from deepenough.errors import UserError
 
@@ -74,6 +74,18 @@ class TrainSettings:
             raise UserError(f"train.threads must be at least 1: got {self.threads}.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"train.betas must be two numbers in [0, 1): got {self.betas}.")
+
+    def for_epochs(self, epochs: float, batches: int) -> TrainSettings:
+        """With as many steps as so many rounds over the batches of an epoch take."""
+        return replace(self, steps=max(1, math.ceil(epochs * batches / self.accumulate)))
+
+    def identity(self) -> dict[str, Any]:
+        """What a run must share with the checkpoint that it goes on from.
+
+        Not the learning rate and its clipping: both may be lowered to get past a divergence.
+        """
+        names = ("steps", "warmup", "schedule", "weight_decay", "betas", "accumulate", "seed")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass

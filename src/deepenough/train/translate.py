@@ -147,15 +147,13 @@ class TranslationTask:
         pass
 
     def identity(self) -> dict[str, Any]:
-        # Not the learning rate and its clipping: both may be lowered to get past a divergence.
-        train = ("steps", "warmup", "schedule", "weight_decay", "betas", "accumulate", "seed")
         config = self.model.config
         return {
             "model": {name: getattr(config, name) for name in MODEL_IDENTITY}
             | {"fewest_encoder_steps": self.fewest_steps},
             "data": {"batch_tokens": self.data.batch_tokens, "max_length": self.data.max_length}
             | {split: _content(pairs) for split, pairs in self.pairs.items()},
-            "train": {name: getattr(self.train, name) for name in train},
+            "train": self.train.identity(),
         }
 
     def save(self, folder: Path) -> None:

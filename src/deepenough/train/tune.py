@@ -221,15 +221,13 @@ def _identity(
     settings: TuneTraining,
 ) -> dict[str, Any]:
     """What a checkpoint must share with the run that goes on from it."""
-    # Not the learning rate, which may be lowered to get past a divergence, nor the memory.
-    train = ("steps", "warmup", "schedule", "weight_decay", "betas", "accumulate", "seed")
     own = {name: getattr(settings.tune, name) for name in ("batch", "shortlist", "drawn")}
     start = hashlib.blake2b(matrices.numpy().tobytes(), digest_size=8).hexdigest()
     return {
         "model": adapter.identity()["fingerprint"],
         "texts": texts.tally.fingerprint,
         "tune": own | {"layers": layers, "start": start},
-        "train": {name: getattr(settings.train, name) for name in train},
+        "train": settings.train.identity(),
     }
 
 
