@@ -3,16 +3,18 @@
     python benchmarks/par_point.py train --runs runs/par-point [--seeds 3]
     python benchmarks/par_point.py measure --runs runs/par-point [--save]
 
-`train` searches, derives within the latency budget and trains the searched pattern and the
-baseline with every seed, and hand-written patterns with the first, all for the same number of steps
-on the same text; what is finished already is left alone. `measure` times one forward pass of every
-pattern, taking turns, and sets it beside the perplexities; with --save the table and the frontier
-are kept.
+`train` searches by `configs/par-long-context.yaml`, derives within its latency budget and trains
+the searched pattern and the baseline with every seed, and hand-written patterns with the first, all
+for the same number of steps with segments of 256 tokens and 256 of memory; then it takes their
+perplexity as they will be used, with 512 + 512. What is finished already is left alone. `measure`
+times one forward pass of every pattern at 512 + 512, taking turns, and sets it beside them;
+with --save the table and the frontier are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +30,14 @@ from deepenough.report import plot_frontier
 from deepenough.runs import RunFolder, read_records
 from deepenough.settings import resolve
 from deepenough.train.par import ParSearch, ParTraining, derive_run, search, train
+from deepenough.train.use import evaluate
 
 CONFIG = Path(__file__).parent.parent / "configs" / "par-long-context.yaml"
-NUM_BLOCKS = 12
-HAND_WRITTEN = ("daddaddadddd", "dadddadddddd", "dddddddddddd")
+HAND_WRITTEN = ("daddaddadd", "addddddadd", "dddddddddd")
+TRAINED, USED = 256, 512  # tokens of a segment, and as many of memory
+LANES = 4
+STEPS = 800
+EVALUATED = f"valid-{USED}.json"
 
 
 def main() -> None:
@@ -39,7 +45,6 @@ def main() -> None:
     parser.add_argument("action", choices=["train", "measure"])
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--search-steps", type=int, default=400)
     parser.add_argument("--cache", default=None)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true")
@@ -50,46 +55,49 @@ def main() -> None:
         measure_all(arguments)
 
 
-def settings_of(arguments: argparse.Namespace, seed: int) -> ParSearch:
+def settings_of(arguments: argparse.Namespace) -> ParSearch:
     settings = resolve(ParSearch, str(CONFIG))
     settings.data = replace(settings.data, cache=arguments.cache)
-    settings.train = replace(settings.train, seed=seed)
     return settings
 
 
 def train_all(arguments: argparse.Namespace) -> None:
-    searched = find_pattern(arguments, seed=0)
+    settings = settings_of(arguments)
+    baseline = interleaved(settings.model.num_blocks)
+    searched = find_pattern(arguments.runs / "search-0", settings)
     for seed in range(arguments.seeds):
-        train_pattern(arguments, interleaved(NUM_BLOCKS), seed)
+        train_pattern(arguments, baseline, seed)
         train_pattern(arguments, searched, seed)
     for each in HAND_WRITTEN:
         train_pattern(arguments, each, seed=0)
 
 
-def find_pattern(arguments: argparse.Namespace, seed: int) -> str:
-    settings = settings_of(arguments, seed)
-    steps = arguments.search_steps
-    settings.train = replace(settings.train, steps=steps, valid_every=steps, save_every=steps)
-    folder = arguments.runs / f"search-{seed}"
-    settings.run = replace(settings.run, folder=str(folder), resume=folder.exists())
+def find_pattern(folder: Path, settings: ParSearch) -> str:
     if (folder / "model").exists():
-        return derive_run(
-            RunFolder.open(folder), settings.search.budget, settings.search.spend
-        ).pattern
-    found = search(settings)
-    print(f"seed {seed}: searched {found.pattern} at {found.relative_cost:.3f}", flush=True)
+        found = derive_run(RunFolder.open(folder), settings.search.budget, settings.search.spend)
+    else:
+        settings.run = replace(settings.run, folder=str(folder), resume=folder.exists())
+        found = search(settings)
+    print(f"searched {found.pattern}, {found.relative_cost:.3f} of the baseline", flush=True)
     return found.pattern
 
 
 def train_pattern(arguments: argparse.Namespace, pattern: str, seed: int) -> None:
     folder = arguments.runs / f"{pattern}-{seed}"
-    if (folder / "model").exists():
-        return
-    settings = settings_of(arguments, seed)
-    run = replace(settings.run, folder=str(folder), resume=folder.exists())
-    model = replace(settings.model, pattern=pattern)
-    train(ParTraining(run=run, data=settings.data, model=model, train=settings.train))
-    print(f"seed {seed}: trained {pattern}", flush=True)
+    settings = settings_of(arguments)
+    data = replace(settings.data, batch_size=LANES, length=TRAINED)
+    if not (folder / "model").exists():
+        run = replace(settings.run, folder=str(folder), resume=folder.exists())
+        model = replace(settings.model, pattern=pattern, mem_len=TRAINED)
+        steps = replace(
+            settings.train, seed=seed, steps=STEPS, valid_every=STEPS, save_every=STEPS // 2
+        )
+        train(ParTraining(run=run, data=data, model=model, train=steps))
+    if not (folder / EVALUATED).exists():
+        data = replace(data, length=USED)
+        values = evaluate(str(folder), data, "valid", mem_len=USED)
+        (folder / EVALUATED).write_text(json.dumps(values))
+        print(f"{pattern}, seed {seed}: {values['perplexity']:.2f}", flush=True)
 
 
 def last_values(folder: Path, kind: str) -> dict[str, Any] | None:
@@ -101,22 +109,18 @@ def measure_all(arguments: argparse.Namespace) -> None:
     derived = [last_values(f, "derive") for f in sorted(arguments.runs.glob("search-*"))]
     searched = [values["pattern"] for values in derived if values is not None]
     patterns: dict[str, list[float]] = {}
-    for folder in sorted(arguments.runs.glob("*-[0-9]")):
-        pattern = folder.name.rpartition("-")[0]
-        values = last_values(folder, "valid") if pattern != "search" else None
-        if values is not None:
-            patterns.setdefault(pattern, []).append(values["perplexity"])
+    for file in sorted(arguments.runs.glob(f"*/{EVALUATED}")):
+        pattern = file.parent.name.rpartition("-")[0]
+        patterns.setdefault(pattern, []).append(json.loads(file.read_text())["perplexity"])
     torch.manual_seed(0)
-    settings = settings_of(arguments, 0)
+    settings = settings_of(arguments)
+    model = replace(settings.model, mem_len=USED)
     functions = {
-        pattern: forward_function(
-            ParForCausalLM(settings.model.config(12000, settings.data.length, pattern)),
-            settings.data.batch_size,
-        )
+        pattern: forward_function(ParForCausalLM(model.config(12000, USED, pattern)), LANES)
         for pattern in patterns
     }
     seconds = interleaved_best(functions, arguments.rounds, warmup=2)
-    baseline = interleaved(NUM_BLOCKS)
+    baseline = interleaved(settings.model.num_blocks)
     rows = []
     for pattern, perplexities in sorted(patterns.items(), key=lambda item: seconds[item[0]]):
         group = "searched" if pattern in searched else "hand-written"
@@ -132,7 +136,16 @@ def measure_all(arguments: argparse.Namespace) -> None:
                 / statistics.mean(patterns[baseline]),
             }
         )
-    result = {"config": f"configs/{CONFIG.name}", "searched": searched, "patterns": rows}
+    result = {
+        "config": f"configs/{CONFIG.name}",
+        "lanes": LANES,
+        "trained_at": TRAINED,
+        "used_at": USED,
+        "steps": STEPS,
+        "threads": torch.get_num_threads(),
+        "searched": searched,
+        "patterns": rows,
+    }
     save_result("par_point", result, arguments.save)
     if arguments.save:
         plot_frontier(
@@ -142,7 +155,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
             y="perplexity",
             x_label="forward time, share of the interleaved baseline",
             y_label="validation perplexity",
-            title="WikiText-2, 256 tokens + 256 of memory",
+            title=f"WikiText-2, {USED} tokens + {USED} of memory",
         )
 
 

@@ -16,7 +16,7 @@ from deepenough.runs import Record, RunFolder, append_record, read_records
 from deepenough.settings import resolve
 from deepenough.train import par
 from deepenough.train.par import ParSearch, ParTraining, derive_run, search, train
-from deepenough.train.use import load_model
+from deepenough.train.use import evaluate, load_model
 
 Tiny = Callable[..., dict[str, Any]]
 FLOPS = {"search.cost": "flops"}
@@ -77,6 +77,31 @@ def test_a_search_leaves_a_pattern_and_trains_it(tmp_path: Path, tiny: Tiny) -> 
     config = yaml.safe_load((folder / "derived" / "config.yaml").read_text())
     assert config["model"]["pattern"] == found.pattern
     assert config["start"] == str(folder)
+
+
+def test_costs_hold_where_the_model_will_be_used(
+    tmp_path: Path, tiny: Tiny, searched: Path
+) -> None:
+    """Twice the length makes attention dearer beside dense blocks, whose share does not change."""
+    longer = FLOPS | {"search.cost_length": 64}
+    run_search(tiny(tmp_path / "longer", longer, steps=1))
+    (short,), (long,) = values(searched, "cost"), values(tmp_path / "longer", "cost")
+    assert long["attention"] / long["dense"] > short["attention"] / short["dense"]
+    model = load_model(str(tmp_path / "longer"))
+    assert model.config.length == load_model(str(searched)).config.length < 64
+    with pytest.raises(UserError, match="cost_length must be at least 1"):
+        run_search(tiny(tmp_path / "none", {"search.cost_length": 0}))
+
+
+def test_memory_can_be_longer_when_a_model_is_measured(trained: Path, tiny: Tiny) -> None:
+    data = resolve(ParTraining, None, tiny(trained, {"model.pattern": "da"})).data
+    own = evaluate(str(trained), data, "valid")
+    same = load_model(str(trained)).config.mem_len
+    assert evaluate(str(trained), data, "valid", same)["loss"] == own["loss"]
+    longer = evaluate(str(trained), data, "valid", 4 * same)
+    assert longer["tokens"] == own["tokens"] and longer["loss"] != own["loss"]
+    with pytest.raises(UserError, match="mem_len must not be negative: got -1"):
+        evaluate(str(trained), data, "valid", -1)
 
 
 def test_a_supernet_is_a_better_start_than_none(tmp_path: Path, tiny: Tiny) -> None:

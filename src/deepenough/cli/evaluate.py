@@ -19,6 +19,9 @@ class EvaluateSettings:
     split: str = "test"
     """Part of the corpus to read."""
 
+    mem_len: int | None = None
+    """Tokens of memory before each segment; by default as many as the model was trained with."""
+
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -35,7 +38,7 @@ def main(argv: list[str]) -> int:
     )
     from deepenough.train.use import evaluate
 
-    values = evaluate(settings.run, settings.data, settings.split)
+    values = evaluate(settings.run, settings.data, settings.split, settings.mem_len)
     if settings.json:
         print(json.dumps(values))
         return 0

@@ -7,6 +7,7 @@ is prepared, the model built and a checkpoint compared first.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -179,7 +180,10 @@ def block_costs(config: ParConfig, settings: ParSearch, accelerator: Accelerator
             if known is not None:
                 return asdict(known)
         measure = measure_block_costs if settings.search.cost == "latency" else count_block_costs
-        return asdict(measure(config, settings.data.batch_size))
+        used = copy.deepcopy(config)
+        if settings.search.cost_length is not None:
+            used.length = used.mem_len = settings.search.cost_length
+        return asdict(measure(used, settings.data.batch_size))
 
     return BlockCosts(**on_main(accelerator, find))
 

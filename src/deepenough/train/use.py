@@ -40,9 +40,15 @@ def load_model(folder: str) -> ParForCausalLM:
         raise UserError(f"The model in {folder} cannot be loaded: {reason}.") from error
 
 
-def evaluate(folder: str, data: DataSettings, split: str) -> dict[str, float]:
+def evaluate(
+    folder: str, data: DataSettings, split: str, mem_len: int | None = None
+) -> dict[str, float]:
     """Quality, compute and rate of a model on one split of a corpus, with its own tokenizer."""
     model = load_model(folder)
+    if mem_len is not None:
+        if mem_len < 0:
+            raise UserError(f"mem_len must not be negative: got {mem_len}.")
+        model.config.mem_len = mem_len
     tokenizer = load_tokenizer(str(model_folder(folder)))
     corpus = open_corpus(
         data.corpus,

@@ -112,6 +112,10 @@ class SearchSettings:
     cost: Literal["latency", "flops"] = "latency"
     """Cost of a block: measured on this machine at the real shape, or counted."""
 
+    cost_length: int | None = None
+    """Length of segment and memory for which costs hold, where the model will be used with longer
+    ones than it is searched with; by default those of the search."""
+
     budget: float | None = None
     """Largest cost of the derived pattern, as a share of the interleaved baseline's."""
 
@@ -133,6 +137,8 @@ class SearchSettings:
             raise UserError("search.tau_start and search.tau_end must be above 0.")
         if self.budget is not None and self.budget <= 0:
             raise UserError(f"search.budget must be above 0: got {self.budget}.")
+        if self.cost_length is not None and self.cost_length < 1:
+            raise UserError(f"search.cost_length must be at least 1: got {self.cost_length}.")
         if not 0 <= self.spend <= 1:
             raise UserError(f"search.spend must be from 0 to 1: got {self.spend}.")
         if not 0 < self.held_out < 1:
