@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -27,6 +27,9 @@ from deepenough.train.translate_score import SearchSettings
 @dataclass
 class LazyTraining:
     """A translator that updates only what still changes."""
+
+    task: Literal["translation"] = "translation"
+    """What is learned: translation, programs or language; each has options of its own."""
 
     run: RunSettings = field(default_factory=RunSettings)
     data: TranslationData = field(default_factory=TranslationData)

@@ -1,21 +1,47 @@
-"""`deepenough lazy eval`: BLEU of a translator, how deep its tokens go and what that costs."""
+"""`deepenough lazy eval`: how good a model is at its task, how deep its tokens go, the cost."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from deepenough.cli.parse import parse
-from deepenough.train.lazy_use import LazyEvaluation, evaluate
+from deepenough.train.lazy_tasks import TRANSLATION, task_named, task_of_run
 
 
 def main(argv: list[str]) -> int:
-    settings = parse(
+    task = task_named(task_of_run(run) if (run := _run(argv)) else TRANSLATION)
+    settings: Any = parse(
         "lazy eval",
-        LazyEvaluation,
+        task.evaluation,
         argv,
-        description="Measure a translator: BLEU with its signature, encoder steps, FLOPs, seconds.",
+        description="Measure a model at the task it was trained for: BLEU with its signature,\n"
+        "encoder steps, FLOPs and seconds of a translator; exact match of one that executes\n"
+        "programs; perplexity of a language model.",
         example="deepenough lazy eval runs/lazy-multi30k --search.epsilon 0.05",
         positional=["run"],
     )
-    for name, value in evaluate(settings).items():
-        shown = f"{value:,.4g}" if isinstance(value, (int, float)) else str(value)
-        print(f"{name.replace('_', ' '):24}{shown}")
+    for name, value in task.evaluate(settings).items():
+        _show(name, value)
     return 0
+
+
+def _run(argv: list[str]) -> str | None:
+    """The run, which decides which options there are."""
+    if argv and not argv[0].startswith("-"):
+        return argv[0]
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        if word.partition("=")[0] == "--run":
+            return word.partition("=")[2] or following
+    return None
+
+
+def _show(name: str, value: Any) -> None:
+    if isinstance(value, list):  # a table: its rows, one a line
+        for row in value:
+            print("  ".join(f"{key} {_number(part)}" for key, part in row.items()))
+    else:
+        print(f"{name.replace('_', ' '):24}{_number(value)}")
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, (int, float)) else str(value)

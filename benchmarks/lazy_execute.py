@@ -1,0 +1,106 @@
+"""Learning to Execute: Lazy, Universal Transformer and Transformer with equally many parameters.
+
+    python benchmarks/lazy_execute.py train --runs runs/lazy-execute
+    python benchmarks/lazy_execute.py measure --runs runs/lazy-execute [--save]
+
+All read the same programs (additions and copies of up to three digits, programs of up to two nested
+operations), as many of them, in the same order. The Transformer shares no block, so it is half as
+wide. An interrupted training goes on where it stopped when the command is given again; what is
+finished is left alone. The table is exact match on programs that none of them was trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from record import save_result
+
+from deepenough.data.programs import ProgramData
+from deepenough.runs import read_records
+from deepenough.settings import resolve
+from deepenough.train.lazy_use import load_translator
+from deepenough.train.programs import ProgramTraining, train_programs
+from deepenough.train.programs_use import ProgramEvaluation, evaluate_programs
+from deepenough.train.settings import RunSettings, TrainSettings
+
+STEPS = 4
+WIDTHS = {"lazy": 128, "universal": 128, "transformer": 64}
+"""A Transformer has a block for each of its four steps; a block's size is its width squared."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=["train", "measure"])
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--mechanisms", nargs="*", choices=list(WIDTHS), default=list(WIDTHS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--save", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.action == "train":
+        for mechanism in arguments.mechanisms:
+            train_programs(settings_of(arguments, mechanism))
+        return
+    found = [m for m in arguments.mechanisms if (folder_of(arguments, m) / "model").is_dir()]
+    table = [figures(folder_of(arguments, mechanism)) for mechanism in found]
+    save_result("lazy_execute", {"models": table}, arguments.save)
+
+
+def folder_of(arguments: argparse.Namespace, mechanism: str) -> Path:
+    folder: Path = arguments.runs / f"{mechanism}-{arguments.seed}"
+    return folder
+
+
+def settings_of(arguments: argparse.Namespace, mechanism: str) -> ProgramTraining:
+    folder, width = folder_of(arguments, mechanism), WIDTHS[mechanism]
+    return ProgramTraining(
+        run=RunSettings(str(folder), resume=folder.exists()),
+        data=ProgramData(kinds=["addition", "copy", "program"], length=3, nesting=2, batch_size=64),
+        model=replace(
+            ProgramTraining().model,
+            mechanism=mechanism,
+            d_model=width,
+            d_ff=4 * width,
+            num_heads=4,
+            encoder_steps=STEPS,
+            decoder_steps=STEPS,
+        ),
+        train=TrainSettings(
+            steps=arguments.steps,
+            lr=1.5e-3,
+            warmup=400,
+            betas=[0.9, 0.98],
+            threads=1,
+            seed=arguments.seed,
+            valid_every=1000,
+            save_every=500,
+            log_every=100,
+        ),
+    )
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    """Parameters, exact match by kind and by difficulty, and the minutes that training took."""
+    settings = resolve(ProgramTraining, folder / "config.yaml")
+    values = evaluate_programs(ProgramEvaluation(str(folder)))
+    records, _ = read_records(folder / "metrics.jsonl")
+    steps = [r for r in records if r.kind == "train"]
+    shown = {name: value for name, value in values.items() if name.startswith("exact")}
+    return {
+        "mechanism": settings.model.mechanism,
+        "seed": settings.train.seed,
+        "parameters": load_translator(str(folder)).model.num_parameters(),
+        "d_model": settings.model.d_model,
+        "steps": [settings.model.encoder_steps, settings.model.decoder_steps],
+        "training_programs": settings.train.steps * settings.data.batch_size,
+        "minutes": (steps[-1].time - steps[0].time) / 60,
+        "test_programs": values["programs"],
+        **shown,
+    }
+
+
+if __name__ == "__main__":
+    main()

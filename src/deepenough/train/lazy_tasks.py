@@ -1,0 +1,64 @@
+"""What a Lazy Transformer can be trained for, each task with its settings, training and measure.
+
+A task has options of its own, so it decides which settings a command takes; a run folder tells
+which it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from deepenough.errors import UserError
+from deepenough.runs import RunFolder
+from deepenough.train import lazy, lazy_use, programs, programs_use
+from deepenough.train.use import model_folder
+
+TRANSLATION = "translation"
+
+
+class LazyTask(NamedTuple):
+    training: type
+    """Settings of its training."""
+    train: Callable[[Any], RunFolder]
+    evaluation: type
+    """Settings of its measurement."""
+    evaluate: Callable[[Any], dict[str, Any]]
+
+
+TASKS = {
+    TRANSLATION: LazyTask(
+        lazy.LazyTraining, lazy.train, lazy_use.LazyEvaluation, lazy_use.evaluate
+    ),
+    "programs": LazyTask(
+        programs.ProgramTraining,
+        programs.train_programs,
+        programs_use.ProgramEvaluation,
+        programs_use.evaluate_programs,
+    ),
+}
+
+
+def task_named(name: str) -> LazyTask:
+    if name not in TASKS:
+        raise UserError(f"There is no task {name!r}: choose {', '.join(TASKS)}.")
+    return TASKS[name]
+
+
+def task_in(config: Path) -> str:
+    """The task that a settings file names; translation where it names none."""
+    if not config.is_file():
+        return TRANSLATION
+    try:
+        content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return TRANSLATION  # what is wrong with the file is said by whoever reads its settings
+    return str(content.get("task", TRANSLATION)) if isinstance(content, dict) else TRANSLATION
+
+
+def task_of_run(run: str) -> str:
+    """The task that a run was trained for."""
+    return task_in(RunFolder(model_folder(run).parent).config)
