@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "lazy translate": "translate lines of text as they come",
     "lazy eval": "measure its BLEU, how deep its tokens go and what that costs",
     "lazy sweep": "BLEU for other steps, and for tokens that stop sooner or later",
+    "exit tune": "make a model ready for drafts, trained on what it writes itself",
     "cutoffs": "find the best adaptive-softmax cutoffs for word counts",
     "plot": "draw the pictures of a run",
 }

@@ -32,22 +32,24 @@ def carry(small, texts) -> Carry:
 def test_what_is_written_is_the_models_own(small, texts) -> None:
     adapter = adapt(small)
     settings = WritingSettings(tokens=100, prompt_tokens=6, new_tokens=10, batch=5)
-    written = list(write(small, adapter, tokenizer, texts, settings))
+    written = list(write(small, tokenizer, texts, settings))
     assert sum(len(text.ids_T) - text.prompt for text in written) >= 100
     for text in written[:6]:
         prompt = text.ids_T[None, : text.prompt]
         mask = torch.ones_like(prompt)
         expected = small.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=10)
         assert torch.equal(expected[0], text.ids_T)
-        # From each new token's state the next one follows.
+        # From each token's state the next one follows; the last has not been through the model.
         best = adapter.head(text.states_TD).argmax(-1)
-        assert torch.equal(best[text.prompt - 1 : -1], text.ids_T[text.prompt :])
+        assert torch.equal(best[text.prompt - 1 :], text.ids_T[text.prompt :])
+        whole = adapter.final_norm(adapter.states(text.ids_T[None, :-1])[-1])[0]
+        torch.testing.assert_close(text.states_TD, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_inputs_stand_where_decoding_has_them(small, texts) -> None:
     """By hand: the second map at `t` reads `e_(t+1)`, `e_t` and the state of `t - 1`."""
     adapter = adapt(small)
-    text = next(write(small, adapter, tokenizer, texts[4:], WritingSettings(10, 8, 6, 1)))
+    text = next(write(small, tokenizer, texts[4:], WritingSettings(10, 8, 6, 1)))
     inputs, following = inputs_of(adapter, text, 2)
     table = small.get_input_embeddings().weight
 
@@ -60,7 +62,7 @@ def test_inputs_stand_where_decoding_has_them(small, texts) -> None:
     )
     torch.testing.assert_close(inputs[0], expected, rtol=1e-4, atol=1e-4)
     assert int(following[0]) == ids[first + 2]
-    assert len(inputs) == len(ids) - first - 1 == len(following) + 1
+    assert len(inputs) == len(ids) - first - 2 == len(following)
 
 
 def test_sums_give_the_least_squares_solution() -> None:

@@ -15,9 +15,9 @@ Shapes: N positions, D width, Z = (n + 1) D + 1 inputs, S shortlist, V vocabular
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,12 +94,25 @@ def fit_carry(
     `maps` is how many tokens can be drafted at once, `shortlist` among how many words. The rest
     says how much is written: `tokens` in all, from prompts of `prompt_tokens`, `new_tokens` each.
     """
-    if maps < 1 or shortlist < 2 or min(tokens, prompt_tokens, new_tokens, batch) < 1:
-        raise UserError("maps, tokens and batch must be at least 1, and the shortlist 2 words.")
-    began = time.perf_counter()
-    adapter = adapt(model)
+    if min(tokens, prompt_tokens, new_tokens, batch) < 1:
+        raise UserError("Tokens, prompt_tokens, new_tokens and batch must all be at least 1.")
     settings = WritingSettings(tokens, prompt_tokens, new_tokens, batch)
-    collected = _collect(model, adapter, tokenizer, texts, maps, settings, progress)
+    written = write(model, tokenizer, texts, settings, progress)
+    return fit_carry_to(adapt(model), written, maps, shortlist, asdict(settings))
+
+
+def fit_carry_to(
+    adapter: Adapter,
+    written: Iterable[Written],
+    maps: int,
+    shortlist: int,
+    about: Mapping[str, Any] | None = None,
+) -> Carry:
+    """Carry maps fitted to texts the model has written; `about` says how, and goes with them."""
+    if maps < 1 or shortlist < 2:
+        raise UserError("There must be at least 1 map, and 2 words in the shortlist.")
+    began = time.perf_counter()
+    collected = _collect(adapter, written, maps)
     needed = collected.sums[-1].gram_ZZ.shape[0]
     if not collected.held_out or collected.sums[-1].count < needed:
         raise UserError(
@@ -114,7 +127,7 @@ def fit_carry(
         agreements.append(agreement)
         ridges.append(ridge)
     fit = {
-        **asdict(settings),
+        **(about or {}),
         "texts": collected.texts,
         "positions": [sums.count for sums in collected.sums],
         "ridges": ridges,
@@ -125,21 +138,13 @@ def fit_carry(
     return Carry([(b.cpu(), c.cpu()) for b, c in fitted], words_S.cpu(), meta)
 
 
-def _collect(
-    model: PreTrainedModel,
-    adapter: Adapter,
-    tokenizer: Any,
-    texts: Iterable[str],
-    maps: int,
-    settings: WritingSettings,
-    progress: Callable[[int, int], None] | None,
-) -> _Collected:
-    vocabulary = len(cast(Tensor, model.get_input_embeddings().weight))
-    device = model.device
-    sums = [Sums.of(number, adapter.width, device) for number in range(1, maps + 1)]
+def _collect(adapter: Adapter, texts: Iterable[Written], maps: int) -> _Collected:
+    model: Any = adapter.model
+    vocabulary = len(model.get_input_embeddings().weight)
+    sums = [Sums.of(number, adapter.width, model.device) for number in range(1, maps + 1)]
     collected = _Collected(sums, torch.zeros(vocabulary, dtype=torch.long))
     sampled = 0
-    for text in write(model, adapter, tokenizer, texts, settings, progress):
+    for text in texts:
         collected.counts_V += torch.bincount(text.ids_T[text.prompt :], minlength=vocabulary)
         if collected.texts % _HELD_OUT_EVERY == 0:
             collected.held_out.append(text)
@@ -148,7 +153,7 @@ def _collect(
                 inputs_NZ, _ = inputs_of(adapter, text, number)
                 each.update(inputs_NZ, text.states_TD[text.prompt + number - 1 :].float())
             if sampled < _SAMPLED:
-                collected.sample.append(text.states_TD[text.prompt :])
+                collected.sample.append(text.states_TD[text.prompt - 1 :])
                 sampled += len(collected.sample[-1])
         collected.texts += 1
     return collected
@@ -156,15 +161,15 @@ def _collect(
 
 @torch.no_grad()
 def inputs_of(adapter: Adapter, text: Written, number: int) -> tuple[Tensor, Tensor]:
-    """Inputs of map `number` at every new token of a text, `[N, Z]`, and the words that follow.
+    """Inputs of map `number` at the new tokens of a text, `[N, Z]`, and the words that follow.
 
-    At position `t` the map predicts the state of position `t + number - 1`; at the end of the text
-    that word is not known, and one fewer follows.
+    At position `t` the map predicts the state of position `t + number - 1`, from which the word
+    after it follows: so positions end where that state, or word, is not known any more.
     """
     ids_T = text.ids_T.to(adapter.model.device)
     embeddings = adapter.model.get_input_embeddings()(ids_T).float()
     embeddings = F.rms_norm(embeddings, embeddings.shape[-1:])
-    first, last = text.prompt, len(ids_T) - number + 1
+    first, last = text.prompt, len(ids_T) - number
     parts = [embeddings[first + ahead : last + ahead] for ahead in reversed(range(number))]
     parts.append(text.states_TD[first - 1 : last - 1].float())
     parts.append(parts[0].new_ones(max(last - first, 0), 1))
@@ -194,8 +199,7 @@ def _best(
         right = total = 0
         for text in held_out:
             inputs_NZ, next_N = inputs_of(adapter, text, number)
-            inputs_NZ = inputs_NZ[: len(next_N), :-1]
-            states_ND = F.linear(inputs_NZ, matrix, bias).to(head[0].dtype)
+            states_ND = F.linear(inputs_NZ[:, :-1], matrix, bias).to(head[0].dtype)
             drafts_N = words_S[F.linear(states_ND, *head).argmax(-1)]
             right += int((drafts_N == next_N).sum())
             total += len(next_N)

@@ -49,6 +49,8 @@ class Engine(ABC):
         self.num_layers = adapter.num_layers
         self.lengths: list[int] = []
         """Tokens of each row whose keys and values are kept."""
+        self.prompt: list[Tensor] = []
+        """`h_L` of each row's prompt, `[T, D]`, as `prefill` has left it."""
 
     @abstractmethod
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:

@@ -67,6 +67,7 @@ class FusedEngine(Engine):
         step = self.enter(ids_BT)
         hidden_BTD = self.through(step, step.hidden, 0, self.num_layers)
         self.lengths = lengths
+        self.prompt = [row[:length] for row, length in zip(hidden_BTD, lengths, strict=True)]
         last = torch.tensor(lengths, device=device) - 1
         return self.norm(hidden_BTD[torch.arange(batch, device=device), last])
 
@@ -101,7 +102,7 @@ class FusedEngine(Engine):
         self.lengths = [self.lengths[row] for row in rows]
 
     def release(self) -> None:
-        self.slots, self.lengths = NO_SLOTS, []
+        self.slots, self.lengths, self.prompt = NO_SLOTS, [], []
 
     # -- attention ---------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class GeneralEngine(Engine):
         step = self._step(ids_BT, self._mask(), [length - width for length in lengths])
         hidden_BTD = self.through(step, step.hidden, 0, self.num_layers)
         self._cache.settle(width)
+        self.prompt = [row[-length:] for row, length in zip(hidden_BTD, lengths, strict=True)]
         return self.norm(hidden_BTD[:, -1])
 
     def _mask(self, more: int = 0) -> Tensor | None:
@@ -119,7 +120,7 @@ class GeneralEngine(Engine):
         self._cache.settle(width)
 
     def release(self) -> None:
-        self._cache, self.lengths = _Slots([], 0), []
+        self._cache, self.lengths, self.prompt = _Slots([], 0), [], []
 
 
 class _AtTheDoor(Exception):

@@ -1,0 +1,1 @@
+"""`deepenough exit ...`: the same model, sooner."""
