@@ -20,6 +20,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from deepenough import Shortcuts
+
 VOCABULARY, PAD, END = 40, 0, 2
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -104,3 +106,12 @@ def prompts() -> Callable[..., dict[str, Tensor]]:
         return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
 
     return make
+
+
+@pytest.fixture(scope="session")
+def shortcuts() -> Shortcuts:
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(300, 32, generator=generator)]
+    for _ in range(3):
+        states.append(states[-1] + 0.5 * torch.randn(300, 32, generator=generator))
+    return Shortcuts.fit_states(states)

@@ -16,19 +16,11 @@ from deepenough.adaptive.exit.policies import (
     LowEntropy,
     Patience,
     TopProbability,
+    make_policy,
 )
 from deepenough.models.hf import adapt
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def shortcuts() -> Shortcuts:
-    generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(300, 32, generator=generator)]
-    for _ in range(3):
-        states.append(states[-1] + 0.5 * torch.randn(300, 32, generator=generator))
-    return Shortcuts.fit_states(states)
 
 
 class ByPlace(ExitPolicy):
@@ -92,8 +84,14 @@ def generate_ref(model, shortcuts: Shortcuts, ids: list[int], fill: str, new_tok
     return found
 
 
-@pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+#: The last two through their own layers, where a token cannot wait.
+WAYS = [
+    *((name, fill) for name in ("llama", "gpt2") for fill in FILLS),
+    *((name, fill) for name in ("gpt_neox", "opt") for fill in ("shortcut", "copy")),
+]
+
+
+@pytest.mark.parametrize(("name", "fill"), WAYS)
 def test_batches_are_what_the_definition_says(make_model, prompts, shortcuts, name, fill) -> None:
     model = make_model(name)
     fast = accelerate(model, shortcuts, mode="exit", policy=ByPlace(), exits=[1, 2], fill=fill)
@@ -106,6 +104,20 @@ def test_batches_are_what_the_definition_says(make_model, prompts, shortcuts, na
         depths = [3, *(min(ByPlace.depths[n % 9], 3) for n in range(1, len(expected)))]
         assert found.trace.depth[row, : len(expected)].tolist() == depths
     assert 0 < found.trace.mean_blocks < 3
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "opt"])
+def test_layers_behind_the_exit_do_not_run(make_model, prompts, shortcuts, name) -> None:
+    """Their attention hands over keys and values, and stops there."""
+    model = make_model(name)
+    options = {"policy": FixedLayer(1), "exits": [1], "fill": "copy"}
+    fast = accelerate(model, shortcuts, mode="exit", **options)
+    ran = []
+    for index, layer in enumerate(adapt(model).layers):
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+    fast.generate(**prompts(1), **GREEDY, min_new_tokens=12)
+    # The prompt goes through all three layers, each of the eleven tokens after it through one.
+    assert (ran.count(0), ran.count(1), ran.count(2)) == (12, 1, 1)
 
 
 @pytest.mark.parametrize("fill", FILLS)
@@ -155,11 +167,39 @@ def test_a_shortlist_only_decides_when(small, prompts, shortcuts) -> None:
     assert torch.equal(whole, short)
 
 
+@pytest.mark.parametrize("policy", [ConfidenceGap(0.3), TopProbability(0.4), LowEntropy(0.3)])
+def test_a_shortlist_lets_nobody_go_earlier(small, prompts, shortcuts, policy) -> None:
+    """With all words in it, it changes nothing; with few, what it lets go is asked again."""
+    options = {"mode": "exit", "policy": policy, "exits": [1, 2], "fill": "deferred"}
+    given = {**prompts(3), **GREEDY, "min_new_tokens": 12}
+    fast = accelerate(small, shortcuts, **options)
+    whole = fast.generate(**given)
+    depth = fast.trace.depth
+    assert depth[:, 1:].float().mean() < 3
+    every = accelerate(small, shortcuts, **options, shortlist=torch.arange(40))
+    assert torch.equal(every.generate(**given), whole)
+    assert torch.equal(every.trace.depth, depth)
+    assert every.trace.total_flops > fast.trace.total_flops  # each leaving is tested twice
+    few = accelerate(small, shortcuts, **options, shortlist=torch.arange(8))
+    ids = few.generate(**given)
+    same = (ids[:, 7:] == whole[:, 7:]).cumprod(1)[:, :-1].bool()
+    assert same.any()
+    assert bool((few.trace.depth >= depth)[:, 1:][same].all())
+
+
 def look(probabilities: list[list[float]], place: int = 0, streak: int = 1) -> Look:
     rows = len(probabilities)
     return Look(
         4, torch.tensor(probabilities), torch.full((rows,), place), torch.full((rows,), streak)
     )
+
+
+def test_policies_by_name() -> None:
+    assert make_policy("gap", 0.5) == ConfidenceGap(0.5)
+    assert make_policy("top", 0.5) == TopProbability(0.5)
+    assert make_policy("entropy", 0.5) == LowEntropy(0.5)
+    assert make_policy("patience", 2) == Patience(2)
+    assert make_policy("layer", 4) == FixedLayer(4)
 
 
 def test_policies_by_hand() -> None:
@@ -197,10 +237,16 @@ def test_bad_settings_are_refused(small, make_model, shortcuts) -> None:
         accelerate(small, mode="exit")
     with pytest.raises(UserError, match="layers 1 to 2"):
         accelerate(small, shortcuts, mode="exit", exits=[3])
+    with pytest.raises(UserError, match="two token ids"):
+        accelerate(small, shortcuts, mode="exit", shortlist=torch.tensor([1]))
+    with pytest.raises(UserError, match="no policy 'guess'"):
+        make_policy("guess", 0.5)
+    with pytest.raises(UserError, match="whole number"):
+        make_policy("patience", 0.5)
     with pytest.raises(UserError, match="not by 'guess'"):
         accelerate(small, shortcuts, mode="exit", fill="guess")
-    with pytest.raises(UserError, match="cannot leave early"):
-        accelerate(make_model("gpt_neox"), shortcuts, mode="exit")
+    with pytest.raises(UserError, match="own layers"):
+        accelerate(make_model("gpt_neox"), shortcuts, mode="exit", fill="deferred")
     last_only = Shortcuts(
         3, 32, {p: m for p, m in shortcuts.maps.items() if p[1] == 3}, targets="last"
     )

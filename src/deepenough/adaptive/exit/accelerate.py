@@ -10,7 +10,7 @@ Modes:
 - `speculative`: cheap guesses are verified by the model, several in one pass. Greedily the tokens
   are the same; sampled, they have the same distribution.
 - `exit`: a token leaves at a layer whose prediction is trusted, and skips the rest. Tokens may be
-  others than the model's own.
+  others than the model's own, and so are the logits of a plain call (`scoring.py`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from deepenough.adaptive.exit.carry import Carry, CarryDraft
 from deepenough.adaptive.exit.decode import decode
 from deepenough.adaptive.exit.drafts import DraftSource, FirstOf, Lookup
-from deepenough.adaptive.exit.early import EarlyExit, decode_early
+from deepenough.adaptive.exit.early import decode_early
+from deepenough.adaptive.exit.early_making import Guarantee, make_early
 from deepenough.adaptive.exit.filling import Fill
+from deepenough.adaptive.exit.leaving import EarlyExit
 from deepenough.adaptive.exit.making import make_engine
 from deepenough.adaptive.exit.output import ExitOutput, sequences_of, trace_of
-from deepenough.adaptive.exit.policies import ConfidenceGap, ExitPolicy
+from deepenough.adaptive.exit.policies import ExitPolicy
 from deepenough.adaptive.exit.request import check_prompt, make_request
+from deepenough.adaptive.exit.scoring import ExitForward
 from deepenough.adaptive.exit.shortcut_draft import ShortcutDraft
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.trace import DepthTrace
@@ -53,8 +56,9 @@ def accelerate(
     draft_layer: int | None = None,
     policy: ExitPolicy | None = None,
     exits: Sequence[int] | None = None,
-    fill: Fill = "shortcut",
+    fill: Fill | None = None,
     shortlist: Tensor | None = None,
+    guarantee: Guarantee | None = None,
     fused: bool = True,
 ) -> Any:
     """A model that shares `model`'s weights and generates faster.
@@ -64,8 +68,10 @@ def accelerate(
     `draft_layer` layers and `shortcuts`), or any `DraftSource`; by default "lookup" and, with its
     maps, "carry". `num_drafts` is how many tokens a source that is named guesses at once.
 
-    An exiting model asks `policy` (by default `ConfidenceGap(0.9)`) after the layers `exits`, on
-    the words of `shortlist`, and `fill` says what later tokens find in layers that were skipped.
+    An exiting model asks `policy` (by default `ConfidenceGap(0.9)`) after the layers `exits` (by
+    default those that pay, found in a few seconds), on the words of `shortlist` first, and `fill`
+    says what later tokens find in layers that were skipped. `guarantee` gives all of these as they
+    were calibrated: what `calibrate` returned, or the folder it was saved in.
 
     `fused=False` decodes through the model's own layers even where faster ones are known.
 
@@ -83,12 +89,7 @@ def accelerate(
         shortcuts.check_model(engine.adapter)
     source, early = None, None
     if mode == "exit":
-        if shortcuts is None:
-            raise UserError("An exiting model needs shortcuts: give those fitted for it.")
-        if exits is None:
-            exits = [layer for layer in range(1, engine.num_layers) if layer % 4 == 0] or [1]
-        early = EarlyExit(shortcuts, policy or ConfidenceGap(0.9), exits, fill, shortlist)
-        early.check(engine)
+        early = make_early(engine, shortcuts, guarantee, policy, exits, fill, shortlist)
     if mode == "speculative":
         named: dict[str, Callable[[], DraftSource]] = {"lookup": lambda: Lookup(num_drafts)}
         if carry is not None:
@@ -132,7 +133,7 @@ def _make_source(
     return sources[0] if len(sources) == 1 else FirstOf(sources)
 
 
-class Accelerated:
+class Accelerated(ExitForward):
     """What `accelerate` puts in front of a model's class."""
 
     _exit_engine: Any

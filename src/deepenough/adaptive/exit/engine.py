@@ -8,6 +8,8 @@ The loop that decodes, the sources of drafts and the policies of early exit see 
     norm(h), head(normed)       -> logits
     keep(counts)                of the tokens entered since, how many of each row are there to stay
 
+and, where some rows go further than others, `resume` for those that do and `fill` for the rest.
+
 Two implementations: `fused.py` for layouts whose arithmetic is written out here, `general.py` for
 all others, which calls the model's own layers. Rows may keep different numbers of tokens.
 
@@ -44,6 +46,9 @@ class Step:
 class Engine(ABC):
     """A model, and the cache of the rows it is decoding."""
 
+    takes_groups: bool = True
+    """Whether `resume` takes several tokens of a row, from before the latest on."""
+
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.num_layers = adapter.num_layers
@@ -66,6 +71,14 @@ class Engine(ABC):
     @abstractmethod
     def through(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
         """`h_last` from `h_first`; each layer in between sees and extends the cache."""
+
+    @abstractmethod
+    def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
+        """States of tokens at `starts` and after, of some rows, on their way to further layers."""
+
+    @abstractmethod
+    def fill(self, index: int, hidden_ND: Tensor, step: Step) -> None:
+        """Keys and values of a layer alone, of tokens that resumed, from what it would read."""
 
     @abstractmethod
     def norm(self, hidden: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deepenough.adaptive.exit.fused import FusedEngine
+from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.rows import Row
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 
@@ -35,7 +35,7 @@ FILLS: tuple[Fill, ...] = ("shortcut", "copy", "deferred")
 class Walk:
     """All rows' latest tokens on their way up, row by row as far as it goes."""
 
-    def __init__(self, engine: FusedEngine, shortcuts: Shortcuts, fill: Fill) -> None:
+    def __init__(self, engine: Engine, shortcuts: Shortcuts, fill: Fill) -> None:
         self.engine, self.shortcuts, self.fill = engine, shortcuts, fill
         self.waiting: dict[int, dict[int, Tensor]] = {}
         """By row and layer: states `[n, D]` of tokens that wait there."""

@@ -8,6 +8,9 @@ layers. So this holds for every architecture whose layers are all called alike, 
 Rows are aligned on the right, as transformers pads prompts: where some keep fewer tokens than
 others, they are moved.
 
+A layer whose keys and values alone are wanted is left by an exception as well, at the moment it
+hands them to the cache: neither its attention nor its feed-forward runs.
+
 Shapes: B rows, T tokens, D width, H heads, C slots, K width of a head.
 """
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +29,24 @@ from deepenough.adaptive.shortcut.partial_run import hidden_of, tensor_of
 from deepenough.models.hf import Adapter
 
 
+class _Call(NamedTuple):
+    """What all layers are called with, and for which rows of the cache; None for all."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: Tensor | None = None
+
+
 class GeneralEngine(Engine):
+    takes_groups = False
+
     def __init__(self, adapter: Adapter) -> None:
         super().__init__(adapter)
         parameters = inspect.signature(adapter.trunk.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._cache = _Slots([], 0)
+        self._entered = torch.empty(0)
+        self._calls: dict[tuple[int, ...], _Call] = {}
 
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
         lengths = row_lengths(ids_BT, mask_BT)
@@ -58,7 +73,20 @@ class GeneralEngine(Engine):
 
     def enter(self, tokens_BT: Tensor, offset: int = 0) -> Step:
         starts = [length + offset for length in self.lengths]
-        return self._step(tokens_BT, self._mask(offset + tokens_BT.shape[1]), starts, offset)
+        step = self._step(tokens_BT, self._mask(offset + tokens_BT.shape[1]), starts, offset)
+        self._entered, self._calls = tokens_BT, {tuple(range(len(tokens_BT))): step.context}
+        return step
+
+    def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
+        """Only the tokens that entered last can: masks and codes are made anew for their rows."""
+        chosen = tuple(rows)
+        if chosen not in self._calls:
+            index = torch.tensor(rows, device=hidden_BTD.device)
+            mask_BC = self._mask(1)
+            mask_BC = None if mask_BC is None else mask_BC[index]
+            call = self._step(self._entered[index], mask_BC, list(starts)).context
+            self._calls[chosen] = call._replace(rows=index)
+        return Step(hidden_BTD, 0, self._calls[chosen])
 
     def _step(
         self, tokens_BT: Tensor, mask_BC: Tensor | None, starts: list[int], offset: int = 0
@@ -86,14 +114,27 @@ class GeneralEngine(Engine):
             handle.remove()
         hidden = hidden_of(args, kwargs)
         rest = {name: value for name, value in kwargs.items() if value is not hidden}
-        return Step(hidden, offset, (args[1:], rest))
+        return Step(hidden, offset, _Call(args[1:], rest))
 
     def through(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
-        args, kwargs = step.context
-        self._cache.stand(step.offset)
+        call: _Call = step.context
+        self._cache.stand(step.offset, call.rows)
         for layer in self.adapter.layers[first:last]:
-            hidden_BTD = tensor_of(layer(hidden_BTD, *args, **kwargs))
+            hidden_BTD = tensor_of(layer(hidden_BTD, *call.args, **call.kwargs))
         return hidden_BTD
+
+    def fill(self, index: int, hidden_ND: Tensor, step: Step) -> None:
+        call: _Call = step.context
+        slots = self._cache.slots[index]
+        self._cache.stand(step.offset, call.rows)
+        slots.only_stores = True
+        try:
+            self.adapter.layers[index](hidden_ND.view_as(step.hidden), *call.args, **call.kwargs)
+            raise RuntimeError("the layer did not reach its cache")
+        except _Stored:
+            pass
+        finally:
+            slots.only_stores = False
 
     def norm(self, hidden: Tensor) -> Tensor:
         return self.adapter.final_norm(hidden)
@@ -127,6 +168,10 @@ class _AtTheDoor(Exception):
     """What the first layer was called with."""
 
 
+class _Stored(Exception):
+    """A layer has handed over its keys and values, and nothing else is wanted of it."""
+
+
 class _Slots(Cache):
     """All layers' slots; tokens that are not settled yet may be written again."""
 
@@ -135,10 +180,10 @@ class _Slots(Cache):
         super().__init__(layers=list(self.slots))
         self.settled = 0
 
-    def stand(self, offset: int) -> None:
-        """The next tokens go behind the settled ones and `offset` more."""
+    def stand(self, offset: int, rows: Tensor | None = None) -> None:
+        """The next tokens, of some rows or all, go behind the settled ones and `offset` more."""
         for layer in self.slots:
-            layer.length = self.settled + offset
+            layer.length, layer.rows = self.settled + offset, rows
 
     def settle(self, length: int) -> None:
         self.settled = length
@@ -163,6 +208,8 @@ class _LayerSlots(DynamicLayer):
         super().__init__()
         self.capacity, self.length = capacity, 0
         self.all_keys = self.all_values = torch.empty(0)
+        self.rows: Tensor | None = None
+        self.only_stores = False
 
     def both(self) -> tuple[Tensor, Tensor]:
         return self.all_keys, self.all_values
@@ -177,10 +224,13 @@ class _LayerSlots(DynamicLayer):
                 for each in (key_states, value_states)
             )
         end = self.length + key_states.shape[2]
-        self.all_keys[:, :, self.length : end] = key_states
-        self.all_values[:, :, self.length : end] = value_states
+        rows = slice(None) if self.rows is None else self.rows
+        self.all_keys[rows, :, self.length : end] = key_states
+        self.all_values[rows, :, self.length : end] = value_states
+        if self.only_stores:
+            raise _Stored
         self.length = end
-        return self.all_keys[:, :, :end], self.all_values[:, :, :end]
+        return self.all_keys[rows, :, :end], self.all_values[rows, :, :end]
 
     def get_seq_length(self, *_: Any) -> int:
         return self.length

@@ -38,46 +38,52 @@ class ExitPolicy(ABC):
 
 
 @dataclass(frozen=True)
-class ConfidenceGap(ExitPolicy):
+class ThresholdPolicy(ExitPolicy):
+    """A token leaves where its confidence, which no threshold enters, exceeds `threshold`.
+
+    So one look tells what every threshold would do.
+    """
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
+
+    @abstractmethod
+    def confidence(self, look: Look) -> Tensor:
+        """Of every row, `[B]`."""
+
+    def leaves(self, look: Look) -> Tensor:
+        return self.confidence(look) > self.threshold
+
+
+@dataclass(frozen=True)
+class ConfidenceGap(ThresholdPolicy):
     """The gap between the two best exceeds `0.9 lambda + 0.1 exp(-4 t / N)` (CALM, 2207.07061)."""
 
-    threshold: float
     mean_length: float = 128.0
 
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold)
-
-    def leaves(self, look: Look) -> Tensor:
+    def confidence(self, look: Look) -> Tensor:
         best = look.probabilities_BS.topk(2, dim=-1).values
         decay = torch.exp(-4.0 * look.place_B / self.mean_length)
-        return best[:, 0] - best[:, 1] > 0.9 * self.threshold + 0.1 * decay
+        return (best[:, 0] - best[:, 1] - 0.1 * decay) / 0.9
 
 
 @dataclass(frozen=True)
-class TopProbability(ExitPolicy):
+class TopProbability(ThresholdPolicy):
     """The best word is more probable than `lambda`."""
 
-    threshold: float
-
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold)
-
-    def leaves(self, look: Look) -> Tensor:
-        return look.probabilities_BS.amax(-1) > self.threshold
+    def confidence(self, look: Look) -> Tensor:
+        return look.probabilities_BS.amax(-1)
 
 
 @dataclass(frozen=True)
-class LowEntropy(ExitPolicy):
+class LowEntropy(ThresholdPolicy):
     """The entropy is below `1 - lambda` of what it could be."""
 
-    threshold: float
-
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold)
-
-    def leaves(self, look: Look) -> Tensor:
+    def confidence(self, look: Look) -> Tensor:
         entropy = torch.special.entr(look.probabilities_BS).sum(-1)
-        return entropy < (1 - self.threshold) * math.log(look.probabilities_BS.shape[-1])
+        return 1 - entropy / math.log(look.probabilities_BS.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -107,3 +113,26 @@ class FixedLayer(ExitPolicy):
 def check_threshold(threshold: float) -> None:
     if not 0.0 <= threshold <= 1.0:
         raise UserError(f"A threshold must be between 0 and 1: got {threshold}.")
+
+
+POLICIES: dict[str, type[ExitPolicy]] = {
+    "gap": ConfidenceGap,
+    "top": TopProbability,
+    "entropy": LowEntropy,
+    "patience": Patience,
+    "layer": FixedLayer,
+}
+
+
+def make_policy(name: str, value: float) -> ExitPolicy:
+    """A policy by name; `value` is its threshold, its number of layers, or its layer."""
+    if name not in POLICIES:
+        raise UserError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
+    made: ExitPolicy
+    if name in ("patience", "layer"):
+        if value != int(value):
+            raise UserError(f"The policy {name} takes a whole number of layers: got {value}.")
+        made = Patience(int(value)) if name == "patience" else FixedLayer(int(value))
+    else:
+        made = POLICIES[name](value)  # type: ignore[call-arg]
+    return made
