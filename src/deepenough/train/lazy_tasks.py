@@ -14,7 +14,7 @@ import yaml
 
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder
-from deepenough.train import lazy, lazy_use, programs, programs_use
+from deepenough.train import lazy, lazy_language, lazy_use, programs, programs_use
 from deepenough.train.use import model_folder
 
 TRANSLATION = "translation"
@@ -38,6 +38,12 @@ TASKS = {
         programs.train_programs,
         programs_use.ProgramEvaluation,
         programs_use.evaluate_programs,
+    ),
+    "language": LazyTask(
+        lazy_language.LanguageTraining,
+        lazy_language.train_language,
+        lazy_language.LanguageEvaluation,
+        lazy_language.evaluate,
     ),
 }
 

@@ -37,6 +37,9 @@ class LazyOutput(ModelOutput):
     plain_loss: Tensor | None = None
     """The loss without smoothing and other terms."""
     past_key_values: Cache | None = None
+    memories: None = None
+    """Nothing is carried from one segment of a text to the next; language models with memory have
+    something here."""
     decoder_hidden_states: tuple[Tensor, ...] | None = None
     decoder_gates: Tensor | None = None
     """`[B, T, N]`."""
