@@ -4,7 +4,8 @@
     python benchmarks/lazy_execute.py measure --runs runs/lazy-execute [--save]
 
 All read the same programs (additions and copies of up to three digits, programs of up to two nested
-operations), as many of them, in the same order. The Transformer shares no block, so it is half as
+operations), as many of them, in the same order, and write their answers last digit first. The
+Transformer shares no block, so it is half as
 wide. An interrupted training goes on where it stopped when the command is given again; what is
 finished is left alone. The table is exact match on programs that none of them was trained on.
 """
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--mechanisms", nargs="*", choices=list(WIDTHS), default=list(WIDTHS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     if arguments.action == "train":
@@ -58,7 +59,9 @@ def settings_of(arguments: argparse.Namespace, mechanism: str) -> ProgramTrainin
     folder, width = folder_of(arguments, mechanism), WIDTHS[mechanism]
     return ProgramTraining(
         run=RunSettings(str(folder), resume=folder.exists()),
-        data=ProgramData(kinds=["addition", "copy", "program"], length=3, nesting=2, batch_size=64),
+        data=ProgramData(
+            kinds=["addition", "copy", "program"], length=3, nesting=2, reverse=True, batch_size=64
+        ),
         model=replace(
             ProgramTraining().model,
             mechanism=mechanism,
