@@ -8,7 +8,10 @@ from scipy.stats import binom
 
 from deepenough import UserError
 from deepenough.measure.exit_guarantee import (
+    BOUNDS,
+    accept_in_order,
     bernoulli_kl,
+    betting_p_value,
     binomial_cdf,
     calibrate,
     coverage,
@@ -65,9 +68,14 @@ def test_enough_texts_are_enough() -> None:
     assert calibrate(torch.zeros(needed, 1), [0.5]).threshold == 0.5
     with pytest.raises(UserError, match="at least 59"):
         calibrate(torch.zeros(needed - 1, 1), [0.5])
+    needed = texts_needed(0.05, 0.95, "betting")
+    assert calibrate(torch.zeros(needed, 1), [0.5], bound="betting").threshold == 0.5
+    with pytest.raises(UserError, match=f"at least {needed}"):
+        calibrate(torch.zeros(needed - 1, 1), [0.5], bound="betting")
 
 
-def test_the_guarantee_holds_on_random_losses() -> None:
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_the_guarantee_holds_on_random_losses(bound) -> None:
     """Texts differ in how often they disagree; thresholds in how much, around what is allowed."""
     generator = torch.Generator().manual_seed(0)
     thresholds = [1 - step / 20 for step in range(20)]
@@ -76,10 +84,62 @@ def test_the_guarantee_holds_on_random_losses() -> None:
     for _ in range(200):
         difficulty = torch.rand(150, 1, generator=generator) * 2
         losses = (torch.rand(150, 20, generator=generator) < difficulty * means).double()
-        found = calibrate(losses, thresholds)
+        found = calibrate(losses, thresholds, bound=bound)
         if found.threshold is not None:
             exceeded += float(means[thresholds.index(found.threshold)]) > 0.05
     assert exceeded / 200 <= 0.05
+
+
+def betting_ref(losses: list[float], max_risk: float, delta: float) -> float:
+    """The game as it is played: a stake from what was seen, a loss, a new capital."""
+    seen: list[float] = []
+    total, squares, capital, highest = 0.5, 0.25, 1.0, 1.0
+    for loss in losses:
+        variance = squares / (len(seen) + 1)
+        stake = min(1.0, math.sqrt(2 * math.log(1 / delta) / (len(losses) * variance)))
+        capital *= 1 - stake * (loss - max_risk)
+        highest = max(highest, capital)
+        seen.append(loss)
+        total += loss
+        squares += (loss - total / (len(seen) + 1)) ** 2
+    return 1 / highest
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.05, 0.1, 1.0])
+def test_a_bet_is_played_text_by_text(scale) -> None:
+    losses = torch.rand(120, generator=torch.Generator().manual_seed(0)).double() * scale
+    expected = betting_ref(losses.tolist(), 0.05, 0.1)
+    assert betting_p_value(losses, 0.05, 0.1) == pytest.approx(expected, rel=1e-9)
+
+
+def test_bets_win_where_texts_are_alike() -> None:
+    """Means of many tokens: the same evidence that the other bound needs far more texts for."""
+    losses = torch.full((200,), 0.03)
+    assert p_value(0.03, 200, 0.05) > 0.05
+    assert betting_p_value(losses, 0.05) < 0.05
+    assert betting_p_value(torch.full((200,), 0.06), 0.05) == 1.0
+
+
+def test_bets_are_fair_where_the_risk_is_just_too_high() -> None:
+    """Losses with a mean of exactly what is allowed are accepted in at most 5 of 100 draws."""
+    generator = torch.Generator().manual_seed(0)
+    accepted = 0
+    for _ in range(400):
+        losses = (torch.rand(150, 20, generator=generator) < 0.05).double().mean(1)
+        accepted += betting_p_value(losses, 0.05) <= 0.05
+    assert accepted / 400 <= 0.05
+
+
+def test_thresholds_after_the_first_that_fails_are_not_measured() -> None:
+    measured = []
+
+    def losses(threshold: float) -> torch.Tensor:
+        measured.append(threshold)
+        return torch.full((200,), 0.0 if threshold > 0.6 else 0.3)
+
+    found = accept_in_order(losses, [0.9, 0.7, 0.5, 0.3])
+    assert (found.threshold, measured) == (0.7, [0.9, 0.7, 0.5])
+    assert found.risks == pytest.approx((0.0, 0.0, 0.3))
 
 
 def test_coverage_counts_splits_that_fail() -> None:
@@ -91,7 +151,11 @@ def test_coverage_counts_splits_that_fail() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"max_risk": 0.0}, "max_risk"), ({"confidence": 1.0}, "confidence")],
+    [
+        ({"max_risk": 0.0}, "max_risk"),
+        ({"confidence": 1.0}, "confidence"),
+        ({"bound": "hope"}, "not by 'hope'"),
+    ],
 )
 def test_bad_input(options, words) -> None:
     with pytest.raises(UserError, match=words):

@@ -1,0 +1,244 @@
+"""Exit thresholds calibrated on what a model writes: losses, the choice, and what is kept of it."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deepenough import Shortcuts, UserError
+from deepenough.adaptive.exit.accelerate import accelerate
+from deepenough.adaptive.exit.calibrated import INDEX, Calibrated
+from deepenough.adaptive.exit.policies import ConfidenceGap, FixedLayer, TopProbability
+from deepenough.measure.exit_calibration import calibrate, check_in_use, write
+from deepenough.measure.exit_guarantee import BOUNDS, coverage
+from deepenough.measure.exit_losses import (
+    ExitTable,
+    disagreement,
+    exit_words,
+    full_words,
+    losses_at,
+    with_threshold,
+)
+from deepenough.models.hf import adapt
+
+VOCABULARY = 30
+LIMITS = {"max_disagreement": 0.1, "confidence": 0.9, "new_tokens": 10, "prompt_tokens": 6}
+
+
+def make_model(seed: int = 0) -> LlamaForCausalLM:
+    """A model whose later layers change little, so that exits are mostly right."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+        intermediate_size=24, max_position_embeddings=64, initializer_range=0.4,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    for layer in model.model.layers[1:]:
+        layer.self_attn.o_proj.weight *= 0.15
+        layer.mlp.down_proj.weight *= 0.15
+    return model
+
+
+def tokens(text: str) -> dict[str, list[int]]:
+    """Letters, as a tokenizer."""
+    return {"input_ids": [3 + ord(letter) % 27 for letter in text]}
+
+
+def make_texts(count: int, seed: int = 0) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(97, 123, (count, 8), generator=generator)
+    return ["".join(map(chr, row)) for row in ids.tolist()]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def shortcuts(model) -> Shortcuts:
+    ids = torch.randint(3, VOCABULARY, (40, 20), generator=torch.Generator().manual_seed(1))
+    states = [state.flatten(0, 1) for state in adapt(model).states(ids)]
+    found = Shortcuts.fit_states(states, ridge=1e-3)
+    found.meta["model"] = adapt(model).identity()
+    return found
+
+
+def exiting(model, shortcuts, fill="deferred", policy=None, **more: Any):
+    policy = policy or TopProbability(0.5)
+    return accelerate(model, shortcuts, mode="exit", policy=policy, exits=[1, 2], fill=fill, **more)
+
+
+@pytest.fixture(scope="module")
+def written(model, shortcuts):
+    fast = exiting(model, shortcuts)
+    prompts = [tokens(text)["input_ids"][: 4 + n % 4] for n, text in enumerate(make_texts(24))]
+    return write(fast._exit_engine, prompts, 10, batch=8)
+
+
+def test_full_words_are_what_was_written(model, shortcuts, written) -> None:
+    engine = exiting(model, shortcuts)._exit_engine
+    for text, words in zip(written, full_words(engine, written, batch=5), strict=True):
+        assert torch.equal(words, text.ids_T[text.prompt :])
+
+
+@pytest.mark.parametrize("words", [None, torch.arange(3, 15)])
+@pytest.mark.parametrize("policy", [TopProbability(0.5), ConfidenceGap(0.5, 8.0)])
+def test_one_table_serves_all_thresholds(model, shortcuts, written, policy, words) -> None:
+    """With an exact cache it gives what a run for each threshold gives."""
+    fast = exiting(model, shortcuts, policy=policy, shortlist=words)
+    engine, early = fast._exit_engine, fast._exit_early
+    table = ExitTable.collect(engine, early, written, batch=7)
+    expected = full_words(engine, written)
+    seen = set()
+    for threshold in (0.9, 0.6, 0.3, 0.0):
+        found = table.losses_at(threshold)
+        run = losses_at(engine, with_threshold(early, threshold), written, expected, batch=9)
+        assert torch.allclose(found.losses_N, run.losses_N)
+        assert torch.allclose(found.layers_N, run.layers_N)
+        seen.add(round(float(found.layers_N.mean()), 4))
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("fill", ["shortcut", "copy", "deferred"])
+def test_losses_are_those_of_decoding(model, shortcuts, written, fill) -> None:
+    """The exiting model, made to write what the full model wrote, would say these words."""
+    fast = exiting(model, shortcuts, fill, TopProbability(0.4))
+    words, depths = exit_words(fast._exit_engine, fast._exit_early, written[:6], batch=4)
+    for text, said, depth in zip(written[:6], words, depths, strict=True):
+        new = text.ids_T[text.prompt :].tolist()
+
+        def force(_: int, ids: torch.Tensor, new=new, text=text) -> list[int]:
+            return [new[len(ids) - text.prompt]]
+
+        prompt = text.ids_T[None, : text.prompt]
+        output = fast.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=len(new),
+            do_sample=False, prefix_allowed_tokens_fn=force, return_dict_in_generate=True,
+            output_logits=True,
+        )  # fmt: skip
+        assert torch.cat(output.logits).argmax(-1).tolist() == said.tolist()
+        assert output.trace.depth[0].tolist() == depth.tolist()
+
+
+def test_texts_that_never_leave_lose_nothing(model, shortcuts, written) -> None:
+    for fill in ("shortcut", "copy"):
+        fast = exiting(model, shortcuts, fill, TopProbability(1.0))
+        expected = full_words(fast._exit_engine, written)
+        found = losses_at(fast._exit_engine, fast._exit_early, written, expected)
+        assert found.losses_N.sum() == 0
+        assert found.layers_N.mean() == 3
+
+
+@pytest.mark.parametrize("fill", ["shortcut", "deferred"])
+def test_a_calibrated_model(model, shortcuts, tmp_path, fill) -> None:
+    fast = exiting(model, shortcuts, fill)
+    told = []
+    found = calibrate(
+        fast, tokens, make_texts(60), **LIMITS, bound="betting", thresholds=[0.9, 0.7, 0.5, 0.2],
+        progress=lambda *what: told.append(what),
+    )  # fmt: skip
+    assert found.threshold is not None
+    assert found.threshold in found.thresholds
+    assert found.p_values[found.thresholds.index(found.threshold)] <= 0.1
+    assert found.texts == 60 and found.layers < 3 and found.check["tokens"] > 0
+    assert ("texts written", 60, 60) in told
+    assert f"Threshold {found.threshold:g}" in found.holds()
+
+    found.save(tmp_path)
+    assert Calibrated.load(tmp_path) == found
+    for guarantee in (found, str(tmp_path), tmp_path / INDEX):
+        again = accelerate(model, shortcuts, mode="exit", guarantee=guarantee)
+        assert again._exit_early.policy == TopProbability(found.threshold)
+        assert again._exit_early.fill == fill
+        assert list(again._exit_early.layers) == [1, 2]
+    with pytest.raises(UserError, match="leave out fill"):
+        accelerate(model, shortcuts, mode="exit", guarantee=found, fill="copy")
+    with pytest.raises(UserError, match="weights are others"):
+        other = make_model(seed=1)
+        free = Shortcuts(3, 16, shortcuts.maps)
+        accelerate(other, free, mode="exit", guarantee=found)
+    with pytest.raises(UserError, match="other shortcuts"):
+        maps = {pair: 2 * matrix for pair, matrix in shortcuts.maps.items()}
+        accelerate(model, Shortcuts(3, 16, maps), mode="exit", guarantee=found)
+
+
+def test_that_none_holds_is_said(model, shortcuts) -> None:
+    """A loss that is always 1."""
+
+    def hopeless(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return 1.0
+
+    found = calibrate(exiting(model, shortcuts), tokens, make_texts(30), loss=hopeless, **LIMITS)
+    assert (found.threshold, found.check, found.layers) == (None, None, None)
+    assert len(found.p_values) == 1 and "hopeless" in found.holds()
+    with pytest.raises(UserError, match="No threshold holds"):
+        accelerate(model, shortcuts, mode="exit", guarantee=found)
+
+
+def test_any_bounded_loss_can_be_guaranteed(model, shortcuts) -> None:
+    """Here: whether the text as a whole is another."""
+
+    def changed(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return float(not torch.equal(found, expected))
+
+    fast = exiting(model, shortcuts)
+    limits = {**LIMITS, "max_disagreement": 0.3}
+    strict = calibrate(fast, tokens, make_texts(60), loss=changed, **limits, checked=0)
+    lenient = calibrate(fast, tokens, make_texts(60), **limits, checked=0)
+    assert (strict.threshold or 1.0) >= lenient.threshold
+    assert strict.loss == "changed"
+
+
+def test_the_guarantee_holds_over_random_splits(model, shortcuts) -> None:
+    """Halves of 240 texts, 120 times: the other half's disagreement is seldom too high."""
+    fast = exiting(model, shortcuts)
+    engine, early = fast._exit_engine, fast._exit_early
+    prompts = [tokens(text)["input_ids"] for text in make_texts(240, seed=5)]
+    table = ExitTable.collect(engine, early, write(engine, prompts, 10, batch=48), batch=48)
+    thresholds = [step / 25 for step in range(24, -1, -1)]
+    losses = torch.stack([table.losses_at(each).losses_N for each in thresholds], dim=1)
+    assert losses[:, 0].mean() < 0.05 < losses[:, -1].mean()
+    for bound in BOUNDS:
+        for risk in (0.05, 0.1):
+            assert coverage(losses, thresholds, risk, splits=120, bound=bound) <= 0.05
+
+
+def test_in_use_the_model_goes_on_from_its_own_words(model, shortcuts) -> None:
+    fast = exiting(model, shortcuts)
+    prompts = [tokens(text)["input_ids"] for text in make_texts(4)]
+    never = replace(fast._exit_early, policy=TopProbability(1.0))
+    assert check_in_use(fast, never, prompts, 8)["disagreement"] == 0.0
+    always = replace(fast._exit_early, policy=TopProbability(0.0))
+    found = check_in_use(fast, always, prompts, 8)
+    assert found["disagreement"] > 0 and 1 <= found["layers"] < 2
+    assert fast._exit_early.policy == TopProbability(0.5)
+
+
+def test_bad_input(model, shortcuts, tmp_path) -> None:
+    fast = exiting(model, shortcuts)
+    with pytest.raises(UserError, match="which are 590 new tokens"):
+        calibrate(fast, tokens, make_texts(20), new_tokens=10)
+    with pytest.raises(UserError, match="Only an exiting model"):
+        calibrate(accelerate(model), tokens, make_texts(20))
+    with pytest.raises(UserError, match="no threshold to calibrate"):
+        calibrate(exiting(model, shortcuts, policy=FixedLayer(1)), tokens, make_texts(60))
+    with pytest.raises(UserError, match="from the highest"):
+        calibrate(fast, tokens, make_texts(60), thresholds=[0.1, 0.9])
+    with pytest.raises(UserError, match="must be between 0 and 1"):
+        calibrate(fast, tokens, make_texts(60), max_disagreement=1.5)
+    with pytest.raises(UserError, match="scale them"):
+        calibrate(fast, tokens, make_texts(30), loss=lambda *_: 2.0, **LIMITS)
+    with pytest.raises(UserError, match="no guarantee at"):
+        accelerate(model, shortcuts, mode="exit", guarantee=tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"format": "something"}))
+    with pytest.raises(UserError, match="cannot be read"):
+        accelerate(model, shortcuts, mode="exit", guarantee=tmp_path)
+
+
+def test_disagreement_by_hand() -> None:
+    assert disagreement(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 0, 4])) == 0.25
