@@ -41,7 +41,8 @@ FORMAT, VERSION = "deepenough-carry", 1
 
 
 class Carry:
-    """Maps `(B_n, b_n)`, `B_n` of shape `(D, (n + 1) D)`, and the words they choose from."""
+    """Maps `(B_n, b_n)`, `B_n` of shape `(D, (n + 1) D)`, and the words they choose from, those
+    that are written most often first."""
 
     def __init__(
         self,

@@ -178,14 +178,14 @@ def inputs_of(adapter: Adapter, text: Written, number: int) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def choose_words(adapter: Adapter, counts_V: Tensor, sample: Sequence[Tensor], size: int) -> Tensor:
-    """The words written most often, then those that were most probable elsewhere."""
+    """The words written most often, most often first, then those most probable elsewhere."""
     mass_V = torch.zeros(len(counts_V), dtype=torch.float64)
     for states_ND in sample:
         probable = adapter.head(states_ND).float().softmax(-1).sum(0).double().cpu()
         mass_V[: len(probable)] += probable[: len(mass_V)]
     # A word that was written comes before all that were not: probabilities sum to less than 1 each.
     order = counts_V.double() + mass_V / (mass_V.sum() + 1)
-    return order.topk(min(size, len(order))).indices.sort().values.to(adapter.model.device)
+    return order.topk(min(size, len(order))).indices.to(adapter.model.device)
 
 
 def _best(

@@ -114,6 +114,8 @@ class _Loop:
         counts = self._choose(rows, engine.head(normed_BTD), proposal)
         self.result.passes += 1
         engine.keep(counts)
+        if self.source is not None:
+            self.source.observe(rows, normed_BTD, counts)
         if tokens_BT.shape[1] == 1:
             return normed_BTD[:, 0]
         last = torch.tensor(counts, device=normed_BTD.device) - 1

@@ -44,6 +44,12 @@ class DraftSource(ABC):
     def begin(self, engine: Engine) -> None:  # noqa: B027
         """A new generation; what is known of earlier ones is forgotten."""
 
+    def observe(  # noqa: B027
+        self, rows: list[Row], normed_BTD: Tensor, counts: Sequence[int]
+    ) -> None:
+        """After a pass: normed states, and how many tokens each row has got from the first of
+        them on."""
+
     @abstractmethod
     def propose(self, rows: list[Row], state_BD: Tensor, engine: Engine) -> Proposal:
         """Drafts after each row's last token. `state_BD` are the normed states that led to those
@@ -97,6 +103,10 @@ class FirstOf(DraftSource):
     def begin(self, engine: Engine) -> None:
         for source in self.sources:
             source.begin(engine)
+
+    def observe(self, rows: list[Row], normed_BTD: Tensor, counts: Sequence[int]) -> None:
+        for source in self.sources:
+            source.observe(rows, normed_BTD, counts)
 
     def propose(self, rows: list[Row], state_BD: Tensor, engine: Engine) -> Proposal:
         tokens: list[list[int]] = [[] for _ in rows]

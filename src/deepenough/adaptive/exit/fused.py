@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from deepenough.adaptive.exit.engine import Engine, Step, row_lengths
-from deepenough.adaptive.exit.slots import NO_SLOTS, Place, Slots
+from deepenough.adaptive.exit.slots import NO_SLOTS, Place, Slots, attend
 from deepenough.models.hf import Adapter
 
 
@@ -116,25 +115,8 @@ class FusedEngine(Engine):
         scale: float | None = None,
     ) -> Tensor:
         """Attention of a layer over its slots, these tokens' included; `[N, H * K]`."""
-        place: Place = step.context
-        keys = place.store(self.slots.keys[index], key_BTHK)
-        values = place.store(self.slots.values[index], value_BTHK)
-        batch, tokens = query_BTHK.shape[:2]
-        if place.causal:
-            mixed = F.scaled_dot_product_attention(
-                query_BTHK.transpose(1, 2),
-                keys,
-                values,
-                is_causal=True,
-                scale=scale,
-                enable_gqa=self.groups > 1,
-            )
-            return mixed.transpose(1, 2).reshape(batch * tokens, -1)
-        shape = (batch, tokens, self.key_heads, self.groups, self.head_width)
-        query = query_BTHK.reshape(shape).transpose(1, 2).flatten(2, 3)
-        mixed = F.scaled_dot_product_attention(query, keys, values, place.mask, scale=scale)
-        mixed = mixed.view(batch, self.key_heads, tokens, self.groups, self.head_width)
-        return mixed.transpose(1, 2).reshape(batch * tokens, -1)
+        slots = self.slots.keys[index], self.slots.values[index]
+        return attend(step.context, slots, query_BTHK, key_BTHK, value_BTHK, scale)
 
 
 def join(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

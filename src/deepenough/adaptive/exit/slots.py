@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class Slots:
@@ -33,6 +34,13 @@ class Slots:
         index = torch.tensor(rows, device=self.keys[0].device)
         self.keys = [keys.index_select(0, index) for keys in self.keys]
         self.values = [values.index_select(0, index) for values in self.values]
+
+    def grow(self, capacity: int) -> None:
+        """Room for so many tokens a row; what is there stays."""
+        missing = capacity - self.keys[0].shape[2]
+        if missing > 0:
+            self.keys = [F.pad(keys, (0, 0, 0, missing)) for keys in self.keys]
+            self.values = [F.pad(values, (0, 0, 0, missing)) for values in self.values]
 
 
 NO_SLOTS = Slots(0, (0, 0, 0, 0), torch.float32, torch.device("cpu"))
@@ -93,3 +101,33 @@ class Place:
         if self.rows is None:
             return slots_BHCK[:, :, : self.end]
         return slots_BHCK[self.rows, :, : self.end]
+
+
+def attend(
+    place: Place,
+    slots: tuple[Tensor, Tensor],
+    query_BTHK: Tensor,
+    key_BTHK: Tensor,
+    value_BTHK: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention over the slots of one layer, these tokens' included; `[B * T, H * K]`."""
+    keys, values = place.store(slots[0], key_BTHK), place.store(slots[1], value_BTHK)
+    batch, tokens, heads, head_width = query_BTHK.shape
+    key_heads = key_BTHK.shape[2]
+    groups = heads // key_heads
+    if place.causal:
+        mixed = F.scaled_dot_product_attention(
+            query_BTHK.transpose(1, 2),
+            keys,
+            values,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=groups > 1,
+        )
+        return mixed.transpose(1, 2).reshape(batch * tokens, -1)
+    shape = (batch, tokens, key_heads, groups, head_width)
+    query = query_BTHK.reshape(shape).transpose(1, 2).flatten(2, 3)
+    mixed = F.scaled_dot_product_attention(query, keys, values, place.mask, scale=scale)
+    mixed = mixed.view(batch, key_heads, tokens, groups, head_width)
+    return mixed.transpose(1, 2).reshape(batch * tokens, -1)

@@ -1,0 +1,94 @@
+"""`Tuned`: all that `deepenough exit tune` has made of a model, in one folder.
+
+Carry maps with their shortlist, the draft head that started from them, and which drafts are fastest
+on the machine where this was measured (`choice.json`). Safetensors and JSON only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from deepenough.adaptive.exit.carry import Carry
+from deepenough.adaptive.exit.head import DraftHead, HeadShape
+from deepenough.adaptive.shortcut import files
+from deepenough.errors import UserError
+from deepenough.models.hf import Adapter
+
+INDEX, TENSORS, CHOICE = "head.json", "head.safetensors", "choice.json"
+FORMAT, VERSION = "deepenough-draft-head", 1
+
+
+class Tuned:
+    def __init__(
+        self,
+        carry: Carry,
+        head: DraftHead,
+        meta: Mapping[str, Any] | None = None,
+        choice: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.carry, self.head = carry, head
+        self.meta = dict(meta or {})
+        self.choice = dict(choice or {})
+        """Arguments of `accelerate` that were fastest, under "drafts", and how that was found."""
+
+    def check_model(self, adapter: Adapter) -> None:
+        """Refuse a model that this was not made for."""
+        own, other = self.carry.meta.get("model") or {}, adapter.identity()
+        if adapter.width != self.carry.width or own.get("fingerprint") != other["fingerprint"]:
+            raise UserError(
+                f"This draft head was tuned for {own.get('model') or 'another model'}, not for "
+                f"{other['model'] or 'this one'}: give the model it belongs to, or tune another."
+            )
+
+    # -- files -------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        self.carry.save_pretrained(folder)
+        path = Path(folder) / TENSORS
+        try:
+            files.save_tensors(path, {k: v.cpu() for k, v in self.head.state_dict().items()})
+            index = {"format": FORMAT, "version": VERSION, "shape": asdict(self.head.shape)}
+            index |= {"meta": self.meta, "sha256": files.sha256(path)}
+            files.write_json(path.with_name(INDEX), index)
+            if self.choice:
+                self.save_choice(folder)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"The head cannot be written to {folder}: {error}.") from error
+
+    def save_choice(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            files.write_json(Path(folder) / CHOICE, self.choice)
+        except OSError as error:
+            raise UserError(f"The choice cannot be written to {folder}: {error}.") from error
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Tuned:
+        """Read what `deepenough exit tune` wrote; its run folder will do as well."""
+        inner = Path(folder) / "model"
+        place = inner if (inner / INDEX).is_file() else Path(folder)
+        if not (place / INDEX).is_file():
+            raise UserError(
+                f"{folder} holds no draft head ({INDEX}): give the folder of a finished "
+                "deepenough exit tune, or let it finish with --resume."
+            )
+        carry = Carry.from_pretrained(place)
+        try:
+            index = json.loads((place / INDEX).read_text(encoding="utf-8"))
+            if index["format"] != FORMAT or index["version"] > VERSION:
+                raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
+            if files.sha256(place / TENSORS) != index["sha256"]:
+                raise ValueError(f"{TENSORS} is not the file it describes")
+            head = DraftHead(HeadShape(**index["shape"]))
+            head.load_state_dict(files.load_tensors(place / TENSORS)[0])
+            choice = place / CHOICE
+            chosen = json.loads(choice.read_text(encoding="utf-8")) if choice.is_file() else {}
+            return cls(carry, head.eval().requires_grad_(False), index["meta"], chosen)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise UserError(f"{place / INDEX} cannot be used ({error}): tune it again.") from error
