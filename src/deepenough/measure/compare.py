@@ -1,0 +1,228 @@
+"""One protocol for everything that can be measured at several operating points.
+
+A `Candidate` is a finished run. It knows its task, its operating points, how to answer the whole
+data at one of them, and how to judge the answers. Nothing else is known of it here, so that methods
+that have little in common are measured alike:
+
+- all answer the same data on the same number of threads;
+- the first passes warm up, one more counts FLOPs with torch's own counter, none of them is timed;
+- then rounds, in each of which every point is timed once, in an order drawn anew: a slow moment of
+  the machine hits no point more than another, and no point always follows the same one;
+- answers are judged once, outside of the clock.
+
+Whatever the loop itself needs is measured too: `Clock.bookkeeping`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from deepenough.measure.compare_intervals import CONFIDENCE, Interval, median_interval
+
+#: Hears how many passes are done, and of how many.
+Advance = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is measured. Runs are compared only where all of it is the same."""
+
+    kind: str
+    """As a sentence says it: "language modelling", "classification"."""
+    data: str
+    split: str
+    unit: str
+    """What costs are counted for: token, example, sentence."""
+    quality: str
+    """Name of the measure of quality."""
+    higher_is_better: bool
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else must agree: the tokenizer, the shape of batches."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.data} ({self.split})"
+
+
+@dataclass(frozen=True)
+class OperatingPoint:
+    """One way to run a candidate."""
+
+    name: str
+    """Short, for a chart."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    mechanism: str = ""
+    """Where it is another than its candidate's."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the answers of one pass over the data were worth, and what they cost by the trace."""
+
+    quality: Interval
+    units: int
+    """Tokens, examples or sentences that were answered."""
+    layers: float
+    """Blocks that ran for a unit, mean."""
+    flops: float
+    """Of all units."""
+
+
+class Candidate(Protocol):
+    """A run that can be measured at operating points."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def mechanism(self) -> str: ...
+
+    @property
+    def task(self) -> Task: ...
+
+    def points(self) -> Sequence[OperatingPoint]:
+        """Where to measure it, the deepest first."""
+
+    def run(self, point: OperatingPoint) -> Any:
+        """Answer all of the data; this is what is timed."""
+
+    def judge(self, point: OperatingPoint, answers: Any) -> Judged:
+        """What `run` returned, outside of the clock."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How to measure."""
+
+    rounds: int = 7
+    warmup: int = 1
+    seed: int = 0
+    confidence: float = CONFIDENCE
+    count_flops: bool = True
+
+
+@dataclass
+class Clock:
+    """Where the time of a comparison went, in seconds."""
+
+    measured: float = 0.0
+    """In the rounds, with a candidate at work."""
+    bookkeeping: float = 0.0
+    """In the rounds, with none at work."""
+    preparing: float = 0.0
+    """Counting FLOPs, warming up, judging."""
+
+    @property
+    def share(self) -> float:
+        """Of bookkeeping in the time measured."""
+        return self.bookkeeping / self.measured if self.measured else 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One point of the chart."""
+
+    candidate: Candidate
+    point: OperatingPoint
+    judged: Judged
+    counted: float | None
+    """FLOPs of all units by torch's counter, padding included."""
+    seconds: tuple[float, ...]
+    """Of every round, over all of the data."""
+    milliseconds: Interval
+    """Of a unit."""
+    relative_time: Interval
+    """To the first point of all, round by round, in which a slow round cancels."""
+
+
+def measure(
+    candidates: Sequence[Candidate],
+    rules: Rules,
+    advance: Advance | None = None,
+) -> tuple[list[Measured], Clock]:
+    """Every operating point of every candidate; the first one is what times are relative to."""
+    pairs = [(candidate, point) for candidate in candidates for point in candidate.points()]
+    total = len(pairs) * (1 + rules.rounds)
+    clock = Clock()
+    started = time.perf_counter()
+    prepared = []
+    for done, (candidate, point) in enumerate(pairs, start=1):
+        prepared.append(_prepare(candidate, point, rules))
+        if advance is not None:
+            advance(done, total)
+    clock.preparing = time.perf_counter() - started
+    seconds = _rounds(pairs, rules, clock, advance)
+    found = []
+    for (candidate, point), (judged, counted), own in zip(pairs, prepared, seconds, strict=True):
+        each = [1000 * value / judged.units for value in own]
+        ratios = [value / first for value, first in zip(own, seconds[0], strict=True)]
+        found.append(
+            Measured(
+                candidate,
+                point,
+                judged,
+                counted,
+                tuple(own),
+                median_interval(each, rules.confidence),
+                median_interval(ratios, rules.confidence),
+            )
+        )
+    return found, clock
+
+
+def _prepare(
+    candidate: Candidate, point: OperatingPoint, rules: Rules
+) -> tuple[Judged, float | None]:
+    """Warm up, judge and count; a first pass may do more than all others, so it is not counted."""
+    for _ in range(rules.warmup - 1):
+        candidate.run(point)
+    judged = candidate.judge(point, candidate.run(point))
+    return judged, count_flops(candidate, point) if rules.count_flops else None
+
+
+def count_flops(candidate: Candidate, point: OperatingPoint) -> float:
+    """By torch's counter, which knows the attention of plain matrix products alone."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        candidate.run(point)
+    return float(counter.get_total_flops())
+
+
+def _rounds(
+    pairs: Sequence[tuple[Candidate, OperatingPoint]],
+    rules: Rules,
+    clock: Clock,
+    advance: Advance | None,
+) -> list[list[float]]:
+    """Seconds of every point in every round."""
+    seconds: list[list[float]] = [[] for _ in pairs]
+    shuffle = random.Random(rules.seed).shuffle
+    begun = time.perf_counter()
+    for number in range(1, rules.rounds + 1):
+        order = list(range(len(pairs)))
+        shuffle(order)
+        if advance is not None:
+            advance(number * len(pairs), len(pairs) * (1 + rules.rounds))
+        for place in order:
+            candidate, point = pairs[place]
+            started = time.perf_counter()
+            answers = candidate.run(point)
+            _wait(answers)
+            took = time.perf_counter() - started
+            seconds[place].append(took)
+            clock.measured += took
+            del answers  # else the next one would be timed beside its memory
+    clock.bookkeeping = time.perf_counter() - begun - clock.measured
+    return seconds
+
+
+def _wait(_: Any) -> None:
+    """Let the device finish what it was asked for."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,219 @@
+"""`compare`: runs on one task, measured under one protocol, as `frontier.json`.
+
+What a run is, its folder tells: which model it holds, or which maps. Runs of different tasks are
+refused before anything is measured, since their qualities lie on no common axis.
+
+`frontier.json` holds every point with quality, layers, FLOPs and milliseconds, each with its
+interval where it has one; of each of the three costs it says which points no other beats. Points
+that are beaten stay: they are results too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepenough.errors import UserError
+from deepenough.measure.compare import Advance, Candidate, Measured, measure
+from deepenough.measure.compare_intervals import coverage
+from deepenough.provenance import provenance
+from deepenough.runs import RunFolder, read_records
+from deepenough.settings import to_dict
+from deepenough.train.compare_labels import LabelCandidate
+from deepenough.train.compare_language import LanguageCandidate
+from deepenough.train.compare_settings import ComparedData, CompareSettings, Entry
+from deepenough.train.compare_translation import TranslationCandidate
+from deepenough.train.compare_words import WordsCandidate
+
+FRONTIER = "frontier.json"
+FORMAT = 1
+#: Costs, the less the better; each has a chart and a frontier of its own.
+COSTS = ("layers", "flops", "milliseconds")
+
+Open = Callable[[Entry, str, ComparedData], Candidate]
+
+#: `model_type` of the model in a run -> who measures it.
+BY_MODEL: dict[str, Open] = {
+    "par": LanguageCandidate,
+    "ponder_albert": LabelCandidate,
+    "ponder_encoder": LabelCandidate,
+    "lazy-transformer": TranslationCandidate,
+}
+
+
+def compare(settings: CompareSettings, advance: Advance | None = None) -> dict[str, Any]:
+    """Measure, write `frontier.json`, and return what stands in it."""
+    settings.check()
+    entries = settings.all_entries()
+    out = _folder(settings.out)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    started = time.perf_counter()
+    names = _names(entries)
+    notes = [note for entry in entries for note in _notes(entry.run)]
+    candidates = [
+        _opener(entry.run)(entry, name, settings.data)
+        for entry, name in zip(entries, names, strict=True)
+    ]
+    check_one_task(candidates, [entry.run for entry in entries])
+    loading = time.perf_counter() - started
+    found, clock = measure(candidates, settings.rules(), advance)
+    content = {
+        "format": FORMAT,
+        "task": asdict(candidates[0].task),
+        "protocol": _protocol(settings),
+        "seconds": {"loading": loading, **asdict(clock)},
+        "bookkeeping": clock.share,
+        "notes": notes,
+        "points": _points(found),
+        "provenance": provenance() | {"settings": to_dict(settings)},
+    }
+    _write(out / FRONTIER, content)
+    return content
+
+
+def check_one_task(candidates: Sequence[Candidate], runs: Sequence[str]) -> None:
+    """Refuse runs that are not about the same thing, naming the first two."""
+    first = candidates[0].task
+    for candidate, run in zip(candidates[1:], runs[1:], strict=True):
+        task = candidate.task
+        if str(task) != str(first):
+            raise UserError(
+                f"{runs[0]} is about {first} but {run} about {task}: compare runs of one task, or "
+                "name data that they all answer with --data.data and --data.split."
+            )
+        differing = [
+            name for name in first.detail if task.detail.get(name) != first.detail.get(name)
+        ]
+        if differing:
+            raise UserError(
+                f"{runs[0]} and {run} are both about {first}, but differ in {differing[0]}: their "
+                "figures do not compare."
+            )
+
+
+def _opener(run: str) -> Open:
+    """Who measures the run, by what its folder holds; a run half-written is named."""
+    folder = RunFolder.open(run)
+    if (folder.path / "shortcuts").is_dir():
+        return WordsCandidate
+    for place in (folder.model, folder.derived / "model"):
+        try:
+            kind = json.loads((place / "config.json").read_text(encoding="utf-8"))["model_type"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if kind in BY_MODEL:
+            return BY_MODEL[kind]
+        raise UserError(
+            f"{run} holds a model of type {kind}, which has no operating points to compare: leave "
+            "it out."
+        )
+    raise UserError(
+        f"The run {run} is not finished: it has no model{_progress(folder)}. Resume it with "
+        "--resume, or leave it out."
+    )
+
+
+def _progress(folder: RunFolder) -> str:
+    if not folder.metrics.is_file():
+        return " and no record"
+    records, _ = read_records(folder.metrics)
+    return f" and its last record is of step {records[-1].step}" if records else " and no record"
+
+
+def _notes(run: str) -> list[str]:
+    """What is wrong with a run's files but does not matter here."""
+    metrics = RunFolder.open(run).metrics
+    corrupted = read_records(metrics)[1] if metrics.is_file() else 0
+    return [f"{corrupted} unreadable line(s) of {metrics} skipped."] if corrupted else []
+
+
+def _names(entries: Sequence[Entry]) -> list[str]:
+    """Of each run as much of its path as tells it from the others, unless it has a name."""
+    parts = [Path(entry.run).resolve().parts for entry in entries]
+    names: list[str] = []
+    for depth in range(1, max(map(len, parts)) + 1):
+        ends = ["/".join(own[-depth:]) for own in parts]
+        names = [entry.name or end for entry, end in zip(entries, ends, strict=True)]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f"The run {entries[0].run} is named twice: name every run once.")
+
+
+def _folder(path: str) -> Path:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The folder {path} cannot be made: {error.strerror}.") from error
+    return Path(path)
+
+
+def _protocol(settings: CompareSettings) -> dict[str, Any]:
+    return {
+        "rounds": settings.rounds,
+        "warmup": settings.warmup,
+        "seed": settings.seed,
+        "threads": torch.get_num_threads(),
+        "processor": platform.processor() or platform.machine(),
+        "confidence": settings.rules().confidence,
+        "coverage_of_times": coverage(settings.rounds),
+    }
+
+
+def _points(found: Sequence[Measured]) -> list[dict[str, Any]]:
+    rows = []
+    for each in found:
+        judged, time_ = each.judged, each.milliseconds
+        rows.append(
+            {
+                "run": each.candidate.name,
+                "mechanism": each.point.mechanism or each.candidate.mechanism,
+                "name": each.point.name,
+                "settings": dict(each.point.settings),
+                "quality": judged.quality.value,
+                "quality_low": judged.quality.low,
+                "quality_high": judged.quality.high,
+                "units": judged.units,
+                "layers": judged.layers,
+                "flops": judged.flops / judged.units,
+                "flops_counted": None if each.counted is None else each.counted / judged.units,
+                "milliseconds": time_.value,
+                "milliseconds_low": time_.low,
+                "milliseconds_high": time_.high,
+                "relative_time": each.relative_time.value,
+                "relative_time_low": each.relative_time.low,
+                "relative_time_high": each.relative_time.high,
+                "round_seconds": list(each.seconds),
+            }
+        )
+    better = found[0].candidate.task.higher_is_better
+    for row in rows:
+        row["optimal"] = [
+            cost for cost in COSTS if not any(_beats(o, row, cost, better) for o in rows)
+        ]
+    return rows
+
+
+def _beats(other: dict[str, Any], row: dict[str, Any], cost: str, higher: bool) -> bool:
+    """Whether `other` is at least as good in both and better in one."""
+    sign = 1.0 if higher else -1.0
+    gain = sign * (other["quality"] - row["quality"])
+    saving = row[cost] - other[cost]
+    return gain >= 0 and saving >= 0 and (gain > 0 or saving > 0)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    partial = path.with_name(f"{path.name}.tmp")
+    try:
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error

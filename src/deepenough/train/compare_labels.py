@@ -1,0 +1,107 @@
+"""Classifiers that ponder as candidates of a comparison: accuracy, over ways of stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepenough.adaptive.ponder.output import PonderOutput
+from deepenough.adaptive.ponder.policies import (
+    ConfidenceExit,
+    ExitPolicy,
+    FixedExit,
+    QuantileExit,
+)
+from deepenough.adaptive.trace import DepthTrace
+from deepenough.data.classification import (
+    ClassificationData,
+    LabelledTexts,
+    open_classification,
+    with_dataset,
+)
+from deepenough.data.encoded_examples import EncodedExamples
+from deepenough.data.length_batches import by_length
+from deepenough.errors import UserError
+from deepenough.measure.compare import Judged, OperatingPoint, Task
+from deepenough.measure.compare_intervals import share_interval
+from deepenough.settings import resolve
+from deepenough.train.compare_settings import ComparedData, Entry, read_section
+from deepenough.train.ponder import token_limit
+from deepenough.train.ponder_use import load_classifier
+
+EXAMPLES, BATCH = 512, 32
+POLICIES: dict[str, Callable[[Any], ExitPolicy]] = {
+    "threshold": QuantileExit,
+    "confidence": ConfidenceExit,
+    "passes": FixedExit,
+}
+
+
+class LabelCandidate:
+    mechanism = "ponder"
+
+    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+        self.name, self.entry = name, entry
+        self.model, tokenizer = load_classifier(entry.run)
+        trained = resolve(ClassificationData, overrides=read_section(entry.run, "data"))
+        asked = trained if data.data is None else with_dataset(trained, data.data)
+        names: Any = self.model.config.id2label
+        labels = [names[number] for number in range(self.model.num_labels)]
+        texts = open_classification(asked, labels)
+        split = _split(texts, data.split)
+        rows = texts.split(split)[: data.limit or EXAMPLES]
+        examples = EncodedExamples(rows, tokenizer, token_limit(self.model, trained), split)
+        size = data.batch_size or BATCH
+        self.batches = [
+            examples.batch(part, self.model.device) for part in by_length(examples.lengths, size)
+        ]
+        self.labels: Tensor = torch.cat([batch.pop("labels") for batch in self.batches])
+        detail = {"examples": len(rows), "batch_size": size, "labels": labels}
+        self.task = Task("classification", texts.name, split, "example", "accuracy", True, detail)
+
+    def points(self) -> Sequence[OperatingPoint]:
+        last, grid = self.model.num_passes, self.entry.grid
+        fixed = grid.passes or sorted({last, (last + 1) // 2, max(1, last // 4)}, reverse=True)
+        found = [OperatingPoint(f"{n} passes", {"passes": n}, "fixed depth") for n in fixed]
+        if self.model.has_halting:
+            values = grid.threshold or [0.95, 0.8, 0.5]
+            found += [OperatingPoint(f"halt {v:g}", {"threshold": v}) for v in values]
+        values = grid.confidence or [0.99, 0.9]
+        found += [OperatingPoint(f"sure {v:g}", {"confidence": v}, "confidence") for v in values]
+        for point in found:
+            _policy(point)  # refused before the first is measured
+        return found
+
+    @torch.inference_mode()
+    def run(self, point: OperatingPoint) -> list[PonderOutput]:
+        policy = _policy(point)
+        return [self.model(**batch, policy=policy) for batch in self.batches]
+
+    def judge(self, point: OperatingPoint, answers: list[PonderOutput]) -> Judged:
+        logits = [output.logits for output in answers if output.logits is not None]
+        right = torch.cat(logits).argmax(-1) == self.labels
+        trace = DepthTrace.join([output.trace for output in answers if output.trace is not None])
+        return Judged(
+            quality=share_interval(int(right.sum()), len(right)),
+            units=len(right),
+            layers=trace.mean_blocks,
+            flops=trace.total_flops,
+        )
+
+
+def _split(texts: LabelledTexts, asked: str | None) -> str:
+    """The one asked for; else one with labels that was not trained on, if there is one."""
+    if asked is None:
+        return next(name for name in ("valid", "test", "train") if name in texts.splits)
+    if asked not in texts.splits:
+        known = ", ".join(texts.splits)
+        raise UserError(f"The data set {texts.name} has no split {asked!r}: it has {known}.")
+    return asked
+
+
+def _policy(point: OperatingPoint) -> ExitPolicy:
+    ((kind, value),) = point.settings.items()
+    return POLICIES[kind](value)

@@ -1,0 +1,128 @@
+"""Language models with memory as candidates of a comparison: perplexity, over lengths of memory.
+
+Losses are kept by segment of the text, over all lanes, so that the interval of the perplexity comes
+from resampling segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepenough.adaptive.par.model import Memories, ParForCausalLM
+from deepenough.adaptive.trace import DepthTrace
+from deepenough.data import ContextBatches, DataSettings, load_tokenizer, open_corpus, token_file
+from deepenough.data.tokens import tokenizer_fingerprint
+from deepenough.errors import UserError
+from deepenough.measure.compare import Judged, OperatingPoint, Task
+from deepenough.measure.compare_intervals import perplexity_interval
+from deepenough.runs import RunFolder
+from deepenough.settings import resolve
+from deepenough.train.compare_settings import ComparedData, Entry, read_config, read_section
+from deepenough.train.language import evaluation_lanes
+from deepenough.train.use import load_model, model_folder
+
+SEGMENTS = 64
+
+
+class Read(NamedTuple):
+    """One pass over the text."""
+
+    losses: list[Tensor]
+    """Mean of a segment."""
+    traces: list[DepthTrace]
+
+
+class LanguageCandidate:
+    mechanism = "par"
+
+    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+        self.name, self.entry = name, entry
+        run = _trained_pattern(entry.run)
+        self.model = load_model(run).eval()
+        self.own_mem_len = self.model.config.mem_len
+        self.batches, self.task = _text(run, data)
+
+    def points(self) -> Sequence[OperatingPoint]:
+        own = self.own_mem_len
+        lengths = self.entry.grid.mem_len or sorted({own, own // 2, own // 4}, reverse=True)
+        if any(length < 0 for length in lengths):
+            raise UserError(f"grid.mem_len must not be negative: got {lengths}.")
+        pattern = self.model.config.pattern
+        return [
+            OperatingPoint(f"memory {length}", {"mem_len": length, "pattern": pattern})
+            for length in lengths
+        ]
+
+    @torch.inference_mode()
+    def run(self, point: OperatingPoint) -> Read:
+        model: ParForCausalLM = self.model
+        model.config.mem_len = int(point.settings["mem_len"])
+        memories: Memories | None = None
+        read = Read([], [])
+        for batch in self.batches:
+            output = model(batch["input_ids"], targets=batch["labels"], memories=memories)
+            memories = output.memories
+            read.losses.append(output.loss)
+            read.traces.append(output.trace)
+        return read
+
+    def judge(self, point: OperatingPoint, answers: Read) -> Judged:
+        tokens = [trace.num_units for trace in answers.traces]
+        losses = [float(loss) * num for loss, num in zip(answers.losses, tokens, strict=True)]
+        return Judged(
+            quality=perplexity_interval(losses, tokens),
+            units=sum(tokens),
+            layers=DepthTrace.join(answers.traces).mean_blocks,
+            flops=sum(trace.total_flops for trace in answers.traces),
+        )
+
+
+def _trained_pattern(run: str) -> str:
+    """The folder of the model that a search led to, or of one that was trained as it is."""
+    derived = RunFolder(Path(run)).derived
+    if (derived / "model" / "config.json").is_file():
+        return str(derived)
+    if "search" in read_config(run):
+        raise UserError(
+            f"The run {run} is a search, whose blocks are a mixture: train what it found with "
+            f"deepenough train --model.pattern PATTERN, and compare that run."
+        )
+    return run
+
+
+def _text(run: str, data: ComparedData) -> tuple[list[dict[str, Tensor]], Task]:
+    """The segments to read, on the model's device already, and what the task is called."""
+    trained = _trained_on(run)
+    corpus = open_corpus(
+        data.data or trained.corpus,
+        valid_fraction=trained.valid_fraction,
+        test_fraction=trained.test_fraction,
+        cache=trained.cache,
+    )
+    split = data.split or next(name for name in ("test", "valid", "train") if name in corpus.splits)
+    if split not in corpus.splits:
+        known = ", ".join(corpus.splits)
+        raise UserError(f"The corpus {corpus.name} has no split {split!r}: it has {known}.")
+    tokenizer = load_tokenizer(str(model_folder(run)))
+    ends = trained.end_of_line if trained.end_of_line is not None else trained.tokenizer is None
+    tokens = token_file(corpus, split, tokenizer, end_of_line=ends, cache_dir=trained.cache)
+    if data.batch_size is not None:
+        trained.batch_size = data.batch_size
+    lanes = evaluation_lanes(tokens, trained, split)
+    segments = ContextBatches(tokens.ids, lanes, trained.length)
+    kept = [segments[place] for place in range(min(len(segments), data.limit or SEGMENTS))]
+    shape = {"lanes": lanes, "length": trained.length, "segments": len(kept)}
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    detail = {**shape, "tokenizer": fingerprint}
+    name = data.data or trained.corpus
+    task = Task("language modelling", name, split, "token", "perplexity", False, detail)
+    return kept, task
+
+
+def _trained_on(run: str) -> DataSettings:
+    return resolve(DataSettings, overrides=read_section(run, "data"))

@@ -1,0 +1,112 @@
+"""Translators as candidates of a comparison: BLEU, over epsilons and steps.
+
+The traces of encoder and decoder are caught as the search calls them; layers are the steps of a
+source token and those of a token of the translation, each on average, added. Padding costs nothing
+in a trace, but torch's counter counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sacrebleu
+import torch
+
+from deepenough.adaptive.trace import DepthTrace
+from deepenough.data.translation import TranslationData, open_parallel
+from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
+from deepenough.measure.compare import Judged, OperatingPoint, Task
+from deepenough.measure.compare_intervals import Interval
+from deepenough.settings import resolve
+from deepenough.train.compare_settings import ComparedData, Entry, read_section
+from deepenough.train.lazy_use import load_translator
+from deepenough.train.translate_score import SearchSettings, translate_pairs
+
+SENTENCES = 128
+RESAMPLES = 1000
+
+
+@dataclass
+class Translations:
+    """One pass over the sentences."""
+
+    texts: list[str] = field(default_factory=list)
+    source: list[DepthTrace] = field(default_factory=list)
+    target: list[DepthTrace] = field(default_factory=list)
+
+
+class TranslationCandidate:
+    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+        self.name, self.entry = name, entry
+        self.translator = load_translator(entry.run)
+        self.mechanism = str(self.translator.model.config.mechanism)
+        self.pairs, self.task = _sentences(entry.run, self.translator.tokenizer, data)
+
+    def points(self) -> Sequence[OperatingPoint]:
+        config, grid = self.translator.model.config, self.entry.grid
+        found = [OperatingPoint("all steps", {})]
+        steps = grid.steps
+        if steps is None:
+            own = config.encoder_steps
+            steps = sorted({max(1, 2 * own // 3), max(1, own // 3)} - {own}, reverse=True)
+        epsilons = grid.epsilon if grid.epsilon is not None else [0.02, 0.05, 0.1]
+        for each in steps:
+            config.check_steps(each, "encoder_steps")
+            found.append(OperatingPoint(f"{each} steps", {"encoder_steps": each}, "fixed depth"))
+        for value in epsilons if self.mechanism == "lazy" else ():
+            config.check_epsilon(value, "epsilon")
+            found.append(OperatingPoint(f"ε {value:g}", {"epsilon": value}))
+        return found
+
+    def run(self, point: OperatingPoint) -> Translations:
+        model, made = self.translator.model, Translations()
+        hooks = [
+            model.encoder.register_forward_hook(lambda *call: made.source.append(call[2].trace)),
+            model.register_forward_hook(lambda *call: made.target.append(call[2].trace)),
+        ]
+        search = SearchSettings(beams=1, **dict(point.settings))
+        try:
+            made.texts = translate_pairs(*self.translator, self.pairs, search)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return made
+
+    def judge(self, point: OperatingPoint, answers: Translations) -> Judged:
+        both = answers.source + answers.target
+        return Judged(
+            quality=_bleu(answers.texts, [pair.target for pair in self.pairs.pairs]),
+            units=len(answers.texts),
+            layers=_steps(answers.source) + _steps(answers.target),
+            flops=sum(trace.total_flops for trace in both),
+        )
+
+
+def _sentences(run: str, tokenizer: Any, data: ComparedData) -> tuple[EncodedPairs, Task]:
+    trained = resolve(TranslationData, overrides=read_section(run, "data"))
+    if data.data is not None:
+        trained.corpus = data.data
+    text, split = open_parallel(trained), data.split or "test"
+    name = f"{text.name}, {split}"
+    pairs = encode_pairs(text.pairs(split), tokenizer, trained.max_length, name, keep=True)
+    kept = pairs.head(min(len(pairs), data.limit or SENTENCES))
+    detail = {"sentences": len(kept)}
+    return kept, Task("translation", text.name, split, "sentence", "BLEU", True, detail)
+
+
+def _steps(traces: Sequence[DepthTrace]) -> float:
+    """Blocks that ran for a real token, on average; padding goes nowhere."""
+    ran = sum(int(trace.ran.sum()) for trace in traces)
+    real = sum(int(torch.count_nonzero(trace.flops)) for trace in traces)
+    return ran / real if real else 0.0
+
+
+def _bleu(translations: list[str], references: list[str]) -> Interval:
+    """BLEU with sacrebleu's own bootstrap over sentences."""
+    score: Any = sacrebleu.BLEU().corpus_score(translations, [references], n_bootstrap=RESAMPLES)
+    value = float(score.score)
+    # sacrebleu gives the middle of the resampled scores and half the width of their 95 %.
+    middle, half = float(score._mean), float(score._ci)
+    return Interval(value, min(value, middle - half), max(value, middle + half))

@@ -1,0 +1,166 @@
+"""Models that write, with the shortcuts fitted for them, as candidates: agreement, over exits.
+
+Every way writes greedily after the same prompts, one text at a time: the model's own `generate`,
+the same faster (`full`), guesses that are verified (`speculative`), tokens that leave early
+(`exit`). A token agrees if it is the one that the whole model finds likeliest after the text that
+stands before it, whoever wrote that: one early difference does not count for all that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from deepenough.adaptive.exit.accelerate import accelerate
+from deepenough.adaptive.exit.costs import Costs
+from deepenough.adaptive.exit.policies import ConfidenceGap
+from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+from deepenough.adaptive.trace import DepthTrace
+from deepenough.errors import UserError
+from deepenough.measure.compare import Judged, OperatingPoint, Task
+from deepenough.measure.compare_intervals import share_interval
+from deepenough.models.hf import adapt
+from deepenough.settings import resolve
+from deepenough.train.compare_settings import ComparedData, Entry, read_config
+from deepenough.train.log import without_bars
+from deepenough.train.shortcut import ShortcutFit, TextChoice
+
+PROMPTS = 8
+PLAIN, FULL, SPECULATIVE, EXIT = "transformers", "full", "speculative", "exit"
+MECHANISMS = (PLAIN, FULL, SPECULATIVE, EXIT)
+#: A prompt's worth of lines, and more than enough of them.
+MIN_CHARS = 400
+
+
+@dataclass
+class Written:
+    """One pass over the prompts."""
+
+    rows: list[Tensor] = field(default_factory=list)
+    """`[T]`, prompt and what follows it."""
+    traces: list[DepthTrace | None] = field(default_factory=list)
+
+
+class WordsCandidate:
+    mechanism = EXIT
+
+    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+        self.name, self.entry = name, entry
+        self.asked = entry.mechanisms or list(MECHANISMS)
+        if unknown := [each for each in self.asked if each not in MECHANISMS]:
+            raise UserError(
+                f"There is no mechanism {unknown[0]!r} for {entry.run}: choose from "
+                f"{', '.join(MECHANISMS)}."
+            )
+        fitted = resolve(ShortcutFit, overrides=_without_provenance(read_config(entry.run)))
+        folder = Path(entry.run) / "shortcuts"
+        if not folder.is_dir():
+            raise UserError(
+                f"{entry.run} has no maps yet: let deepenough shortcut fit finish (--resume goes "
+                "on), or leave it out."
+            )
+        self.shortcuts = Shortcuts.from_pretrained(folder)
+        with without_bars():
+            self.model, tokenizer = fitted.model.load()
+        if not self.model.can_generate():
+            raise UserError(
+                f"{fitted.model.name} does not write text, so its exits cannot be timed: measure "
+                f"it with deepenough shortcut eval {entry.run}."
+            )
+        self.model.eval()
+        self.costs = Costs(adapt(self.model))
+        self.num_prompt, self.num_new = data.prompt_tokens, data.new_tokens
+        text, split = data.data or fitted.text.data, data.split or "valid"
+        self.prompts = _prompts(tokenizer, text, split, data.limit or PROMPTS, self.num_prompt)
+        self.models: dict[str, Any] = {}
+        detail = {
+            "model": fitted.model.name,
+            "prompts": len(self.prompts),
+            "prompt_tokens": self.num_prompt,
+            "new_tokens": self.num_new,
+        }
+        self.task = Task("writing", text, split, "token", "agreement", True, detail)
+
+    def points(self) -> Sequence[OperatingPoint]:
+        found = [
+            OperatingPoint(name, {"mode": name}, name)
+            for name in (PLAIN, FULL, SPECULATIVE)
+            if name in self.asked
+        ]
+        values = self.entry.grid.exit or [0.99, 0.9, 0.7, 0.5]
+        found += [
+            OperatingPoint(f"exit {value:g}", {"mode": EXIT, "exit": value}, EXIT)
+            for value in (values if EXIT in self.asked else [])
+        ]
+        for point in found:
+            if point.name not in self.models:
+                self.models[point.name] = self._model(point)
+        return found
+
+    def _model(self, point: OperatingPoint) -> Any:
+        mode = str(point.settings["mode"])
+        if mode == PLAIN:
+            return self.model
+        if mode != EXIT:
+            return accelerate(self.model, mode=mode)  # type: ignore[arg-type]
+        policy = ConfidenceGap(float(point.settings["exit"]), float(self.num_new))
+        fill: Any = "shortcut" if self.shortcuts.targets == "all" else "copy"
+        return accelerate(self.model, self.shortcuts, EXIT, policy=policy, fill=fill)
+
+    @torch.inference_mode()
+    def run(self, point: OperatingPoint) -> Written:
+        model, made = self.models[point.name], Written()
+        end = self.model.generation_config.eos_token_id
+        pad = end[0] if isinstance(end, list) else end
+        config = GenerationConfig(
+            max_new_tokens=self.num_new, do_sample=False, eos_token_id=end, pad_token_id=pad
+        )
+        for prompt in self.prompts:
+            ids = model.generate(
+                prompt[None], attention_mask=torch.ones_like(prompt)[None], generation_config=config
+            )
+            made.rows.append(ids[0])
+            made.traces.append(None if model is self.model else model.trace)
+        return made
+
+    @torch.inference_mode()
+    def judge(self, point: OperatingPoint, answers: Written) -> Judged:
+        num, last = self.num_prompt, len(self.costs.layers)
+        agree = units = 0
+        flops = layers = 0.0
+        for row, trace in zip(answers.rows, answers.traces, strict=True):
+            likeliest = self.model(row[None]).logits[0, num - 1 : -1].argmax(-1)
+            new = len(row) - num
+            agree += int((likeliest == row[num:]).sum())
+            units += new
+            flops += (num - 1) * self.costs.token(num)  # the prompt, all layers whatever the mode
+            if trace is None:
+                layers += new * last
+                flops += sum(self.costs.token(num + 1 + i) + self.costs.head for i in range(new))
+            else:
+                layers += float(trace.ran.sum())
+                flops += trace.total_flops
+        return Judged(share_interval(agree, units), units, layers / units, flops)
+
+
+def _without_provenance(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "provenance"}
+
+
+def _prompts(tokenizer: Any, text: str, split: str, num: int, length: int) -> list[Tensor]:
+    """Beginnings of pieces of running text, evenly taken."""
+    pieces = TextChoice(data=text, split=split, lines=None, join=True).read()
+    ids = tokenizer("\n".join(pieces)[: num * max(MIN_CHARS, 40 * length)])["input_ids"]
+    windows = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    if len(windows) < num:
+        raise UserError(
+            f"{text} ({split}) has text for {len(windows)} prompts of {length} tokens, not for "
+            f"{num}: give a longer text, a lower data.limit or a lower data.prompt_tokens."
+        )
+    return [torch.tensor(windows[place * len(windows) // num]) for place in range(num)]

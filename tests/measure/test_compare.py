@@ -1,0 +1,131 @@
+"""The protocol of a comparison, watched through candidates that only count."""
+
+import math
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from deepenough.measure.compare import (
+    Judged,
+    OperatingPoint,
+    Rules,
+    Task,
+    count_flops,
+    measure,
+)
+from deepenough.measure.compare_intervals import (
+    Interval,
+    coverage,
+    median_interval,
+    perplexity_interval,
+    share_interval,
+)
+
+
+class Sleeper:
+    """Takes as long as its points say, and keeps a diary."""
+
+    mechanism = "sleep"
+    task = Task("sleeping", "night", "all", "hour", "rest", True)
+
+    def __init__(self, name: str, milliseconds: list[float], diary: list[str]) -> None:
+        self.name, self.times, self.diary = name, milliseconds, diary
+
+    def points(self):
+        return [OperatingPoint(f"{t:g}", {"ms": t}) for t in self.times]
+
+    def run(self, point):
+        self.diary.append(f"{self.name}{point.name}")
+        time.sleep(point.settings["ms"] / 1000)
+        return point.settings["ms"]
+
+    def judge(self, point, answers):
+        self.diary.append(f"judge {self.name}{point.name}")
+        return Judged(Interval(answers, answers, answers), 2, 1.0, 10.0)
+
+
+def test_points_take_turns_and_are_judged_outside_of_the_clock():
+    diary: list[str] = []
+    one, two = Sleeper("a", [4, 8], diary), Sleeper("b", [2], diary)
+    steps: list[tuple[int, int]] = []
+    found, clock = measure([one, two], Rules(rounds=6), lambda *step: steps.append(step))
+    # Warming up, judging and counting come first, point by point.
+    assert diary[:9] == ["a4", "judge a4", "a4", "a8", "judge a8", "a8", "b2", "judge b2", "b2"]
+    rounds = [diary[9 + 3 * i : 12 + 3 * i] for i in range(6)]
+    assert len(diary) == 9 + 18
+    assert all(sorted(each) == ["a4", "a8", "b2"] for each in rounds)
+    assert len({tuple(each) for each in rounds}) > 1  # the order is drawn anew
+    assert [len(each.seconds) for each in found] == [6, 6, 6]
+    assert steps[-1][0] <= steps[-1][1] == 3 * 7
+    slow = found[1]
+    assert slow.milliseconds.low >= 4.0  # 8 ms over 2 units
+    assert slow.relative_time.value > 1.0
+    assert found[0].relative_time == Interval(1.0, 1.0, 1.0)
+    assert clock.measured >= 6 * 0.014
+
+
+def test_bookkeeping_is_measured():
+    found, clock = measure([Sleeper("a", [20, 10], [])], Rules(rounds=6, count_flops=False))
+    assert found[0].counted is None
+    assert clock.bookkeeping > 0
+    assert clock.share < 0.5  # what it really is, benchmarks/compare_repeat.py tells
+
+
+def test_flops_are_counted_by_torch():
+    class Product(Sleeper):
+        def run(self, point):
+            return torch.ones(3, 4) @ torch.ones(4, 5)
+
+    product = Product("p", [1], [])
+    assert count_flops(product, product.points()[0]) == 2 * 3 * 4 * 5
+
+
+def test_the_median_lies_between_two_rounds():
+    # Of 9 rounds the second lowest and the second highest: 1 - 2 (1 + 9) / 512 = 96.1 %.
+    values = [5.0, 1.0, 2.0, 9.0, 3.0, 4.0, 6.0, 7.0, 100.0]
+    assert median_interval(values) == Interval(5.0, 2.0, 9.0)
+    assert coverage(9) == pytest.approx(1 - 20 / 512)
+    assert coverage(6) == pytest.approx(1 - 2 / 64)
+    assert coverage(5) < 0.95  # and the extremes are all there is
+    assert median_interval([3.0, 1.0]) == Interval(2.0, 1.0, 3.0)
+    assert median_interval([3.0]) == Interval(3.0, 3.0, 3.0)
+
+
+@given(st.integers(6, 60))
+def test_the_coverage_is_the_binomial_one_and_the_tightest(num):
+    assert coverage(num) >= 0.95
+    low = next(
+        i for i, v in enumerate(sorted(range(num)), 1) if v == median_interval(range(num)).low
+    )
+    tighter = 1 - 2 * stats.binom.cdf(low, num, 0.5)
+    assert tighter < 0.95
+
+
+def test_wilson_is_honest_where_all_are_right():
+    interval = share_interval(20, 20)
+    assert interval.value == interval.high == 1.0
+    assert interval.low == pytest.approx(stats.binomtest(20, 20).proportion_ci(method="wilson").low)
+    none = share_interval(0, 10)
+    assert none.low == 0.0 < none.high < 0.4
+    half = share_interval(50, 100)
+    ci = stats.binomtest(50, 100).proportion_ci(method="wilson")
+    assert (half.low, half.high) == pytest.approx((ci.low, ci.high))
+
+
+def test_perplexity_is_of_the_whole_text():
+    losses, tokens = [2.0 * 10, 3.0 * 30], [10, 30]
+    interval = perplexity_interval(losses, tokens)
+    assert interval.value == pytest.approx(math.exp(110 / 40))
+    assert interval.low == pytest.approx(math.exp(2.0))
+    assert interval.high == pytest.approx(math.exp(3.0))
+    assert perplexity_interval([8.0] * 4, [4] * 4) == pytest.approx((math.exp(2),) * 3)
+    assert perplexity_interval([5000.0], [1]).value == math.inf
+
+
+def test_intervals_meet_or_do_not():
+    assert Interval(1.0, 0.5, 1.5).meets(Interval(2.0, 1.4, 3.0))
+    assert not Interval(1.0, 0.5, 1.5).meets(Interval(2.0, 1.6, 3.0))

@@ -1,0 +1,244 @@
+"""Runs of every method at their operating points, as training leaves them, only smaller."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from deepenough import UserError
+from deepenough.__main__ import main
+from deepenough.adaptive.lazy.settings import LazySettings
+from deepenough.data.encoding import save_tokenizer
+from deepenough.data.translation import TranslationData, open_parallel
+from deepenough.data.translation_pairs import joint_tokenizer
+from deepenough.runs import read_records
+from deepenough.settings import dump, resolve
+from deepenough.train.compare import compare
+from deepenough.train.compare_settings import CompareSettings
+from deepenough.train.lazy import LazyTraining, make_model
+from deepenough.train.par import ParTraining
+from deepenough.train.par import train as train_par
+from deepenough.train.ponder import PonderTraining
+from deepenough.train.ponder import train as train_ponder
+
+#: All of one length, so that nothing is padded and the two counts of FLOPs can be equal.
+SENTENCES = ["ein mann faehrt rad", "eine frau geht aus", "der hund geht aus", "ein hund geht rad"]
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory, text_file, shared_cache) -> Path:
+    folder = tmp_path_factory.mktemp("language")
+    values = {
+        "run.folder": str(folder / "run"),
+        "data.corpus": str(text_file),
+        "data.cache": str(shared_cache),
+        "data.vocab_size": 400,
+        "data.batch_size": 4,
+        "data.length": 8,
+        "model.pattern": "ad-",
+        "model.d_model": 16,
+        "model.num_heads": 2,
+        "model.d_ff": 32,
+        "model.mem_len": 8,
+        "train.steps": 4,
+        "train.warmup": 1,
+    }
+    return train_par(resolve(ParTraining, overrides=values)).path
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory, reviews, tiny_bert) -> Path:
+    values = {
+        "run.folder": str(tmp_path_factory.mktemp("labels") / "run"),
+        "data.dataset": str(reviews),
+        "data.batch_size": 8,
+        "model.encoder": str(tiny_bert),
+        "train.warmup": 1,
+        "epochs": 0.2,
+    }
+    return train_ponder(resolve(PonderTraining, overrides=values)).path
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory, shared_cache) -> Path:
+    """A model that has learned nothing, in a folder as training leaves it."""
+    corpus = tmp_path_factory.mktemp("parallel")
+    for split in ("train", "val", "test_a"):
+        for language in ("en", "de"):
+            (corpus / f"{split}.{language}").write_text("\n".join(SENTENCES * 10))
+    settings = LazyTraining(
+        data=TranslationData(
+            corpus=str(corpus), vocab_size=280, max_length=24, cache=str(shared_cache)
+        ),
+        model=LazySettings(d_model=16, num_heads=2, d_ff=32, encoder_steps=3, decoder_steps=2),
+    )
+    tokenizer = joint_tokenizer(open_parallel(settings.data), settings.data)
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("translator")
+    model = make_model(settings.model, tokenizer, settings.data.max_length)
+    model.save_pretrained(folder / "model")
+    save_tokenizer(tokenizer, folder / "model")
+    dump(settings, folder / "config.yaml")
+    (folder / "metrics.jsonl").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory) -> Path:
+    """Shortcuts of a tiny Llama."""
+    folder = tmp_path_factory.mktemp("writer")
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 32}
+    heads = {"num_hidden_layers": 5, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**shape, **heads, max_position_embeddings=64, initializer_range=0.3)
+    LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    words = {"[UNK]": 0} | {f"w{number}": number for number in range(1, 30)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    fast.save_pretrained(folder / "llama")
+    rows = torch.randint(1, 30, (200, 24), generator=torch.Generator().manual_seed(0)).tolist()
+    text = "\n".join(" ".join(f"w{number}" for number in row) for row in rows)
+    for split in ("train", "valid"):
+        (folder / f"{split}.txt").write_text(text)
+    arguments = ["--data", str(folder), "--folder", str(folder / "run")]
+    assert main(["shortcut", "fit", str(folder / "llama"), *arguments]) == 0
+    return folder / "run"
+
+
+def compared(tmp_path: Path, *runs: Path, **changes: Any) -> dict[str, Any]:
+    quick = {"runs": [str(run) for run in runs], "out": str(tmp_path / "out"), "rounds": 2}
+    return compare(resolve(CompareSettings, overrides=quick | changes))
+
+
+def by_name(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {point["name"]: point for point in content["points"]}
+
+
+def test_language_models_over_lengths_of_memory(tmp_path, language):
+    content = compared(tmp_path, language, **{"data.limit": 3})
+    assert content["task"]["quality"] == "perplexity"
+    points = by_name(content)
+    assert list(points) == ["memory 8", "memory 4", "memory 2"]
+    for point in points.values():
+        assert point["layers"] == 2.0  # of `ad-` two are run
+        assert point["flops"] == pytest.approx(point["flops_counted"], rel=1e-6)
+        assert point["quality_low"] <= point["quality"] <= point["quality_high"]
+        assert point["units"] == 3 * 4 * 8
+    assert points["memory 8"]["flops"] > points["memory 4"]["flops"]
+    # The pass that is timed is the evaluation everyone knows.
+    recorded = json.loads((tmp_path / "out" / "frontier.json").read_text())
+    assert recorded["points"][0]["quality"] == points["memory 8"]["quality"]
+
+
+def test_classifiers_over_ways_of_stopping(tmp_path, labels):
+    grid = {"grid.threshold": [1.0, 0.01], "grid.passes": [3, 1], "grid.confidence": [0.6]}
+    content = compared(tmp_path, labels, **grid, **{"data.limit": 16, "data.batch_size": 8})
+    points = by_name(content)
+    assert list(points) == ["3 passes", "1 passes", "halt 1", "halt 0.01", "sure 0.6"]
+    for point in points.values():
+        assert point["flops"] == pytest.approx(point["flops_counted"], rel=1e-6)
+    assert points["3 passes"]["layers"] == points["halt 1"]["layers"] == 3.0
+    assert points["3 passes"]["quality"] == points["halt 1"]["quality"]
+    assert points["1 passes"]["layers"] == points["halt 0.01"]["layers"] == 1.0
+    assert "layers" in points["1 passes"]["optimal"]
+
+
+def test_translators_over_epsilons_and_steps(tmp_path, translator):
+    grid = {"grid.epsilon": [0.0, 0.9], "grid.steps": [1]}
+    points = by_name(compared(tmp_path, translator, **grid, **{"data.limit": 4}))
+    assert list(points) == ["all steps", "1 steps", "ε 0", "ε 0.9"]
+    assert points["all steps"]["layers"] == points["ε 0"]["layers"] == 3.0 + 2.0
+    assert points["1 steps"]["layers"] == 1.0 + 2.0
+    assert points["ε 0.9"]["flops"] < points["ε 0"]["flops"]
+    for point in points.values():
+        # Rows that have ended go on as padding, which torch counts.
+        assert 0.5 < point["flops"] / point["flops_counted"] < 1.0 + 1e-6
+
+
+def test_writers_over_exits_agree_with_the_model_where_they_are_lossless(tmp_path, writer):
+    shape = {"data.limit": 3, "data.prompt_tokens": 8, "data.new_tokens": 6}
+    points = by_name(compared(tmp_path, writer, **shape, **{"grid.exit": [1.0, 0.0]}))
+    assert list(points) == ["transformers", "full", "speculative", "exit 1", "exit 0"]
+    for name in ("transformers", "full", "speculative"):
+        assert points[name]["quality"] == 1.0
+        assert points[name]["layers"] == 5.0
+    assert points["exit 0"]["layers"] < 5.0
+    assert points["exit 0"]["quality"] <= 1.0
+    for name in ("transformers", "full"):
+        # A token is charged for a context that already includes it.
+        assert points[name]["flops"] == pytest.approx(points[name]["flops_counted"], rel=0.02)
+
+
+def test_one_run_twice_under_two_names_and_grids(tmp_path, language):
+    entries = [
+        {"run": str(language), "name": "long", "grid": {"mem_len": [8]}},
+        {"run": str(language), "name": "short", "grid": {"mem_len": [0]}},
+    ]
+    content = compared(tmp_path, entries=entries, **{"data.limit": 2})
+    assert [(p["run"], p["name"]) for p in content["points"]] == [
+        ("long", "memory 8"),
+        ("short", "memory 0"),
+    ]
+
+
+def test_runs_of_different_tasks_are_refused_by_name(tmp_path, language, labels):
+    with pytest.raises(UserError, match="language modelling") as error:
+        compared(tmp_path, language, labels, **{"data.limit": 2})
+    assert str(language) in str(error.value) and str(labels) in str(error.value)
+    assert "classification" in str(error.value)
+
+
+def test_a_run_half_written_is_refused_by_name(tmp_path, language):
+    half = tmp_path / "half"
+    shutil.copytree(language, half)
+    shutil.rmtree(half / "model")
+    with pytest.raises(UserError, match=r"half is not finished: it has no model.*step 4"):
+        compared(tmp_path, half)
+
+
+def test_a_damaged_line_is_counted_and_said(tmp_path, language, capsys):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(language, damaged)
+    with open(damaged / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1, "ki\n')
+    words = ["--out", str(tmp_path / "out"), "--limit", "2", "--rounds", "1", "--mem_len", "[4]"]
+    assert main(["compare", str(damaged), *words]) == 0
+    told = capsys.readouterr()
+    assert "1 unreadable line(s)" in told.err
+    assert "memory 4" in told.out and "bookkeeping took" in told.out
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"frontier.json", "frontier_layers.png", "frontier_milliseconds.pdf"} <= names
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "nothing to compare"),
+        (["nowhere"], "no run folder nowhere"),
+        (["{run}", "--rounds", "0"], "rounds must be at least 1"),
+        (["{run}", "--mem_len", "[-1]"], "must not be negative"),
+        (["{run}", "--split", "third"], "no split 'third'"),
+        (["{run}", "{run}"], "is named twice"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(tmp_path, language, capsys, words, sentence):
+    given = [word.format(run=language) for word in words]
+    assert main(["compare", *given, "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert sentence in told and told.count("\n") == 1
+
+
+def test_nothing_is_written_into_the_runs(tmp_path, language):
+    before = read_records(language / "metrics.jsonl")
+    files = sorted(path.name for path in language.iterdir())
+    compared(tmp_path, language, **{"data.limit": 2, "grid.mem_len": [8]})
+    assert read_records(language / "metrics.jsonl") == before
+    assert sorted(path.name for path in language.iterdir()) == files
