@@ -271,6 +271,21 @@ def test_cost_pushes_away_from_the_dear_branch(make: Make) -> None:
     assert result[0].loss == losses[0]
 
 
+def test_only_cost_above_the_budget_counts(make: Make) -> None:
+    """At a third each the blocks cost 9 of the baseline's 16, and the rest 1."""
+    costs = BlockCosts(attention=6.0, dense=3.0, identity=0.0, rest=1.0)
+    plain, _ = make({"model.dropout": 0.0})
+    kept = plain.loss(plain.model, "weights", 0, 0)
+    for budget, excess in ((0.7, 0.0), (0.5, 10 / 16 - 0.5)):
+        changes = {"model.dropout": 0.0, "search.budget": budget, "search.budget_weight": 20.0}
+        task, _ = make(changes)
+        task.costs = costs
+        batch = task.loss(task.model, "weights", 0, 0)
+        added = float((batch.objective - kept.objective).detach())
+        assert added == pytest.approx(20.0 * excess**2, abs=1e-5)
+        assert batch.loss.item() == pytest.approx(kept.loss.item())
+
+
 def test_expected_cost_by_hand(make: Make) -> None:
     task, _ = make()
     task.costs = BlockCosts(attention=6.0, dense=3.0, identity=0.0, rest=1.0)

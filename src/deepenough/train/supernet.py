@@ -109,10 +109,16 @@ class SearchTask(LanguageTask):
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         batch = super().loss(model, phase, step, micro)
-        if self.search.cost_weight and self.costs is not None:
-            objective = batch.objective + self.search.cost_weight * self.expected_cost()
-            return batch._replace(objective=objective)
-        return batch
+        search = self.search
+        if self.costs is None or not (search.cost_weight or search.budget_weight):
+            return batch
+        cost = self.expected_cost()
+        objective = batch.objective + search.cost_weight * cost
+        if search.budget is not None:
+            rest = self.costs.rest / self.costs.of(interleaved(len(self.model.blocks)))
+            excess = (cost + rest - search.budget).relu()
+            objective = objective + search.budget_weight * excess.square()
+        return batch._replace(objective=objective)
 
     def expected_cost(self) -> Tensor:
         """`sum_b pi_b . cost`, as a share of the interleaved baseline's whole cost."""
@@ -177,7 +183,7 @@ class SearchTask(LanguageTask):
 
     def identity(self) -> dict[str, Any]:
         # What happens after the search may change its mind.
-        later = ("budget", "spend", "retrain")
+        later = ("spend", "retrain", *(() if self.search.budget_weight else ("budget",)))
         search = {k: v for k, v in asdict(self.search).items() if k not in later}
         return super().identity() | {"search": search}
 

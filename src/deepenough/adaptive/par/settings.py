@@ -119,6 +119,10 @@ class SearchSettings:
     budget: float | None = None
     """Largest cost of the derived pattern, as a share of the interleaved baseline's."""
 
+    budget_weight: float = 0.0
+    """Weight in the loss of the squared excess of the expected cost over the budget: blocks then
+    compete for the budget while they learn, instead of being cut to it at the end."""
+
     spend: float = 0.0
     """Least share of the budget that the derived pattern uses: a short search undervalues
     attention."""
@@ -137,6 +141,10 @@ class SearchSettings:
             raise UserError("search.tau_start and search.tau_end must be above 0.")
         if self.budget is not None and self.budget <= 0:
             raise UserError(f"search.budget must be above 0: got {self.budget}.")
+        if self.budget_weight < 0:
+            raise UserError(f"search.budget_weight must not be negative: got {self.budget_weight}.")
+        if self.budget_weight and self.budget is None:
+            raise UserError("search.budget_weight needs a search.budget to keep to.")
         if self.cost_length is not None and self.cost_length < 1:
             raise UserError(f"search.cost_length must be at least 1: got {self.cost_length}.")
         if not 0 <= self.spend <= 1:
