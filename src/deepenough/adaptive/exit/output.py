@@ -17,7 +17,8 @@ class ExitOutput(GenerateDecoderOnlyOutput):
     """`sequences`, `scores` and `logits` as in transformers."""
 
     trace: DepthTrace | None = None
-    """Depth and cost of every new token `[B, new tokens]`; zeros where a row had ended."""
+    """Depth and cost of every new token `[B, new tokens]`; zeros where a row had ended,
+    or an interruption came before a token was accounted for."""
     passes: int | None = None
     """How often the model ran after the prompt."""
     drafted: int | None = None
@@ -38,7 +39,7 @@ def sequences_of(rows: list[Row], pad: int, device: torch.device) -> Tensor:
 
 def trace_of(rows: list[Row], num_layers: int) -> DepthTrace:
     """Every new token's depth and cost; a token runs all layers up to its depth."""
-    longest = max(len(row.depths) for row in rows)
+    longest = max(len(row.tokens) for row in rows)
     depth = torch.zeros(len(rows), longest, dtype=torch.long)
     flops = torch.zeros(len(rows), longest, dtype=torch.float64)
     for place, row in enumerate(rows):

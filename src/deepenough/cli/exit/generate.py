@@ -1,0 +1,211 @@
+"""`deepenough exit generate`: text, how deep each token went for it, and what that took."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from deepenough.cli.exit.shading import legend, shaded
+from deepenough.cli.parse import parse
+from deepenough.errors import UserError
+
+#: Where a policy stands without a threshold of its own.
+_USUAL = {"gap": 0.9, "top": 0.9, "entropy": 0.9, "patience": 2}
+
+
+@dataclass
+class ExitGenerateSettings:
+    """Generate"""
+
+    prompt: str | None = None
+    """Text to go on from; by default standard input."""
+
+    model: str = "smollm2"
+    """smollm2, a folder, a run, or a name on the hub."""
+
+    mode: Literal["full", "speculative", "exit"] = "speculative"
+    """full and speculative give the tokens of the model itself; exit lets tokens leave early."""
+
+    shortcuts: str | None = None
+    """Folder of shortcuts, which leaving early needs."""
+
+    carry: str | None = None
+    """Folder of carry maps, for drafts."""
+
+    guarantee: str | None = None
+    """Folder where deepenough exit calibrate has left a threshold; instead of the five
+    options below."""
+
+    policy: Literal["gap", "top", "entropy", "patience", "layer"] | None = None
+    """When a token leaves: gap between the two best words (by default), probability of the best,
+    entropy, exits in a row that agree, or a layer."""
+
+    threshold: float | None = None
+    """Confidence between 0 and 1; for patience the number of exits, for layer the layer."""
+
+    exits: list[int] | None = None
+    """Layers after which a token may leave; by default those that pay."""
+
+    fill: Literal["shortcut", "copy", "deferred"] | None = None
+    """What later tokens find in skipped layers: predicted by shortcuts (by default), the state
+    copied, or computed later."""
+
+    shortlist: int | None = None
+    """Test exits on so many words with the lowest ids first, before the whole vocabulary."""
+
+    max_new_tokens: int = 128
+    """Tokens to write at most."""
+
+    chat: bool = False
+    """Put the prompt into the model's chat template."""
+
+    against_full: bool = False
+    """Let the model's own generate() take turns on the same prompt, and compare."""
+
+    rounds: int = 3
+    """Turns of each in a comparison; medians are shown."""
+
+    json: bool = False
+    """Print one JSON object instead."""
+
+    dtype: str = "float32"
+    """Number format of the weights."""
+
+
+def main(argv: list[str]) -> int:
+    settings = parse(
+        "exit generate",
+        ExitGenerateSettings,
+        argv,
+        description="Continue a prompt; tokens are shaded by the layers that ran for them, and\n"
+        "speed, layers and FLOPs are told.",
+        example='deepenough exit generate "The capital of France is" --against-full',
+        positional=["prompt"],
+    )
+    prompt = sys.stdin.read() if settings.prompt is None else settings.prompt
+    from deepenough.measure.exit_generation import generate_told, prompt_ids
+    from deepenough.models.pretrained import load_model
+
+    options = _options(settings)
+    model, tokenizer = load_model(settings.model, "causal", settings.dtype)
+    ids = prompt_ids(tokenizer, prompt, settings.chat)
+    fast = _accelerated(model, settings, options)
+    against = model if settings.against_full else None
+    rounds = settings.rounds if settings.against_full else 1
+    found = generate_told(fast, ids, settings.max_new_tokens, against, rounds)
+    answer = _answer(found, tokenizer, ids, settings)
+    if settings.json:
+        print(json.dumps(answer))
+    else:
+        _show(answer, prompt)
+    return 0
+
+
+def _options(settings: ExitGenerateSettings) -> dict[str, Any]:
+    """What `accelerate` is given beside model and shortcuts, checked before a model is loaded."""
+    from deepenough.adaptive.exit.policies import make_policy
+
+    options: dict[str, Any] = {"mode": settings.mode}
+    leaving = ("guarantee", "policy", "threshold", "exits", "fill", "shortlist")
+    for name in leaving:
+        if settings.mode != "exit" and getattr(settings, name) is not None:
+            raise UserError(f"{name} is of use in mode exit alone: give --mode exit, or leave it.")
+    if settings.policy is not None or settings.threshold is not None:
+        name = settings.policy or "gap"
+        value = _USUAL.get(name) if settings.threshold is None else settings.threshold
+        if value is None:
+            raise UserError("The policy layer needs to know which: give --threshold LAYER.")
+        options["policy"] = make_policy(name, value)
+    for name in ("guarantee", "exits", "fill"):
+        if getattr(settings, name) is not None:
+            options[name] = getattr(settings, name)
+    return options
+
+
+def _accelerated(model: Any, settings: ExitGenerateSettings, options: dict[str, Any]) -> Any:
+    import torch
+
+    from deepenough.adaptive.exit.accelerate import accelerate
+    from deepenough.adaptive.exit.carry import Carry
+    from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+
+    shortcuts = Shortcuts.from_pretrained(settings.shortcuts) if settings.shortcuts else None
+    if settings.carry:
+        options["carry"] = Carry.from_pretrained(settings.carry)
+    if settings.shortlist is not None:
+        size = model.config.get_text_config().vocab_size
+        options["shortlist"] = torch.arange(min(settings.shortlist, size))
+    return accelerate(model, shortcuts, **options)
+
+
+def _answer(found: Any, tokenizer: Any, ids: Any, settings: ExitGenerateSettings) -> dict[str, Any]:
+    from deepenough.measure.exit_generation import pieces
+
+    fast, full = found.fast, found.full
+    texts = pieces(tokenizer, ids[0].tolist(), fast.ids)
+    answer: dict[str, Any] = {
+        "model": settings.model,
+        "mode": settings.mode,
+        "text": "".join(texts),
+        "tokens": [
+            {"id": token, "text": text, "depth": depth, "flops": flops}
+            for token, text, depth, flops in zip(
+                fast.ids, texts, fast.depths, fast.flops, strict=True
+            )
+        ],
+        "layers": found.num_layers,
+        "drafted": found.drafted,
+        "accepted": found.accepted,
+        "interrupted": fast.interrupted,
+        **_spent(fast),
+    }
+    if full is not None:
+        answer["full"] = {"text": tokenizer.decode(full.ids), **_spent(full)}
+        answer |= {"times_full": found.ratio, "identical": found.identical}
+    return answer
+
+
+def _spent(told: Any) -> dict[str, Any]:
+    return {
+        "new_tokens": len(told.ids),
+        "seconds": told.seconds,
+        "tokens_per_second": told.tokens_per_second,
+        "mean_layers": told.mean_layers,
+        "flops": sum(told.flops),
+    }
+
+
+def _show(answer: dict[str, Any], prompt: str) -> None:
+    console = Console(highlight=False)
+    depths = [token["depth"] for token in answer["tokens"]]
+    text = shaded([token["text"] for token in answer["tokens"]], depths, answer["layers"])
+    console.print(prompt, end="", markup=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)
+    if console.color_system is not None and not console.no_color:
+        console.print(legend(depths, answer["layers"]))
+    table = Table("", "tokens", "tokens/s", "layers", "GFLOPs", box=None)
+    table.add_row(answer["mode"], *_cells(answer, answer["layers"]))
+    if "full" in answer:
+        table.add_row("model.generate", *_cells(answer["full"], answer["layers"]))
+    console.print(table)
+    if "full" in answer:
+        same = "the same tokens" if answer["identical"] else "other tokens"
+        console.print(f"{answer['times_full']:.2f} times as fast, {same}")
+    if answer["drafted"]:
+        console.print(f"{answer['accepted']} of {answer['drafted']} guesses confirmed")
+    if answer["interrupted"]:
+        console.print("interrupted: this is what there was")
+
+
+def _cells(spent: dict[str, Any], layers: int) -> list[str]:
+    return [
+        str(spent["new_tokens"]),
+        f"{spent['tokens_per_second']:.1f}",
+        f"{spent['mean_layers']:.1f} of {layers}",
+        f"{spent['flops'] / 1e9:.2f}",
+    ]
