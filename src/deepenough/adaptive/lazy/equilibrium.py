@@ -40,16 +40,22 @@ class MovingSight:
 
     def move(self, rows: Tensor) -> None:
         """From now on only these tokens move, given as places in the flattened batch, sorted."""
-        sentence, self.token = rows // self.shape[1], rows % self.shape[1]
+        length = self.shape[1]
+        sentence, self.token = rows // length, rows % length
         if self.batch.cache is None:
             moving = sentence.unique_consecutive()
             if len(moving) < len(self.kept):
                 self._keep(moving)
         self.sentence = torch.searchsorted(self.kept, sentence)
         counts = torch.bincount(self.sentence, minlength=len(self.kept))
-        first = counts.cumsum(0) - counts
-        self.place = torch.arange(len(rows), device=rows.device) - first[self.sentence]
         self.num_queries = int(counts.max())
+        first = counts.cumsum(0) - counts
+        place = torch.arange(len(rows), device=rows.device) - first[self.sentence]
+        # Where a row stands among the keys, and among the queries, which have no gaps in a sentence
+        self.key_row = self.sentence * length + self.token
+        self.query_row = self.sentence * self.num_queries + place
+        # Nothing to put in its place: the rows are a padded batch as they are.
+        self.is_whole = len(rows) == len(self.kept) * length
 
     def _keep(self, sentences: Tensor) -> None:
         chosen = torch.searchsorted(self.kept, sentences)
@@ -59,14 +65,19 @@ class MovingSight:
         self.kept = sentences
 
     def own(self, query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:
-        self.keys[self.sentence, self.token] = key
-        self.values[self.sentence, self.token] = value
+        if self.is_whole:
+            self.keys, self.values = (
+                part.unflatten(0, (len(self.kept), -1)) for part in (key, value)
+            )
+        else:
+            self.keys.flatten(0, 1).index_copy_(0, self.key_row, key)
+            self.values.flatten(0, 1).index_copy_(0, self.key_row, value)
         keys, values = self._own_heads(step)
         mask = self.mask
         if mask is not None and mask.shape[2] > 1:  # a mask of every query's own
             seen = mask.expand(len(self.kept), -1, -1, -1)[self.sentence, 0, self.token]
-            mask = mask.new_zeros(len(self.kept), 1, self.num_queries, mask.shape[3])
-            mask[self.sentence, 0, self.place] = seen
+            mask = mask.new_zeros(len(self.kept), self.num_queries, mask.shape[3])
+            mask = mask.flatten(0, 1).index_copy_(0, self.query_row, seen).view_as(mask)[:, None]
         return self._attend(query, keys, values, mask)
 
     def source(self, query: Tensor, maps: SourceMaps) -> Tensor:
@@ -92,12 +103,18 @@ class MovingSight:
         return update_cache(self.batch.cache, keys, values, step)
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        queries = query.new_zeros(len(self.kept), self.num_queries, self.shape[2])
-        queries[self.sentence, self.place] = query
-        seen = attend(split_heads(queries, self.batch.num_heads), keys, values, mask)
-        return join_heads(seen)[self.sentence, self.place]
+        shape = (len(self.kept), self.num_queries)
+        if self.is_whole:
+            queries = query
+        else:
+            queries = query.new_zeros(shape[0] * shape[1], self.shape[2])
+            queries.index_copy_(0, self.query_row, query)
+        heads = split_heads(queries.unflatten(0, shape), self.batch.num_heads)
+        seen = join_heads(attend(heads, keys, values, mask)).flatten(0, 1)
+        return seen if self.is_whole else seen.index_select(0, self.query_row)
 
 
+@torch.no_grad()
 def run_moving(
     stack: StepStack,
     state_BTD: Tensor,
@@ -111,38 +128,51 @@ def run_moving(
 ) -> Steps:
     """The steps of a stack with equilibrium exit; of padding (not `real_BT`) nothing is computed.
 
-    For evaluation: gradients of rows that are written in place would be lost.
+    For evaluation, without gradients: rows are written in place.
+
+    A list of rows is made anew only when a token has stopped: what moves is kept in one piece from
+    step to step, and is put back to its place when it has stopped.
     """
     stack.check(num_steps)
-    num_tokens = state_BTD.shape[0] * state_BTD.shape[1]
+    shape = state_BTD.shape[:2]
     sight = MovingSight(batch, state_BTD)
     state = state_BTD.flatten(0, 1).clone()
     signals = positions.expand_as(state_BTD).flatten(0, 1)
-    rows = torch.arange(num_tokens, device=state.device)
+    rows = torch.arange(len(state), device=state.device)
     if real_BT is not None:
         rows = rows[real_BT.flatten().bool()]
-    gates = state.new_zeros(num_tokens, num_steps)
-    ran = torch.zeros(num_tokens, num_steps, dtype=torch.bool, device=state.device)
-    calm = torch.zeros(num_tokens, dtype=torch.long, device=state.device)
+    gates = state.new_zeros(num_steps, len(state))
+    ran = torch.zeros(num_steps, len(state), dtype=torch.bool, device=state.device)
+    moving, signals = state[rows], signals[rows]
+    calm = torch.zeros_like(rows)
     states = [state_BTD]
+    if len(rows):
+        sight.move(rows)
     for step in range(num_steps):
         if len(rows):
-            sight.move(rows)
-            signal = stack.signal(signals[rows], step)
-            moved, gate = stack.transition(step).step(state[rows], signal, sight, step)
-            state[rows], gates[rows, step], ran[rows, step] = moved, gate, True
-            calm[rows] = torch.where(gate < epsilon, calm[rows] + 1, 0)
-            rows = rows[calm[rows] < patience]
+            signal = stack.signal(signals, step)
+            moving, gate = stack.transition(step).step(moving, signal, sight, step)
+            gates[step].index_copy_(0, rows, gate)
+            ran[step].index_fill_(0, rows, True)
+            calm = torch.where(gate < epsilon, calm + 1, 0)
+            go_on = (calm < patience).nonzero().squeeze(1)
+            if len(go_on) < len(rows):
+                state.index_copy_(0, rows, moving)
+                rows, moving, signals, calm = (
+                    part.index_select(0, go_on) for part in (rows, moving, signals, calm)
+                )
+                if len(rows):
+                    sight.move(rows)
         else:
             sight.rest(step)
         if keep_states:
-            states.append(state.view_as(state_BTD).clone())
-    shape = state_BTD.shape[:2]
+            states.append(state.index_copy(0, rows, moving).view_as(state_BTD))
+    state.index_copy_(0, rows, moving)
     return Steps(
         stack.norm(state.view_as(state_BTD)),
-        gates.view(*shape, -1),
-        ran.view(*shape, -1),
-        ran.sum(-1).view(shape),
+        gates.T.unflatten(0, shape),
+        ran.T.unflatten(0, shape),
+        ran.sum(0).view(shape),
         tuple(states) if keep_states else None,
         None,
     )
