@@ -1,0 +1,39 @@
+"""`deepenough lazy plot`: how far each token still moves at each step, and when it rests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepenough.cli.parse import parse
+from deepenough.train.lazy_look import LazyPlot, look
+
+
+@dataclass
+class PlotSettings(LazyPlot):
+    """Look inside a translator, and draw it."""
+
+    out: str | None = None
+    """Folder for the pictures; by default plots in the run."""
+
+
+def main(argv: list[str]) -> int:
+    settings = parse(
+        "lazy plot",
+        PlotSettings,
+        argv,
+        description="Draw gates and similarities token by step for a pair of sentences, when\n"
+        "tokens come to rest, and what sweeps have found.",
+        example='deepenough lazy plot runs/lazy-multi30k --source "A dog runs on the beach."',
+        positional=["run"],
+    )
+    look(settings)
+
+    # Here, not above: matplotlib takes a second to load, which --help need not wait for.
+    from deepenough.report import read_run
+    from deepenough.report.lazy import write_lazy_figures
+    from deepenough.runs import RunFolder
+
+    folder = Path(settings.out) if settings.out else RunFolder(Path(settings.run)).plots
+    print(*write_lazy_figures(read_run(settings.run), folder), sep="\n")
+    return 0

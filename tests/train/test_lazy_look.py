@@ -1,0 +1,124 @@
+"""A look inside a translator: what is recorded, what is drawn of it, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepenough.adaptive.lazy.settings import LazySettings
+from deepenough.cli.lazy import plot as plot_command
+from deepenough.cli.lazy import sweep as sweep_command
+from deepenough.data.encoding import save_tokenizer
+from deepenough.data.translation import TranslationData, open_parallel
+from deepenough.data.translation_pairs import joint_tokenizer
+from deepenough.errors import UserError
+from deepenough.runs import Record, append_record, read_records
+from deepenough.settings import dump
+from deepenough.train.lazy import LazyTraining, make_model
+
+LINES = ["a man rides a red bike", "a woman walks her dog", "two dogs", "a red dog walks"]
+
+
+@pytest.fixture(scope="module")
+def make_run(tmp_path_factory, shared_cache):
+    """Folders of runs, as training leaves them, with models that have learned nothing."""
+    corpus = tmp_path_factory.mktemp("parallel")
+    for split in ("train", "val", "test"):
+        (corpus / f"{split}.en").write_text("\n".join(LINES * 10))
+        (corpus / f"{split}.de").write_text("\n".join(LINES * 10))
+
+    def make(mechanism: str) -> Path:
+        settings = LazyTraining(
+            data=TranslationData(
+                corpus=str(corpus), vocab_size=285, max_length=24, cache=str(shared_cache)
+            ),
+            model=LazySettings(
+                mechanism, d_model=16, num_heads=2, d_ff=32, encoder_steps=4, decoder_steps=2
+            ),
+        )
+        tokenizer = joint_tokenizer(open_parallel(settings.data), settings.data)
+        torch.manual_seed(0)
+        model = make_model(settings.model, tokenizer, settings.data.max_length)
+        folder = tmp_path_factory.mktemp(mechanism)
+        model.save_pretrained(folder / "model")
+        save_tokenizer(tokenizer, folder / "model")
+        dump(settings, folder / "config.yaml")
+        append_record(folder / "metrics.jsonl", Record(1, "train", {"loss": 1.0}))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run(make_run) -> Path:
+    return make_run("lazy")
+
+
+def last(run: Path, kind: str) -> dict:
+    return [r.values for r in read_records(run / "metrics.jsonl")[0] if r.kind == kind][-1]
+
+
+def test_a_sentence_of_the_split_is_drawn_with_all_its_numbers(run, capsys):
+    words = ["--beams", "1", "--sentences", "4", "--encoder_steps", "[2,4]", "--epsilons"]
+    sweep_command.main([str(run), *words, "[0.0,0.5,1.0]", "--decoder_steps", "[2,3]"])
+    capsys.readouterr()
+    assert plot_command.main([str(run), "--sentence", "1", "--epsilon", "0.5"]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    names = {path.stem for path in written}
+    assert names == {"lazy_tokens", "lazy_sentence", "lazy_rest", "lazy_steps", "lazy_epsilon"}
+    assert {path.suffix for path in written} == {".png", ".pdf", ".svg", ".json"}
+    assert all(path.parent == run / "plots" and path.stat().st_size > 100 for path in written)
+    tokens = last(run, "lazy_tokens")
+    assert tokens["source"] == tokens["target"] == LINES[1]
+    for side, num_steps in (("encoder", 4), ("decoder", 2)):
+        part = tokens[side]
+        assert len(part["gates"]) == len(part["similarity"]) == len(part["tokens"])
+        assert all(len(row) == num_steps for row in part["gates"])
+        assert len(part["sentence"]) == num_steps
+    assert len(tokens["encoder"]["depth"]) == len(tokens["encoder"]["tokens"])
+    data = json.loads((run / "plots" / "lazy_tokens.json").read_text())
+    assert data[-1]["encoder"]["gates"] == tokens["encoder"]["gates"]
+
+
+def test_the_distribution_counts_every_token_once(run, capsys):
+    assert plot_command.main([str(run), "--epsilon", "1.0", "--patience", "2"]) == 0
+    rest = last(run, "lazy_rest")
+    assert rest["tokens_by_steps"][1] == sum(rest["tokens_by_steps"]) > 0
+    assert rest["sentences"] == 40 and len(rest["similarity"]) == 4
+
+
+def test_a_sentence_that_is_given_is_translated(run, tmp_path, capsys):
+    words = ["--source", "two red dogs", "--encoder_steps", "6", "--sentences", "4"]
+    assert plot_command.main([str(run), *words, "--out", str(tmp_path / "pictures")]) == 0
+    tokens = last(run, "lazy_tokens")
+    assert tokens["source"] == "two red dogs" and isinstance(tokens["target"], str)
+    assert len(tokens["encoder"]["sentence"]) == 6
+    assert (tmp_path / "pictures" / "lazy_tokens.svg").is_file()
+
+
+def test_a_model_without_gates_has_similarities(make_run, capsys):
+    run = make_run("universal")
+    assert plot_command.main([str(run), "--sentences", "4"]) == 0
+    names = {Path(line).stem for line in capsys.readouterr().out.splitlines()}
+    assert names == {"lazy_tokens", "lazy_sentence"}
+    assert "gates" not in last(run, "lazy_tokens")["encoder"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--epsilon", "0"], "epsilon must be above 0"),
+        (["--patience", "0"], "patience must be at least 1"),
+        (["--sentence", "40"], "has 40 sentences, counted from 0: got 40"),
+        (["--sentence=-1"], "counted from 0: got -1"),
+        (["--sentences", "0"], "sentences must be at least 1"),
+        (["--source", " "], "The source is empty"),
+        (["--target", "zwei"], "A target needs its source"),
+        (["--encoder_steps", "0"], "encoder_steps must be at least 1"),
+        (["--split", "dev"], "has no split 'dev'"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_refused(run, words, sentence):
+    with pytest.raises(UserError, match=sentence):
+        plot_command.main([str(run), *words])
