@@ -1,0 +1,199 @@
+"""BLEU of trained translators, with other steps than trained, and with tokens that come to rest.
+
+    python benchmarks/lazy_translation.py measure --runs runs [--save]
+
+Measures every finished run in a folder that is called `lazy-<mechanism>-<seed>` on test 2016, with
+beam 4: at the steps of training; with one and a half times the encoder steps; and for lazy models
+with equilibrium exit. Its epsilon and patience are chosen on the valid split, as the cheapest whose
+loss there is at most `--loss`; the test split only sees what was chosen. Encoder seconds are those
+of batches of 32, full and stopping runs taking turns. What has been measured is kept in the folder,
+so that an interrupted command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import save_result
+
+from deepenough.data.translation_pairs import EncodedPairs
+from deepenough.train.lazy_use import (
+    LazyEvaluation,
+    Translator,
+    load_translator,
+    measure_encoder,
+    measured_pairs,
+)
+from deepenough.train.translate_score import SearchSettings, bleu, translate_pairs
+
+TEST = "test_2016_flickr"
+BATCH = 32
+SAVED = (0.25, 0.35, 0.45, 0.55)
+"""Shares of encoder steps that the epsilons tried on the valid split would save."""
+PATIENCE = (1, 2)
+CANDIDATES = [round(0.005 * 1.12**power, 4) for power in range(48)]
+ROUNDS = 7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=["measure"])
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--loss", type=float, default=0.2, help="BLEU that may be lost on valid")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--save", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    folders = sorted(
+        folder
+        for folder in arguments.runs.glob("lazy-*-*")
+        if (folder / "model" / "config.json").is_file() and folder.name.count("-") == 2
+    )
+    kept = Kept(arguments.runs / "lazy_translation.json")
+    rows = [Measured(folder, kept).figures(arguments.loss) for folder in folders]
+    result = {"test": TEST, "beams": 4, "runs": rows, "spread": spread(rows)}
+    save_result("lazy_translation", result, arguments.save)
+
+
+class Kept:
+    """What has been measured, by what it is of."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+
+    def get(self, key: str, make: Any) -> Any:
+        if key not in self.values:
+            self.values[key] = make()
+            self.path.write_text(json.dumps(self.values, indent=1))
+            print(key, self.values[key], flush=True)
+        return self.values[key]
+
+
+class Measured:
+    """One run."""
+
+    def __init__(self, folder: Path, kept: Kept) -> None:
+        self.folder, self.kept = folder, kept
+        self.translator: Translator = load_translator(str(folder))
+        self.config = self.translator.model.config
+        self.pairs: dict[str, EncodedPairs] = {}
+        weights = (folder / "model" / "model.safetensors").stat()
+        self.name = f"{folder.name} {int(weights.st_mtime)}"
+
+    def figures(self, most_lost: float) -> dict[str, Any]:
+        config = self.config
+        row: dict[str, Any] = {
+            "run": self.folder.name,
+            "mechanism": config.mechanism,
+            "parameters": self.translator.model.num_parameters(),
+            "encoder_steps": config.encoder_steps,
+            "decoder_steps": config.decoder_steps,
+        }
+        row["bleu"] = self.bleu("test", {})
+        row["signature"] = self.signature
+        if config.mechanism != "transformer":
+            more = config.encoder_steps * 3 // 2
+            row["more_steps"] = {"encoder_steps": more} | {
+                "bleu": self.bleu("test", {"encoder_steps": more})
+            }
+        if config.mechanism == "lazy":
+            row["equilibrium"] = self.equilibrium(row["bleu"], most_lost)
+        return row
+
+    def equilibrium(self, full_bleu: float, most_lost: float) -> dict[str, Any]:
+        tried = [self.tried(point) for point in self.kept.get(f"{self.name} grid", self.grid)]
+        full_valid = self.bleu("valid", {})
+        bearable = [point for point in tried if full_valid - point["bleu"] <= most_lost]
+        table = {"valid_full": full_valid, "valid": tried}
+        if not bearable:
+            return table
+        chosen = min(bearable, key=lambda point: point["flops"])
+        setting = {name: chosen[name] for name in ("epsilon", "patience")}
+        score = self.bleu("test", setting)
+        cost = self.kept.get(f"{self.name} cost {setting}", lambda: self.cost("test", setting))
+        lost = full_bleu - score
+        return table | {"chosen": setting, "bleu": score, "bleu_lost": lost, **cost}
+
+    def tried(self, point: dict[str, Any]) -> dict[str, Any]:
+        setting = {name: point[name] for name in ("epsilon", "patience")}
+        return point | {"bleu": self.bleu("valid", setting)}
+
+    def grid(self) -> list[dict[str, Any]]:
+        """For each patience, the epsilons that save about the shares that are asked for."""
+        model, pairs = self.translator.model, self.split("valid")
+        points = []
+        for patience in PATIENCE:
+            found = []
+            for epsilon in CANDIDATES:
+                search = SearchSettings(epsilon=epsilon, patience=patience)
+                depth = measure_encoder(model, pairs.head(256), search, BATCH)["encoder_depth"]
+                found.append((1.0 - depth / self.config.encoder_steps, epsilon))
+                if found[-1][0] > max(SAVED) + 0.1:
+                    break
+            for share in SAVED:
+                saved, epsilon = min(found, key=lambda pair: abs(pair[0] - share))
+                point = {"epsilon": epsilon, "patience": patience, "flops": 1.0 - saved}
+                if point not in points and abs(saved - share) < 0.08:
+                    points.append(point)
+        return points
+
+    def cost(self, split: str, setting: dict[str, Any]) -> dict[str, Any]:
+        """FLOPs and seconds of the encoder as shares of the full model's, taken in turns."""
+        model, pairs = self.translator.model, self.split(split)
+        searches = {"full": SearchSettings(epsilon=0.0), "exit": SearchSettings(**setting)}
+        seconds: dict[str, list[float]] = {"full": [], "exit": []}
+        flops = {}
+        for _ in range(ROUNDS):
+            for name, search in searches.items():
+                values = measure_encoder(model, pairs, search, BATCH)
+                seconds[name].append(values["encoder_seconds"])
+                flops[name] = values["encoder_flops"]
+        ratios = [b / a for a, b in zip(seconds["full"], seconds["exit"], strict=True)]
+        return {
+            "flops_share": flops["exit"] / flops["full"],
+            "time_share": statistics.median(ratios),
+            "time_shares": ratios,
+            "full_seconds": statistics.median(seconds["full"]),
+        }
+
+    def bleu(self, split: str, setting: dict[str, Any]) -> float:
+        search = replace(SearchSettings(beams=4, length_penalty=0.6), **setting)
+
+        def make() -> dict[str, Any]:
+            pairs = self.split(split)
+            written = translate_pairs(*self.translator, pairs, search)
+            score = bleu(written, [pair.target for pair in pairs.pairs])
+            return {"bleu": score.score, "signature": score.signature}
+
+        found = self.kept.get(f"{self.name} {split} {setting}", make)
+        self.signature = found["signature"]
+        return float(found["bleu"])
+
+    def split(self, name: str) -> EncodedPairs:
+        if name not in self.pairs:
+            settings = LazyEvaluation(str(self.folder), split=name, test=TEST)
+            self.pairs[name] = measured_pairs(settings, self.translator)
+        return self.pairs[name]
+
+
+def spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """BLEU of each mechanism over its seeds."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["mechanism"], []).append(row["bleu"])
+    return {
+        name: {"mean": statistics.mean(scores), "lowest": min(scores), "highest": max(scores),
+               "seeds": len(scores)}
+        for name, scores in found.items()
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
