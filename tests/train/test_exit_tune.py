@@ -1,16 +1,26 @@
 """A draft head from a model's own text: written in parts, gone on with, trained, chosen, used."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from deepenough import UserError
 from deepenough.__main__ import main
+from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.making import make_engine
 from deepenough.adaptive.exit.own_text import continue_prompts
+from deepenough.adaptive.exit.tuned import Tuned
 from deepenough.data.instructions import instructions
+from deepenough.runs import read_records
+from deepenough.train.exit_tune import ExitTune, default_training, tune_run
+from deepenough.train.exit_tune_task import HeadSettings, HeadTask
 from deepenough.train.exit_tune_text import OwnTexts, OwnTextSettings, make_prompts, write_texts
+from deepenough.train.settings import RunSettings
+from deepenough.train.shortcut import ModelChoice
 
 
 class Numbers:
@@ -117,3 +127,74 @@ def test_wrong_settings_are_refused(words, match, capsys, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert main(["exit", "tune", "smollm2", *words]) == 2
     assert match in capsys.readouterr().err
+
+
+def tune_settings(corpus: str, folder: Path, **changes: Any) -> ExitTune:
+    return ExitTune(
+        run=RunSettings(str(folder), resume=True),
+        text=text_settings(corpus, tokens=900),
+        head=HeadSettings(texts=8, epochs=6, shortlist=30, held_out=6),
+        train=replace(default_training(), warmup=2, valid_every=5, save_every=4),
+        **changes,
+    )
+
+
+@pytest.fixture
+def tuned_run(small, corpus, tmp_path, monkeypatch) -> ExitTune:
+    monkeypatch.setattr(ModelChoice, "load", lambda self: (small, Numbers()))
+    settings = tune_settings(corpus, tmp_path / "run")
+    settings.until = "head"
+    return settings
+
+
+def test_a_head_is_trained_and_drafts(small, tuned_run) -> None:
+    tuned = tune_run(tuned_run)
+    records, _ = read_records(Path(tuned_run.run.folder) / "metrics.jsonl")
+    valid = [record.values for record in records if record.kind == "valid"]
+    assert valid[-1]["loss"] < valid[0]["loss"]
+    for values in valid:
+        assert 0 <= values["agreement_1"] <= values["accepted"] <= 2 * values["agreement_1"] <= 2
+    assert tuned.meta["after"]["accepted"] == valid[-1]["accepted"]
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = {"do_sample": False, "max_new_tokens": 20}
+    fast = accelerate(small, mode="speculative", tuned=tuned_run.run.folder, drafts=["tuned"])
+    found = fast.generate(**given, **options, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, small.generate(**given, **options))
+    assert found.drafted > 0
+
+
+def test_an_interrupted_training_goes_on(small, tuned_run, tmp_path, monkeypatch) -> None:
+    whole = tune_run(tuned_run)
+    monkeypatch.setattr(HeadTask, "begin_step", _stop_at(9))
+    other = replace(tuned_run, run=RunSettings(str(tmp_path / "other"), resume=True))
+    with pytest.raises(KeyboardInterrupt):
+        tune_run(other)
+    monkeypatch.setattr(HeadTask, "begin_step", lambda self, step: None)
+    again = tune_run(other)
+    for name, value in whole.head.state_dict().items():
+        torch.testing.assert_close(again.head.state_dict()[name], value, rtol=0, atol=0)
+
+
+def _stop_at(wanted: int) -> Callable[[Any, int], None]:
+    def stop(_: Any, step: int) -> None:
+        if step == wanted:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def test_the_fastest_drafts_are_chosen_and_kept(small, tuned_run) -> None:
+    settings = replace(tuned_run, until="choice")
+    tuned = tune_run(settings)
+    choice = Tuned.from_pretrained(settings.run.folder).choice
+    assert choice == tuned.choice and choice["machine"]["threads"] >= 1
+    assert {tuple(row["names"]) for row in choice["measured"]} >= {(), ("tuned",), ("carry",)}
+    accelerate(small, mode="speculative", tuned=tuned)
+    accelerate(small, mode="speculative", tuned=tuned, drafts="auto", num_drafts=1)
+
+
+def test_too_few_texts_are_refused(tuned_run) -> None:
+    tuned_run.head.held_out = 500
+    with pytest.raises(UserError, match=r"lower head\.held_out"):
+        tune_run(tuned_run)

@@ -1,31 +1,66 @@
 """Make a model ready for drafts, step by step in one run folder; the model itself is not changed.
 
-1. *text*: the model writes (`exit_tune_text.py`), states and all, into `checkpoints/text`;
+1. *text*: the model writes, and its states are kept (`exit_tune_text.py`), in `checkpoints/text`;
+2. *head*: carry maps are fitted to them in closed form, and a draft head that starts from those is
+   trained (`exit_tune_task.py`); both go to `model`;
+3. *choice*: all ways of drafting race on this machine (`adaptive/exit/fastest.py`); the fastest is
+   what `accelerate` will take.
 
 Every step goes on where an interrupted command stopped it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
-from typing import Literal
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
+from torch import Tensor
 
-from deepenough.runs import RunFolder
+from deepenough.adaptive.exit.carry import INDEX, Carry
+from deepenough.adaptive.exit.carry_fit import fit_carry_to
+from deepenough.adaptive.exit.fastest import find_fastest
+from deepenough.adaptive.exit.head import DraftHead, HeadShape
+from deepenough.adaptive.exit.making import make_engine
+from deepenough.adaptive.exit.own_text import Written
+from deepenough.adaptive.exit.sources import Workshop
+from deepenough.adaptive.exit.tuned import Tuned
+from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+from deepenough.errors import UserError
+from deepenough.models.hf import Adapter, adapt
+from deepenough.runs import RunFolder, read_records
 from deepenough.settings import dump
 from deepenough.train.allocator import keep_freed_memory
+from deepenough.train.exit_tune_task import HeadSettings, HeadTask
 from deepenough.train.exit_tune_text import OwnTexts, OwnTextSettings, write_texts
+from deepenough.train.processes import make_accelerator
+from deepenough.train.runner import training
 from deepenough.train.settings import RunSettings, TrainSettings
 from deepenough.train.shortcut import ModelChoice
 
+log = logging.getLogger("deepenough")
+
 Progress = Callable[[int, int | None], None]
+
+_MAPS = 2
+_RACE_PROMPTS = 8
+_SCALE_TEXTS = 64
+"""Texts from which the deviations of states are taken."""
 
 
 def default_training() -> TrainSettings:
     return TrainSettings(
-        lr=1e-3, warmup=50, weight_decay=0.05, precision="fp32", valid_every=250, save_every=100
+        lr=1e-3,
+        warmup=50,
+        weight_decay=0.05,
+        precision="fp32",
+        log_every=20,
+        valid_every=250,
+        save_every=50,
     )
 
 
@@ -36,24 +71,125 @@ class ExitTune:
     model: ModelChoice = field(default_factory=ModelChoice)
     run: RunSettings = field(default_factory=lambda: RunSettings(folder="runs/tuned"))
     text: OwnTextSettings = field(default_factory=OwnTextSettings)
-    until: Literal["text"] = "text"
+    head: HeadSettings = field(default_factory=HeadSettings)
+    shortcuts: str | None = None
+    """Folder of shortcuts of the same model, whose drafts take part in the choice."""
+
+    until: Literal["text", "head", "choice"] = "choice"
     """Last step to take."""
 
     train: TrainSettings = field(default_factory=default_training)
 
+    def check(self) -> None:
+        """Refuse what cannot be done before anything is."""
+        self.text.check()
+        self.text.lines()
+        self.head.check()
+        self.train.check()
 
-def tune_run(settings: ExitTune, progress: Progress | None = None) -> OwnTexts:
-    """All steps, in a run folder; interrupted, they go on with `run.resume`."""
+
+def tune_run(settings: ExitTune, progress: Progress | None = None) -> Tuned | None:
+    """All steps, in a run folder; interrupted, they go on with `run.resume`.
+
+    None if it ends before there is a head.
+    """
     keep_freed_memory()
-    settings.text.check()
-    settings.text.lines()
-    settings.train.check()
+    settings.check()
     place, resume, overwrite = astuple(settings.run)
     RunFolder.check(place, resume=resume, overwrite=overwrite)
-    if settings.train.threads is not None:
-        torch.set_num_threads(settings.train.threads)
+    accelerator = make_accelerator(settings.train, may_skip=False)
+    if accelerator.num_processes > 1:
+        raise UserError("A draft head is small and trained by one process: start one.")
+    shortcuts = settings.shortcuts and Shortcuts.from_pretrained(settings.shortcuts)
     model, tokenizer = settings.model.load()
+    model.to(accelerator.device)  # type: ignore[arg-type]
     run = RunFolder.create(place, resume=resume, overwrite=overwrite)
     dump(settings, run.config)
     folder = run.checkpoints / "text"
-    return write_texts(folder, model, tokenizer, settings.text, settings.train.seed, progress)
+    texts = write_texts(folder, model, tokenizer, settings.text, settings.train.seed, progress)
+    if settings.until == "text":
+        return None
+    tuned = _tune_head(adapt(model), texts, run, settings, accelerator)
+    if settings.until == "choice":
+        log.info("looking for the fastest drafts on this machine")
+        fastest = find_fastest(Workshop(make_engine(model), shortcuts or None, tuned=tuned))
+        tuned.choice = fastest.choice()
+        tuned.save_choice(run.model)
+    return tuned
+
+
+def _tune_head(
+    adapter: Adapter, texts: OwnTexts, run: RunFolder, settings: ExitTune, accelerator: Accelerator
+) -> Tuned:
+    own = settings.head
+    if len(texts) <= own.held_out:
+        raise UserError(
+            f"The model wrote {len(texts)} texts, and {own.held_out} of them are held out: raise "
+            "text.tokens or lower head.held_out."
+        )
+    # The latest texts, so that going on with more of them would hold out others only.
+    held_out, used = texts[-own.held_out :], texts[: -own.held_out]
+    carry = _carry(adapter, used, run, settings)
+    train = settings.train.for_epochs(own.epochs, len(used) // min(own.texts, len(used)))
+    settings = replace(settings, train=train, run=replace(settings.run, resume=True))
+    head = DraftHead(HeadShape.of(adapter), seed=train.seed).to(accelerator.device)
+    matrix, bias = carry.maps[0]
+    device = accelerator.device
+    head.start_from(matrix.to(device), bias.to(device), _scale(used).to(device))
+    meta: dict[str, Any] = {"text": asdict(settings.text) | {"written": texts.num_new}}
+    # For races on other machines; texts of both kinds, which the head has not seen.
+    prompts = [text.ids_T[: text.prompt].tolist() for text in held_out[:_RACE_PROMPTS]]
+    meta |= {"head": asdict(own), "train": asdict(train), "prompts": prompts}
+    tuned = Tuned(carry, head, meta)
+    task = HeadTask(
+        head,
+        adapter,
+        carry.shortlist[: own.shortlist],
+        used,
+        held_out,
+        own,
+        train,
+        {
+            "model": adapter.identity()["fingerprint"],
+            "texts": {"number": len(used), "tokens": texts.num_new},
+            "head": {k: v for k, v in asdict(own).items() if k != "held_out"},
+            "train": train.identity(),
+        },
+        save=lambda folder: _save(tuned, run, folder),
+    )
+    with training(settings, task, accelerator) as trainer:
+        if trainer.first == 0:
+            trainer.recorder.record(0, "valid", task.evaluate(accelerator, "valid"))
+        trainer.fit()
+    return Tuned.from_pretrained(run.path)
+
+
+def _carry(adapter: Adapter, texts: Sequence[Written], run: RunFolder, settings: ExitTune) -> Carry:
+    """Fitted once; a command that goes on must start from the same maps."""
+    folder = run.checkpoints / "carry"
+    if (folder / INDEX).is_file():
+        carry = Carry.from_pretrained(folder)
+        carry.check_model(adapter)
+        if carry.meta["fit"]["texts"] == len(texts):
+            return carry
+    log.info("fitting carry maps to %d texts", len(texts))
+    carry = fit_carry_to(adapter, texts, _MAPS, settings.head.shortlist, asdict(settings.text))
+    carry.save_pretrained(folder)
+    return carry
+
+
+def _scale(texts: Sequence[Written]) -> Tensor:
+    """Deviation of each coordinate of the states; none so small that noise would be blown up."""
+    every = max(1, len(texts) // _SCALE_TEXTS)
+    states_ND = torch.cat([text.states_TD[text.prompt - 1 :].float() for text in texts[::every]])
+    deviation = states_ND.std(dim=0)
+    return deviation.clamp_min(1e-3 * float(deviation.mean()))
+
+
+def _save(tuned: Tuned, run: RunFolder, folder: Path) -> None:
+    """With how often drafts were right on held-out texts, before training and after."""
+    valid = [r.values for r in read_records(run.metrics)[0] if r.kind == "valid"]
+    names = ("agreement_1", "agreement_2", "accepted")
+    for when, values in (("before", valid[0]), ("after", valid[-1])):
+        tuned.meta[when] = {name: values[name] for name in names}
+    tuned.save_pretrained(folder)

@@ -77,9 +77,7 @@ def test_drafts_are_those_of_the_whole_text(model, prompts, rows) -> None:
         ids = torch.tensor([[*context, drafts[0]]])
         states = adapter.final_norm(adapter.states(ids)[-1]) / head.scale
         one, two = head(embed(ids), states)
-        for place, (predicted, draft) in enumerate(
-            zip((one[0, -2], two[0, -1]), drafts, strict=True)
-        ):
+        for predicted, draft in zip((one[0, -2], two[0, -1]), drafts, strict=True):
             logits = lm_head(predicted * head.scale)[WORDS]
             best = logits.topk(2).values
             assert int(WORDS[logits.argmax()]) == draft or best[0] - best[1] < 1e-3

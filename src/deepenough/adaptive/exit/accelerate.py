@@ -16,8 +16,9 @@ Modes:
 from __future__ import annotations
 
 import copy
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,11 +26,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from deepenough.adaptive.exit.carry import Carry, CarryDraft
+from deepenough.adaptive.exit.carry import Carry
 from deepenough.adaptive.exit.decode import decode
-from deepenough.adaptive.exit.drafts import DraftSource, FirstOf, Lookup
+from deepenough.adaptive.exit.drafts import DraftSource
 from deepenough.adaptive.exit.early import decode_early
 from deepenough.adaptive.exit.early_making import Guarantee, make_early
+from deepenough.adaptive.exit.fastest import find_fastest
 from deepenough.adaptive.exit.filling import Fill
 from deepenough.adaptive.exit.leaving import EarlyExit
 from deepenough.adaptive.exit.making import make_engine
@@ -37,7 +39,8 @@ from deepenough.adaptive.exit.output import ExitOutput, sequences_of, trace_of
 from deepenough.adaptive.exit.policies import ExitPolicy
 from deepenough.adaptive.exit.request import check_prompt, make_request
 from deepenough.adaptive.exit.scoring import ExitForward
-from deepenough.adaptive.exit.shortcut_draft import ShortcutDraft
+from deepenough.adaptive.exit.sources import Workshop, make_drafting
+from deepenough.adaptive.exit.tuned import Tuned
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.trace import DepthTrace
 from deepenough.errors import UserError
@@ -51,8 +54,9 @@ def accelerate(
     mode: Mode = "full",
     *,
     carry: Carry | None = None,
-    drafts: Sequence[str | DraftSource] | None = None,
-    num_drafts: int = 2,
+    tuned: Tuned | str | os.PathLike[str] | None = None,
+    drafts: str | Sequence[str | DraftSource] | None = None,
+    num_drafts: int | None = None,
     draft_layer: int | None = None,
     policy: ExitPolicy | None = None,
     exits: Sequence[int] | None = None,
@@ -64,9 +68,12 @@ def accelerate(
     """A model that shares `model`'s weights and generates faster.
 
     `drafts` are the sources of a speculative model, asked in this order until one has a guess:
-    "lookup" (how the text went on before), "carry" (with the maps `carry`), "shortcut" (the first
-    `draft_layer` layers and `shortcuts`), or any `DraftSource`; by default "lookup" and, with its
-    maps, "carry". `num_drafts` is how many tokens a source that is named guesses at once.
+    "lookup" (how the text went on before), "carry" (with the maps `carry`), "tuned" (a draft head:
+    `tuned` is the folder of `deepenough exit tune`), "shortcut" (the first `draft_layer` layers and
+    `shortcuts`), or any `DraftSource`. By default they are those that tuning has found to be the
+    fastest, or else "lookup" and what else there is that runs no layer; "auto" times what there is
+    on this machine, for about a minute. `num_drafts` is how many tokens a source that is named
+    guesses at once, 2 by default.
 
     An exiting model asks `policy` (by default `ConfidenceGap(0.9)`) after the layers `exits` (by
     default those that pay, found in a few seconds), on the words of `shortlist` first, and `fill`
@@ -80,7 +87,7 @@ def accelerate(
     """
     if mode not in ("full", "speculative", "exit"):
         raise UserError(f"The mode is full, speculative or exit, not {mode!r}.")
-    if mode != "speculative" and drafts is not None:
+    if mode != "speculative" and (drafts is not None or tuned is not None):
         raise UserError('Drafts are of use in mode="speculative" alone: give that mode, or none.')
     if isinstance(model, Accelerated):
         raise UserError("The model is accelerated already: give the one it was made of.")
@@ -91,17 +98,16 @@ def accelerate(
     if mode == "exit":
         early = make_early(engine, shortcuts, guarantee, policy, exits, fill, shortlist)
     if mode == "speculative":
-        named: dict[str, Callable[[], DraftSource]] = {"lookup": lambda: Lookup(num_drafts)}
-        if carry is not None:
-            carry.check_model(engine.adapter)
-            named["carry"] = lambda: CarryDraft(carry, num_drafts)
-        if drafts is None:
-            drafts = list(named)
-        if shortcuts is not None:
-            layer = engine.num_layers // 4 if draft_layer is None else draft_layer
-            words = None if carry is None else carry.shortlist
-            named["shortcut"] = lambda: ShortcutDraft(shortcuts, layer, num_drafts, words)
-        source = _make_source(drafts, named)
+        if isinstance(tuned, str | os.PathLike):
+            tuned = Tuned.from_pretrained(tuned)
+        workshop = Workshop(engine, shortcuts, carry, tuned)
+        if drafts == "auto":
+            drafting = find_fastest(workshop, num_drafts, draft_layer).drafting
+        elif isinstance(drafts, str):
+            drafting = make_drafting(workshop, [drafts], num_drafts, draft_layer)
+        else:
+            drafting = make_drafting(workshop, drafts, num_drafts, draft_layer)
+        source = workshop.make(drafting)
     fast = copy.copy(model)
     own = type(model)
     # Under the same name: it is what a saved config says the architecture is.
@@ -110,27 +116,6 @@ def accelerate(
     fast._exit_early = early  # type: ignore[assignment]
     fast._exit_lock = threading.Lock()  # type: ignore[assignment]
     return fast
-
-
-def _make_source(
-    drafts: Sequence[str | DraftSource], named: Mapping[str, Callable[[], DraftSource]]
-) -> DraftSource:
-    sources: list[DraftSource] = []
-    for draft in drafts:
-        if isinstance(draft, DraftSource):
-            sources.append(draft)
-        elif draft in named:
-            sources.append(named[draft]())
-        elif draft in ("carry", "shortcut"):
-            what = "carry=Carry..." if draft == "carry" else "shortcuts"
-            raise UserError(f"Drafts from {draft} need its maps: give {what} as well.")
-        else:
-            raise UserError(
-                f"Drafts come from lookup, carry, shortcut or a DraftSource, not from {draft!r}."
-            )
-    if not sources:
-        raise UserError("A speculative model needs a source of drafts: give at least one.")
-    return sources[0] if len(sources) == 1 else FirstOf(sources)
 
 
 class Accelerated(ExitForward):

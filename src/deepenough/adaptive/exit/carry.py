@@ -76,6 +76,10 @@ class Carry:
                 f"{other['model'] or 'this one'}: give the model they belong to, or fit others."
             )
 
+    def of_words(self, number: int | None) -> Carry:
+        """The same maps, choosing among the most frequent words only; None for all."""
+        return Carry(self.maps, self.shortlist[:number], self.meta)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Carry:
         maps = [(matrix.to(device, dtype), bias.to(device, dtype)) for matrix, bias in self.maps]
         return Carry(maps, self.shortlist.to(device), self.meta)

@@ -18,6 +18,19 @@ def main(argv: list[str]) -> int:
         positional=["model.name"],
     )
     with reading("tokens") as progress:
-        texts = tune_run(settings, progress)
-    print(f"{texts.num_new} tokens of {settings.model.name} in {settings.run.folder}")
+        tuned = tune_run(settings, progress)
+    if tuned is None:
+        print(f"{settings.model.name} has written; go on with --resume and --until head")
+        return 0
+    before, after = tuned.meta["before"], tuned.meta["after"]
+    print("on held-out text:   first draft right   second, after it   accepted of two")
+    for name, values in (("carry", before), ("tuned", after)):
+        print(
+            f"  {name:17}{values['agreement_1']:12.3f}{values['agreement_2']:19.3f}"
+            f"{values['accepted']:18.3f}"
+        )
+    for row in tuned.choice.get("measured", [])[:5]:
+        names = " + ".join(row["names"]) or "no drafts"
+        print(f"  {names}, {row['num_drafts']} at once: {row['tokens_per_second']:.1f} tokens/s")
+    print(f'use it: accelerate(model, mode="speculative", tuned="{settings.run.folder}")')
     return 0
