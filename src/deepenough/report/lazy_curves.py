@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from deepenough.report import style
+from deepenough.report.lazy_look import BY_ANGLE, TICKS
 from deepenough.report.lazy_source import last_look, last_rest
 from deepenough.report.source import Run
 
@@ -40,7 +41,10 @@ def draw_sentence(run: Run) -> Figure | None:
     axes.set_xticks(range(1, longest + 1))
     axes.set_xlabel("step")
     axes.set_ylabel("similarity to the state before")
-    axes.set_ylim(top=1.02)
+    lowest = min(float(np.min(line.get_ydata())) for line in axes.lines)
+    axes.set_yscale("function", functions=BY_ANGLE)
+    axes.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    axes.set_ylim(max(0.0, lowest - 0.1), 1.0)
     axes.legend(loc="lower right")
     return figure
 
@@ -62,15 +66,16 @@ def draw_rest(run: Run) -> Figure | None:
     for step, part in zip(steps, share, strict=True):
         axes.text(step, part, f"{part:.0%}", ha="center", va="bottom", fontsize=style.LABEL_SIZE)
     mean = float((steps * share).sum())
-    axes.axvline(mean, color=style.VERMILION, linestyle="--", linewidth=1.2)
+    top = 1.2 * float(share.max())
+    axes.plot([mean], [top], marker="v", markersize=9, color=style.VERMILION, clip_on=False)
     axes.set_title(
         f"epsilon {many['epsilon']:g}, patience {many['patience']}: "
-        f"{mean:.1f} of {len(counts)} steps on average (dashed)",
+        f"{mean:.1f} of {len(counts)} steps on average (triangle)",
         fontsize=style.TEXT_SIZE,
     )
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xticks(steps)
-    axes.set_ylim(top=float(share.max()) * 1.15)
+    axes.set_ylim(top=top)
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("steps that a source token makes (hatched: all there are)")
     axes.set_ylabel(f"tokens of {many['sentences']} sentences")

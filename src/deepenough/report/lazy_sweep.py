@@ -68,9 +68,9 @@ def draw_epsilon_curve(run: Run) -> Figure | None:
         scores = [point["bleu"] for point in points]
         axes.plot(shares, scores, color=color, marker="o", markersize=4)
         for share, point in zip(shares, points, strict=True):
-            axes.annotate(f"{point['epsilon']:g}", (share, point["bleu"]), (0, 6),
+            axes.annotate(f"{point['epsilon']:g}", (share, point["bleu"]), (-5, 4),
                           textcoords="offset points", fontsize=style.LABEL_SIZE,
-                          ha="center", color=style.MUTED)  # fmt: skip
+                          ha="right", color=style.MUTED)  # fmt: skip
         axes.set_xlabel(f"{name}, % of the full model's")
         axes.margins(x=0.1, y=0.15)
     left.set_ylabel("BLEU")

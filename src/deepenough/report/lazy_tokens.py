@@ -1,7 +1,8 @@
 """Token by step: how much of each update was made, and how like its last state a token stays.
 
-Colours of gates run over their square roots: a gate is the squared sine of the angle by which a
-state would turn, so this is the sine. A frame marks the step after which a token is at rest.
+Colours run over the sine of the angle by which a state turns or would turn: a gate is its square,
+and a similarity is what that square lacks to 1, so that most similarities would look the same. A
+frame marks the step after which a token is at rest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from deepenough.report import style
+from deepenough.report.lazy_look import BY_ANGLE
 from deepenough.report.lazy_source import Look, Side, last_look
 from deepenough.report.source import Run
 
@@ -39,9 +41,9 @@ def draw_tokens(run: Run) -> Figure | None:
     for row, side in enumerate(look.sides):
         for column, panel in enumerate(panels):
             _draw_side(axes[row, column], side, panel, last=row == 1)
-    note = _note(look)
+    room = int(12 * width)
     figure.suptitle(
-        f"{style.shown(look.source, 90)}\n{style.shown(look.target, 90)}{note}",
+        f"{style.shown(look.source, room)}\n{style.shown(look.target, room)}{_note(look)}",
         fontsize=style.TEXT_SIZE,
         x=0.01,
         ha="left",
@@ -64,7 +66,7 @@ def _draw_side(axes: Axes, side: Side, panel: str, last: bool) -> None:
         title = "gate: share of the update made"
     else:
         lowest = np.floor(10 * min(float(values.min()), 0.9)) / 10
-        norm = colors.Normalize(lowest, 1.0)
+        norm = colors.FuncNorm(BY_ANGLE, lowest, 1.0)
         title = "similarity to the state before"
     image = axes.imshow(values, norm=norm, cmap=style.PROBABILITY_SCALE, aspect="auto")
     axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.05)
@@ -73,8 +75,9 @@ def _draw_side(axes: Axes, side: Side, panel: str, last: bool) -> None:
         _write_numbers(axes, values, norm)
     if panel == "gates" and side.depth is not None:
         for token, depth in enumerate(side.depth[:num_tokens]):
-            corner = (depth - 1.5, token - 0.5)
-            frame = Rectangle(corner, 1, 1, fill=False, edgecolor=style.VERMILION, linewidth=1.4)
+            # Within its cell: frames that touched would make a frame of a cell between them.
+            frame = Rectangle((depth - 1.46, token - 0.41), 0.92, 0.82, fill=False,
+                              edgecolor=style.ORANGE, linewidth=1.4)  # fmt: skip
             axes.add_patch(frame)
     axes.set_xticks(range(num_steps), [str(step + 1) for step in range(num_steps)])
     labels = [style.shown(token, 16) for token in side.tokens[:num_tokens]]
@@ -87,9 +90,10 @@ def _draw_side(axes: Axes, side: Side, panel: str, last: bool) -> None:
 
 
 def _write_numbers(axes: Axes, values: np.ndarray, norm: colors.Normalize) -> None:
-    """Two digits behind the point, which every value has 0 or 1 before."""
+    """Two digits behind the point, three where a value is almost 1."""
     scale = colormaps[style.PROBABILITY_SCALE]
     for (token, step), value in np.ndenumerate(values):
-        text = "1" if value >= 0.995 else f"{value:.2f}"[1:]
+        text = f"{value:.3f}" if 0.985 <= value < 0.9995 else f"{value:.2f}"
+        text = "1" if text == "1.00" else text[1:]
         axes.text(step, token, text, ha="center", va="center", fontsize=style.LABEL_SIZE - 1.0,
                   color=style.ink_on(scale(norm(value))))  # fmt: skip
