@@ -1,5 +1,6 @@
 """Parallel text: found by name, paired line by line, refused with both counts or the bad line."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -235,3 +236,48 @@ def test_multi30k(data_dir):
         pytest.skip("multi30k is not among the local corpora")
     text = open_parallel(TranslationData(test="test_2016_flickr"))
     assert [sum(1 for _ in text.pairs(split)) for split in text.splits] == [29000, 1014, 1000]
+
+
+ROWS = [("a dog\nruns", "ein Hund rennt"), ("a man", None), ("two dogs", "zwei Hunde")]
+
+
+@pytest.fixture(params=["one column", "a column each"])
+def dataset(request, tmp_path, monkeypatch) -> Path:
+    """A dataset as `datasets` reads it, without a network."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    rows = [{"en": source, "de": target} for source, target in ROWS]
+    if request.param == "one column":
+        rows = [{"translation": row} for row in rows]
+    for split in ("train", "validation"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def test_a_dataset_gives_pairs_and_its_missing_split_is_held_out(dataset, caplog):
+    text = open_parallel(TranslationData(corpus=f"hf:{dataset}"))
+    assert text.splits == ("train", "valid", "test")
+    assert list(text.pairs("valid")) == [
+        ("a dog runs", "ein Hund rennt"),
+        ("two dogs", "zwei Hunde"),
+    ]
+    assert "1 of 3 pairs have an empty side and were left out." in caplog.text
+    assert list(text.pairs("test")) == [("a dog runs", "ein Hund rennt")]
+    assert list(text.pairs("train")) == [("two dogs", "zwei Hunde")]
+
+
+def test_a_dataset_without_the_language_says_which_it_has(dataset):
+    text = open_parallel(TranslationData(corpus=f"hf:{dataset}", target="fr"))
+    with pytest.raises(UserError, match="has no language 'fr' but en, de"):
+        list(text.pairs("train"))
+
+
+def test_a_translation_column_that_is_text_is_refused(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"translation": "ein Hund"}) + "\n")
+    text = open_parallel(TranslationData(corpus=f"hf:{tmp_path}"))
+    with pytest.raises(UserError, match="does not map languages to text"):
+        list(text.pairs("valid"))

@@ -232,13 +232,19 @@ def _from_hub(data: TranslationData, languages: tuple[str, str]) -> dict[str, Pa
 def _hub_pairs(rows: Any, languages: tuple[str, str], name: str) -> Iterator[Pair]:
     for row in rows:
         texts = row.get("translation", row)
+        if not isinstance(texts, dict):
+            raise UserError(
+                f"The column translation of the dataset {name} does not map languages to text: "
+                "give a dataset with a column for each language."
+            )
         if lacking := [language for language in languages if language not in texts]:
             raise UserError(
                 f"The dataset {name} has no language {lacking[0]!r} but {', '.join(texts)}: set "
                 "data.source and data.target."
             )
-        # A line break inside a sentence would be two lines for everything that follows.
-        yield Pair(*(" ".join(str(texts[language]).split()) for language in languages))
+        sides = [texts[language] for language in languages]
+        # No text is an empty side; a line break would be two lines for everything that follows.
+        yield Pair(*("" if side is None else " ".join(str(side).split()) for side in sides))
 
 
 def _held_out(pairs: Pairs, wanted: str, missing: list[str]) -> Iterator[Pair]:
