@@ -20,6 +20,7 @@ from deepenough.measure.exit_losses import (
     exit_words,
     full_words,
     losses_at,
+    losses_in_use,
     with_threshold,
 )
 from deepenough.models.hf import adapt
@@ -145,7 +146,7 @@ def test_a_calibrated_model(model, shortcuts, tmp_path, fill) -> None:
     assert found.threshold is not None
     assert found.threshold in found.thresholds
     assert found.p_values[found.thresholds.index(found.threshold)] <= 0.1
-    assert found.texts == 60 and found.layers < 3 and found.check["tokens"] > 0
+    assert found.texts == 60 and found.layers < 3 and found.check["texts"] == 8
     assert ("texts written", 60, 60) in told
     assert f"Threshold {found.threshold:g}" in found.holds()
 
@@ -165,6 +166,30 @@ def test_a_calibrated_model(model, shortcuts, tmp_path, fill) -> None:
     with pytest.raises(UserError, match="other shortcuts"):
         maps = {pair: 2 * matrix for pair, matrix in shortcuts.maps.items()}
         accelerate(model, Shortcuts(3, 16, maps), mode="exit", guarantee=found)
+
+
+def test_own_texts_are_what_the_exiting_model_writes(model, shortcuts) -> None:
+    fast = exiting(model, shortcuts, "shortcut", TopProbability(0.3))
+    prompts = [tokens(text)["input_ids"][: 4 + n % 4] for n, text in enumerate(make_texts(5))]
+    found = losses_in_use(fast, fast._exit_early, prompts, 8, batch=3)
+    for prompt, loss, layers in zip(
+        prompts, found.losses_N.tolist(), found.layers_N.tolist(), strict=True
+    ):
+        ids = torch.tensor([prompt])
+        output = fast.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+        )
+        new = output[0, len(prompt) :]
+        full = model(output).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        assert loss == pytest.approx(float((new != full).double().mean()))
+        assert layers == pytest.approx(float(fast.trace.depth.double().mean()))
+    limits = {**LIMITS, "max_disagreement": 0.3}
+    own = calibrate(
+        fast, tokens, make_texts(40), **limits, text="own", thresholds=[0.9, 0.5], bound="betting"
+    )
+    assert own.text == "own" and own.threshold is not None and own.check is None
+    with pytest.raises(UserError, match="not 'mine'"):
+        calibrate(fast, tokens, make_texts(40), **limits, text="mine")
 
 
 def test_that_none_holds_is_said(model, shortcuts) -> None:

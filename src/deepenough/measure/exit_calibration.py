@@ -6,16 +6,18 @@ trusted (`exit_guarantee.py`). What is bounded is the expected loss of a text dr
 given: by default the share of tokens at which the exits say another word than the full model, the
 text so far being the full model's.
 
-In use an exiting model goes on from its own words. How often it then disagrees with the full model
-is measured as well, on some of the texts, and reported as `check`; it is not part of the guarantee.
+In use an exiting model goes on from its own words, and one that errs may come to places where it
+errs more. With `text="own"` it writes the texts itself, anew for every threshold, and its words are
+compared with what the full model would have said at each place: slower, and a guarantee of just
+what comes out. With `text="full"` this is measured on some of the texts at the threshold that was
+found, and reported as `check`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from deepenough.adaptive.exit.accelerate import Accelerated
@@ -32,6 +34,7 @@ from deepenough.measure.exit_losses import (
     disagreement,
     full_words,
     losses_at,
+    losses_in_use,
     with_threshold,
 )
 
@@ -52,6 +55,7 @@ def calibrate(
     confidence: float = 0.95,
     loss: Loss | None = None,
     *,
+    text: Literal["full", "own"] = "full",
     thresholds: Sequence[float] = THRESHOLDS,
     bound: str = "hoeffding-bentkus",
     prompt_tokens: int = 32,
@@ -63,7 +67,9 @@ def calibrate(
     """The fastest of `thresholds` whose risk is at most `max_disagreement`, or that none is.
 
     `fast` is what `accelerate(..., mode="exit")` returned; its exits, fill and kind of policy are
-    calibrated. `loss(found, expected)` takes the words of one text, as token ids, and gives a
+    calibrated. `text` says who writes the texts, the full model or the exiting one.
+
+    `loss(found, expected)` takes the words of one text, as token ids, and gives a
     number between 0 and 1. `bound` is "hoeffding-bentkus", or "betting", which needs fewer texts if
     their losses are alike. The texts count as drawn independently: give them in random order, and
     not several pieces of one. `checked` texts are written again with exits; 0 for none.
@@ -76,19 +82,22 @@ def calibrate(
     tell = progress or (lambda *_: None)
     prompts = list(beginnings(tokenizer, texts, prompt_tokens))
     _check_enough(len(prompts), new_tokens, max_disagreement, confidence, bound)
-    with fast._exit_lock:
+    if text not in ("full", "own"):
+        raise UserError(f"Texts are written by the full model or are its own, not {text!r}.")
+    if text == "own":
+        losses_of = _measure_own(fast, prompts, new_tokens, loss or disagreement, batch, tell)
+    else:
         written = write(engine, prompts, new_tokens, batch, tell)
         losses_of = _measure(engine, early, written, loss or disagreement, batch, tell)
-        layers: dict[float, float] = {}
+    points: dict[float, ExitLosses] = {}
 
-        def losses(threshold: float) -> Tensor:
-            found = losses_of(threshold)
-            layers[threshold] = float(found.layers_N.mean())
-            return found.losses_N
+    def losses(threshold: float) -> Tensor:
+        points[threshold] = losses_of(threshold)
+        return points[threshold].losses_N
 
-        found = accept_in_order(losses, thresholds, max_disagreement, confidence, bound)
+    found = accept_in_order(losses, thresholds, max_disagreement, confidence, bound)
     check = None
-    if found.threshold is not None and checked:
+    if found.threshold is not None and checked and text == "full":
         chosen = with_threshold(early, found.threshold)
         check = check_in_use(fast, chosen, prompts[:checked], new_tokens)
     return Calibrated(
@@ -103,11 +112,12 @@ def calibrate(
         bound=bound,
         loss="disagreement" if loss is None else getattr(loss, "__name__", "loss"),
         texts=found.texts,
-        tokens=sum(len(text.ids_T) - text.prompt for text in written),
+        text=text,
+        tokens=points[thresholds[0]].tokens,
         thresholds=tuple(thresholds[: len(found.risks)]),
         risks=found.risks,
         p_values=found.p_values,
-        layers=None if found.threshold is None else layers[found.threshold],
+        layers=None if found.threshold is None else float(points[found.threshold].layers_N.mean()),
         model=engine.adapter.identity(),
         maps=maps_hash(early),
         check=check,
@@ -174,34 +184,33 @@ def _measure(
     return run
 
 
-@torch.inference_mode()
+def _measure_own(
+    fast: Any,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    loss: Loss,
+    batch: int,
+    tell: Progress,
+) -> Callable[[float], ExitLosses]:
+    tested = 0
+
+    def run(threshold: float) -> ExitLosses:
+        nonlocal tested
+        tested += 1
+        tell("thresholds measured", tested, 0)
+        early = with_threshold(fast._exit_early, threshold)
+        return losses_in_use(fast, early, prompts, new_tokens, loss, batch)
+
+    return run
+
+
 def check_in_use(
     fast: Any, early: EarlyExit, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, float]:
-    """What the exiting model writes by itself, against what the full model says of each word."""
-    engine, before = fast._exit_engine, fast._exit_early
-    written, depths = [], []
-    try:
-        fast._exit_early = early
-        for prompt in prompts:
-            ids = torch.tensor([list(prompt)], device=engine.adapter.model.device)
-            output = fast.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                return_dict_in_generate=True,
-                pad_token_id=fast.generation_config.pad_token_id or 0,
-            )
-            written.append(Written(output.sequences[0].cpu(), torch.empty(0), len(prompt)))
-            depths.append(output.trace.depth[0])
-    finally:
-        fast._exit_early = before
-    full = torch.cat(full_words(engine, written))
-    own = torch.cat([text.ids_T[text.prompt :] for text in written])
+    """Disagreement and layers of a token where the exiting model writes the text itself."""
+    found = losses_in_use(fast, early, prompts, new_tokens)
     return {
-        "texts": len(written),
-        "tokens": len(own),
-        "disagreement": float((own != full).double().mean()),
-        "layers": float(torch.cat(depths).double().mean()),
+        "texts": len(prompts),
+        "disagreement": float(found.losses_N.mean()),
+        "layers": float(found.layers_N.mean()),
     }

@@ -1,9 +1,12 @@
 """How often early exits say another word than the full model, text by text.
 
-The texts are the full model's own continuations of prompts. At every new token, with the text so
-far as the full model wrote it, what the exits say is compared with what the full model says.
+The texts are continuations of prompts, by the full model unless something else is said. At every
+new token, with the text so far as it was written, what the exits say is compared with what the full
+model says.
 
-Two ways to the same losses:
+Where the exiting model writes the texts itself, `losses_in_use` compares its words with what the
+full model would have said at the same places. On the full model's texts there are two ways to the
+same losses:
 
 - `losses_at`: the model runs once for a threshold, tokens leaving as they would, so that later
   ones find in the cache what the fill has put there (`adaptive/exit/scoring.py`);
@@ -107,6 +110,8 @@ class ExitLosses:
     losses_N: Tensor
     layers_N: Tensor
     """Layers of a token on average."""
+    tokens: int
+    """Of all texts."""
 
 
 def losses_at(
@@ -129,7 +134,58 @@ def _losses(
     return ExitLosses(
         torch.tensor([float(loss(one, other)) for one, other in pairs], dtype=torch.float64),
         torch.stack([depth.double().mean() for depth in depths]),
+        sum(map(len, words)),
     )
+
+
+@torch.inference_mode()
+def losses_in_use(
+    fast: Any,
+    early: EarlyExit,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    loss: Loss = disagreement,
+    batch: int = 8,
+) -> ExitLosses:
+    """One loss a text that the exiting model writes itself, leaving by `early`: its words against
+    what the full model would have said at each place."""
+    engine, before = fast._exit_engine, fast._exit_early
+    written: list[Written] = []
+    depths: list[Tensor] = []
+    try:
+        fast._exit_early = early
+        for start in range(0, len(prompts), batch):
+            texts, depth = _written_early(fast, prompts[start : start + batch], new_tokens)
+            written += texts
+            depths += depth
+    finally:
+        fast._exit_early = before
+    words = [text.ids_T[text.prompt :] for text in written]
+    return _losses(words, depths, full_words(engine, written, batch), loss)
+
+
+def _written_early(
+    fast: Any, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> tuple[list[Written], list[Tensor]]:
+    width = max(map(len, prompts))
+    rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    output = fast.generate(
+        input_ids=torch.tensor(rows, device=fast.device),
+        attention_mask=torch.tensor(masks, device=fast.device),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        pad_token_id=fast.generation_config.pad_token_id or 0,
+    )
+    texts, depths = [], []
+    for prompt, ids_T, depth_T in zip(
+        prompts, output.sequences.cpu(), output.trace.depth, strict=True
+    ):
+        new = int(depth_T.gt(0).sum())
+        texts.append(Written(ids_T[width - len(prompt) : width + new], torch.empty(0), len(prompt)))
+        depths.append(depth_T[:new])
+    return texts, depths
 
 
 @dataclass

@@ -47,6 +47,8 @@ class Calibrated:
     """How the risk was bounded: hoeffding-bentkus or betting."""
     loss: str
     """What is bounded: disagreement, or the name of another loss."""
+    text: str
+    """Who wrote the texts: full, the full model; or own, the exiting model itself."""
     texts: int
     tokens: int
     thresholds: tuple[float, ...]

@@ -51,6 +51,10 @@ class ExitCalibrateSettings:
     shortlist: int | None = None
     """Test exits on so many words with the lowest ids first, before the whole vocabulary."""
 
+    own_text: bool = False
+    """Let the exiting model write the texts, anew for every threshold: slower, and a guarantee of
+    what it does when it goes on from its own words."""
+
     prompt_tokens: int = 32
     """Tokens of a line that are its prompt."""
 
@@ -113,6 +117,7 @@ def main(argv: list[str]) -> int:
             lines[: settings.texts],
             settings.max_disagreement,
             settings.confidence,
+            text="own" if settings.own_text else "full",
             bound=settings.bound,
             prompt_tokens=settings.prompt_tokens,
             new_tokens=settings.new_tokens,
@@ -135,7 +140,7 @@ def main(argv: list[str]) -> int:
     if found.check is not None:
         print(
             f"Going on from its own words: {found.check['disagreement']:.4f} on "
-            f"{found.check['tokens']:.0f} tokens."
+            f"{found.check['texts']} texts."
         )
     print(path)
     return 0
