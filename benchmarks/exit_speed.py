@@ -1,12 +1,15 @@
 """Tokens a second of lossless decoding beside transformers' own ways, and whether they are equal.
 
     python benchmarks/exit_speed.py --model smollm2 --carry runs/carry-smollm2 [--save]
+    python benchmarks/exit_speed.py --model smollm2 --tuned runs/tuned-smollm2 [--save]
 
 Prompts are the beginnings of WikiText-2 paragraphs and instructions, half of each; greedy, at most
 `--new-tokens` new tokens each, ended by the model's own end token. All ways take turns on each
 prompt; a round is all prompts, and the median over rounds is reported. `--carry` names the folder
 of carry maps: if there are none, they are fitted on the model's own continuations of *other* texts
-and kept there.
+and kept there. `--tuned` names what `deepenough exit tune` has made, also on other texts: its draft
+head takes part, and so do its carry maps if no others are given. `chosen` is what it found to be
+the fastest.
 
 The tokens of every way are compared with those of `generate`, on the timed prompts and, without
 timing, on `--checked` more. Where they differ, the first difference is looked at: if the model's
@@ -31,6 +34,7 @@ from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.carry import INDEX, Carry
 from deepenough.adaptive.exit.carry_fit import fit_carry
 from deepenough.adaptive.exit.making import make_engine
+from deepenough.adaptive.exit.tuned import Tuned
 from deepenough.data import open_corpus
 from deepenough.models.pretrained import load_model
 from deepenough.train.allocator import keep_freed_memory
@@ -60,7 +64,8 @@ Way = Callable[[dict[str, Any]], Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--carry", type=Path, required=True, help="folder of carry maps")
+    parser.add_argument("--carry", type=Path, help="folder of carry maps")
+    parser.add_argument("--tuned", type=Path, help="folder of deepenough exit tune")
     parser.add_argument("--fit-tokens", type=int, default=30_000)
     parser.add_argument("--corpus", default="wikitext-2-raw")
     parser.add_argument("--prompts", type=int, default=6, help="prompts that are timed")
@@ -73,11 +78,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
+    if arguments.carry is None and arguments.tuned is None:
+        parser.error("give --carry, --tuned or both")
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
     model, tokenizer = load_model(arguments.model)
-    carry = load_or_fit(model, tokenizer, arguments)
-    ways = make_ways(model, carry, arguments)
+    tuned = None if arguments.tuned is None else Tuned.from_pretrained(arguments.tuned)
+    if arguments.carry is None and tuned is not None:
+        carry = tuned.carry
+    else:
+        carry = load_or_fit(model, tokenizer, arguments)
+    ways = make_ways(model, carry, tuned, arguments)
     texts = prompts(tokenizer, arguments.corpus, "valid", test=True)
     timed = list(islice(texts, arguments.prompts))
     checked = list(islice(texts, arguments.checked))
@@ -87,6 +98,7 @@ def main() -> None:
         "new_tokens": arguments.new_tokens,
         "rounds": arguments.rounds,
         "carry": carry.meta["fit"],
+        "tuned": None if tuned is None else facts(tuned),
         "ways": compare(model, ways, timed, arguments.rounds),
         "milliseconds": breakdown(model, arguments.rounds),
     }
@@ -96,14 +108,22 @@ def main() -> None:
             "prompts": len(checked),
             "ways": equal_tokens(model, ways["generate"], own, checked),
         }
-    name = Path(arguments.model).name.lower()
+    name = Path(arguments.model).name.lower() + ("" if tuned is None else "_tuned")
     save_result(f"exit_speed_{name}", result, arguments.save)
 
 
 TRANSFORMERS = ("generate", "assistant_early_exit", "prompt_lookup")
 
 
-def make_ways(model: Any, carry: Carry, arguments: argparse.Namespace) -> dict[str, Way]:
+def facts(tuned: Tuned) -> dict[str, Any]:
+    """How the head came about, and what was chosen with it."""
+    chosen = {name: tuned.choice.get(name) for name in ("names", "num_drafts", "words", "layer")}
+    return {n: v for n, v in tuned.meta.items() if n != "prompts"} | {"chosen": chosen}
+
+
+def make_ways(
+    model: Any, carry: Carry, tuned: Tuned | None, arguments: argparse.Namespace
+) -> dict[str, Way]:
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": arguments.new_tokens}
     end = model.generation_config.eos_token_id
     pad = model.generation_config.pad_token_id
@@ -118,12 +138,16 @@ def make_ways(model: Any, carry: Carry, arguments: argparse.Namespace) -> dict[s
         "prompt_lookup": way(model, prompt_lookup_num_tokens=2),
         "loop": way(accelerate(model)),
     }
+    sources = {"lookup": ["lookup"], "carry": ["carry"], "both": ["lookup", "carry"]}
+    if tuned is not None:
+        sources |= {"tuned": ["tuned"], "lookup_tuned": ["lookup", "tuned"]}
+    given: dict[str, Any] = {"mode": "speculative", "carry": carry, "tuned": tuned}
     for number in arguments.drafts:
-        for name, drafts in (("lookup", ["lookup"]), ("carry", ["carry"]), ("both", None)):
-            fast = accelerate(
-                model, mode="speculative", carry=carry, drafts=drafts, num_drafts=number
-            )
+        for name, drafts in sources.items():
+            fast = accelerate(model, **given, drafts=drafts, num_drafts=number)
             ways[f"{name}_{number}"] = way(fast)
+    if tuned is not None and tuned.choice:
+        ways["chosen"] = way(accelerate(model, **given))
     return {name: each for name, each in ways.items() if name not in arguments.without}
 
 

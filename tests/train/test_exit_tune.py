@@ -194,6 +194,17 @@ def test_the_fastest_drafts_are_chosen_and_kept(small, tuned_run) -> None:
     accelerate(small, mode="speculative", tuned=tuned, drafts="auto", num_drafts=1)
 
 
+def test_training_goes_on_from_an_earlier_head(tuned_run, tmp_path) -> None:
+    tune_run(tuned_run)
+    other = replace(tuned_run, run=RunSettings(str(tmp_path / "other"), resume=True))
+    other.head = replace(tuned_run.head, start=tuned_run.run.folder, epochs=1)
+    first = read_records(Path(tuned_run.run.folder) / "metrics.jsonl")[0]
+    tune_run(other)
+    then = read_records(Path(other.run.folder) / "metrics.jsonl")[0]
+    losses = [[r.values["loss"] for r in each if r.kind == "valid"] for each in (first, then)]
+    assert losses[1][0] == pytest.approx(losses[0][-1], rel=1e-4)
+
+
 def test_too_few_texts_are_refused(tuned_run) -> None:
     tuned_run.head.held_out = 500
     with pytest.raises(UserError, match=r"lower head\.held_out"):

@@ -132,10 +132,7 @@ def _tune_head(
     carry = _carry(adapter, used, run, settings)
     train = settings.train.for_epochs(own.epochs, len(used) // min(own.texts, len(used)))
     settings = replace(settings, train=train, run=replace(settings.run, resume=True))
-    head = DraftHead(HeadShape.of(adapter), seed=train.seed).to(accelerator.device)
-    matrix, bias = carry.maps[0]
-    device = accelerator.device
-    head.start_from(matrix.to(device), bias.to(device), _scale(used).to(device))
+    head = _head(adapter, carry, used, settings).to(accelerator.device)
     meta: dict[str, Any] = {"text": asdict(settings.text) | {"written": texts.num_new}}
     # For races on other machines; texts of both kinds, which the head has not seen.
     prompts = [text.ids_T[: text.prompt].tolist() for text in held_out[:_RACE_PROMPTS]]
@@ -176,6 +173,20 @@ def _carry(adapter: Adapter, texts: Sequence[Written], run: RunFolder, settings:
     carry = fit_carry_to(adapter, texts, _MAPS, settings.head.shortlist, asdict(settings.text))
     carry.save_pretrained(folder)
     return carry
+
+
+def _head(
+    adapter: Adapter, carry: Carry, texts: Sequence[Written], settings: ExitTune
+) -> DraftHead:
+    """As it is before training."""
+    head = DraftHead(HeadShape.of(adapter), seed=settings.train.seed)
+    if settings.head.start is None:
+        head.start_from(*carry.maps[0], scale_D=_scale(texts))
+    else:
+        earlier = Tuned.from_pretrained(settings.head.start)
+        earlier.check_model(adapter)
+        head.load_state_dict(earlier.head.state_dict())
+    return head
 
 
 def _scale(texts: Sequence[Written]) -> Tensor:

@@ -56,6 +56,10 @@ class HeadSettings:
     near: float = 0.1
     """Weight of the distance between states."""
 
+    start: str | None = None
+    """Folder of an earlier head of the same model to go on from, say with more text; by default
+    the head starts as the carry map."""
+
     held_out: int = 64
     """Texts on which progress is measured, and which are not trained on."""
 
