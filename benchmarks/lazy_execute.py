@@ -5,9 +5,9 @@
 
 All read the same programs (additions and copies of up to three digits, programs of up to two nested
 operations), as many of them, in the same order, and write their answers last digit first. The
-Transformer shares no block, so it is half as
-wide. An interrupted training goes on where it stopped when the command is given again; what is
-finished is left alone. The table is exact match on programs that none of them was trained on.
+Transformer shares no block, so it is half as wide. An interrupted training goes on where it stopped
+when the command is given again; what is finished is left alone. The table is exact match on
+programs that none of them was trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 from record import save_result
 
 from deepenough.data.programs import ProgramData
-from deepenough.runs import read_records
 from deepenough.settings import resolve
 from deepenough.train.lazy_use import load_translator
 from deepenough.train.programs import ProgramTraining, train_programs
@@ -86,11 +85,9 @@ def settings_of(arguments: argparse.Namespace, mechanism: str) -> ProgramTrainin
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """Parameters, exact match by kind and by difficulty, and the minutes that training took."""
+    """Parameters, and exact match by kind and by difficulty."""
     settings = resolve(ProgramTraining, folder / "config.yaml")
     values = evaluate_programs(ProgramEvaluation(str(folder)))
-    records, _ = read_records(folder / "metrics.jsonl")
-    steps = [r for r in records if r.kind == "train"]
     shown = {name: value for name, value in values.items() if name.startswith("exact")}
     return {
         "mechanism": settings.model.mechanism,
@@ -99,7 +96,6 @@ def figures(folder: Path) -> dict[str, Any]:
         "d_model": settings.model.d_model,
         "steps": [settings.model.encoder_steps, settings.model.decoder_steps],
         "training_programs": settings.train.steps * settings.data.batch_size,
-        "minutes": (steps[-1].time - steps[0].time) / 60,
         "test_programs": values["programs"],
         **shown,
     }

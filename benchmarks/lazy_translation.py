@@ -34,7 +34,7 @@ from deepenough.train.translate_score import SearchSettings, bleu, translate_pai
 
 TEST = "test_2016_flickr"
 BATCH = 32
-SAVED = (0.25, 0.35, 0.45, 0.55)
+SAVED = (0.32, 0.42, 0.52)
 """Shares of encoder steps that the epsilons tried on the valid split would save."""
 PATIENCE = (1, 2)
 CANDIDATES = [round(0.005 * 1.12**power, 4) for power in range(48)]

@@ -15,7 +15,6 @@ import yaml
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder
 from deepenough.train import lazy, lazy_language, lazy_use, programs, programs_use
-from deepenough.train.use import model_folder
 
 TRANSLATION = "translation"
 
@@ -66,5 +65,6 @@ def task_in(config: Path) -> str:
 
 
 def task_of_run(run: str) -> str:
-    """The task that a run was trained for."""
-    return task_in(RunFolder(model_folder(run).parent).config)
+    """The task that a run was trained for; what is wrong with a run is said when it is read."""
+    path = Path(run)
+    return task_in(RunFolder(path.parent if (path / "config.json").is_file() else path).config)
