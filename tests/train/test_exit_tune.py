@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepenough import UserError
+from deepenough import Shortcuts, UserError
 from deepenough.__main__ import main
 from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.making import make_engine
@@ -27,8 +27,15 @@ class Numbers:
     """A tokenizer whose words are numbers; others are told apart by their length."""
 
     chat_template = None
+    bos_token_id = eos_token_id = None
 
-    def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
+    def decode(self, ids: Any) -> str:
+        return " ".join(map(str, ids.tolist()))
+
+    def __call__(self, text: str | list[str], **_: bool) -> dict[str, list[Any]]:
+        if isinstance(text, list):
+            ids = [self(line)["input_ids"] for line in text]
+            return {"input_ids": ids, "special_tokens_mask": [[0] * len(line) for line in ids]}
         return {"input_ids": [int(w) if w.isdigit() else 3 + len(w) for w in text.split()]}
 
 
@@ -203,6 +210,21 @@ def test_training_goes_on_from_an_earlier_head(tuned_run, tmp_path) -> None:
     then = read_records(Path(other.run.folder) / "metrics.jsonl")[0]
     losses = [[r.values["loss"] for r in each if r.kind == "valid"] for each in (first, then)]
     assert losses[1][0] == pytest.approx(losses[0][-1], rel=1e-4)
+
+
+def test_shortcuts_are_tuned_and_take_part(small, tuned_run, corpus, tmp_path) -> None:
+    lines = Path(corpus).read_text().splitlines()
+    Shortcuts.fit(small, Numbers(), lines, ridge=1e-3).save_pretrained(tmp_path / "maps")
+    settings = replace(tuned_run, until="choice", shortcuts=str(tmp_path / "maps"))
+    tuned = tune_run(settings)
+    saved = Shortcuts.from_pretrained(Path(settings.run.folder) / "model" / "shortcuts")
+    assert 1 in saved.tuned
+    tried = {(tuple(row["names"]), row["layer"]) for row in tuned.choice["measured"]}
+    assert (("shortcut",), 1) in tried and (("lookup", "shortcut"), 1) in tried
+    # Chosen drafts find their maps in the folder.
+    again = Tuned.from_pretrained(settings.run.folder)
+    again.choice |= {"names": ["shortcut"], "layer": 1}
+    accelerate(small, mode="speculative", tuned=again)
 
 
 def test_too_few_texts_are_refused(tuned_run) -> None:

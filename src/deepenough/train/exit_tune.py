@@ -3,7 +3,8 @@
 1. *text*: the model writes, and its states are kept (`exit_tune_text.py`), in `checkpoints/text`;
 2. *head*: carry maps are fitted to them in closed form, and a draft head that starts from those is
    trained (`exit_tune_task.py`); both go to `model`;
-3. *choice*: all ways of drafting race on this machine (`adaptive/exit/fastest.py`); the fastest is
+3. *shortcuts*, where there are some: the maps that drafts come from are tuned on the same text;
+4. *choice*: all ways of drafting race on this machine (`adaptive/exit/fastest.py`); the fastest is
    what `accelerate` will take.
 
 Every step goes on where an interrupted command stopped it.
@@ -12,7 +13,7 @@ Every step goes on where an interrupted command stopped it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,15 +21,16 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from deepenough.adaptive.exit.carry import INDEX, Carry
 from deepenough.adaptive.exit.carry_fit import fit_carry_to
-from deepenough.adaptive.exit.fastest import find_fastest
+from deepenough.adaptive.exit.fastest import draft_layers, find_fastest
 from deepenough.adaptive.exit.head import DraftHead, HeadShape
 from deepenough.adaptive.exit.making import make_engine
 from deepenough.adaptive.exit.own_text import Written
 from deepenough.adaptive.exit.sources import Workshop
-from deepenough.adaptive.exit.tuned import Tuned
+from deepenough.adaptive.exit.tuned import SHORTCUTS, Tuned
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
 from deepenough.models.hf import Adapter, adapt
@@ -41,6 +43,7 @@ from deepenough.train.processes import make_accelerator
 from deepenough.train.runner import training
 from deepenough.train.settings import RunSettings, TrainSettings
 from deepenough.train.shortcut import ModelChoice
+from deepenough.train.tune import tune
 
 log = logging.getLogger("deepenough")
 
@@ -73,7 +76,8 @@ class ExitTune:
     text: OwnTextSettings = field(default_factory=OwnTextSettings)
     head: HeadSettings = field(default_factory=HeadSettings)
     shortcuts: str | None = None
-    """Folder of shortcuts of the same model, whose drafts take part in the choice."""
+    """Folder of shortcuts of the same model: their maps are tuned as well, and their drafts take
+    part in the choice."""
 
     until: Literal["text", "head", "choice"] = "choice"
     """Last step to take."""
@@ -111,8 +115,11 @@ def tune_run(settings: ExitTune, progress: Progress | None = None) -> Tuned | No
         return None
     tuned = _tune_head(adapt(model), texts, run, settings, accelerator)
     if settings.until == "choice":
+        if shortcuts:
+            written = (tokenizer.decode(text.ids_T[text.prompt :]) for text in texts)
+            tuned.shortcuts = _tune_shortcuts(shortcuts, model, tokenizer, written, run)
         log.info("looking for the fastest drafts on this machine")
-        fastest = find_fastest(Workshop(make_engine(model), shortcuts or None, tuned=tuned))
+        fastest = find_fastest(Workshop(make_engine(model), tuned=tuned))
         tuned.choice = fastest.choice()
         tuned.save_choice(run.model)
     return tuned
@@ -159,6 +166,24 @@ def _tune_head(
             trainer.recorder.record(0, "valid", task.evaluate(accelerator, "valid"))
         trainer.fit()
     return Tuned.from_pretrained(run.path)
+
+
+def _tune_shortcuts(
+    shortcuts: Shortcuts,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: Iterable[str],
+    run: RunFolder,
+) -> Shortcuts:
+    """By KL, from the layers that drafts may come from; kept beside the head."""
+    folder = run.model / SHORTCUTS
+    if folder.is_dir():
+        return Shortcuts.from_pretrained(folder)
+    place = RunSettings(str(run.checkpoints / "shortcuts"), resume=True)
+    layers = draft_layers(shortcuts.num_layers)
+    tuned = tune(shortcuts, model, tokenizer, texts, run=place, layers=layers)
+    tuned.save_pretrained(folder)
+    return tuned
 
 
 def _carry(adapter: Adapter, texts: Sequence[Written], run: RunFolder, settings: ExitTune) -> Carry:

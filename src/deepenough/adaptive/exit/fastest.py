@@ -106,13 +106,17 @@ def candidates(workshop: Workshop, numbers: Sequence[int], layer: int | None) ->
     others = [name for name in workshop.names() if name != "lookup"]
     orders: list[tuple[str, ...]] = [("lookup",)]
     orders += [order for name in others for order in ((name,), ("lookup", name))]
-    num_layers = workshop.engine.num_layers
-    depths = sorted({max(1, round(share * num_layers)) for share in _DEPTHS})
+    depths = draft_layers(workshop.engine.num_layers)
     for order in orders:
         layers = (depths if layer is None else [layer]) if "shortcut" in order else [None]
         for number in numbers:
             found += [Drafting(order, number, None, depth) for depth in layers]
     return found
+
+
+def draft_layers(num_layers: int) -> list[int]:
+    """Layers from which shortcut drafts are tried."""
+    return sorted({max(1, round(share * num_layers)) for share in _DEPTHS})
 
 
 def race(runners: Sequence[Drafting], prompts: Sequence[Sequence[int]], timed: Time) -> list[Lap]:

@@ -43,13 +43,14 @@ class Workshop:
         carry: Carry | None = None,
         tuned: Tuned | None = None,
     ) -> None:
-        self.engine, self.shortcuts, self.tuned = engine, shortcuts, tuned
         if tuned is not None:
             tuned.check_model(engine.adapter)
-            carry = carry or tuned.carry
+            carry, shortcuts = carry or tuned.carry, shortcuts or tuned.shortcuts
         if carry is not None:
             carry.check_model(engine.adapter)
-        self.carry = carry
+        if shortcuts is not None:
+            shortcuts.check_model(engine.adapter)
+        self.engine, self.shortcuts, self.carry, self.tuned = engine, shortcuts, carry, tuned
 
     def names(self) -> list[str]:
         """The sources that can be made."""
@@ -83,7 +84,8 @@ class Workshop:
             return CarryDraft(self.carry.of_words(drafting.words), most)
         if name == "shortcut" and self.shortcuts is not None:
             layer = self.engine.num_layers // 4 if drafting.layer is None else drafting.layer
-            return ShortcutDraft(self.shortcuts, layer, most, self._words(drafting))
+            mode = "tuned" if layer in self.shortcuts.tuned else None
+            return ShortcutDraft(self.shortcuts, layer, most, self._words(drafting), mode)
         if name == "tuned" and self.tuned is not None:
             words = self._words(drafting)
             assert words is not None

@@ -1,7 +1,8 @@
 """`Tuned`: all that `deepenough exit tune` has made of a model, in one folder.
 
-Carry maps with their shortlist, the draft head that started from them, and which drafts are fastest
-on the machine where this was measured (`choice.json`). Safetensors and JSON only.
+Carry maps with their shortlist, the draft head that started from them, shortcuts if there were any,
+and which drafts are fastest on the machine where this was measured (`choice.json`). Safetensors and
+JSON only.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from safetensors import SafetensorError
 from deepenough.adaptive.exit.carry import Carry
 from deepenough.adaptive.exit.head import DraftHead, HeadShape
 from deepenough.adaptive.shortcut import files
+from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
 from deepenough.models.hf import Adapter
 
-INDEX, TENSORS, CHOICE = "head.json", "head.safetensors", "choice.json"
+INDEX, TENSORS, CHOICE, SHORTCUTS = "head.json", "head.safetensors", "choice.json", "shortcuts"
 FORMAT, VERSION = "deepenough-draft-head", 1
 
 
@@ -32,8 +34,9 @@ class Tuned:
         head: DraftHead,
         meta: Mapping[str, Any] | None = None,
         choice: Mapping[str, Any] | None = None,
+        shortcuts: Shortcuts | None = None,
     ) -> None:
-        self.carry, self.head = carry, head
+        self.carry, self.head, self.shortcuts = carry, head, shortcuts
         self.meta = dict(meta or {})
         self.choice = dict(choice or {})
         """Arguments of `accelerate` that were fastest, under "drafts", and how that was found."""
@@ -59,6 +62,8 @@ class Tuned:
             files.write_json(path.with_name(INDEX), index)
             if self.choice:
                 self.save_choice(folder)
+            if self.shortcuts is not None:
+                self.shortcuts.save_pretrained(path.with_name(SHORTCUTS))
         except (OSError, SafetensorError) as error:
             raise UserError(f"The head cannot be written to {folder}: {error}.") from error
 
@@ -78,7 +83,8 @@ class Tuned:
                 f"{folder} holds no draft head ({INDEX}): give the folder of a finished "
                 "deepenough exit tune, or let it finish with --resume."
             )
-        carry = Carry.from_pretrained(place)
+        carry, maps = Carry.from_pretrained(place), place / SHORTCUTS
+        shortcuts = Shortcuts.from_pretrained(maps) if maps.is_dir() else None
         try:
             index = json.loads((place / INDEX).read_text(encoding="utf-8"))
             if index["format"] != FORMAT or index["version"] > VERSION:
@@ -89,6 +95,7 @@ class Tuned:
             head.load_state_dict(files.load_tensors(place / TENSORS)[0])
             choice = place / CHOICE
             chosen = json.loads(choice.read_text(encoding="utf-8")) if choice.is_file() else {}
-            return cls(carry, head.eval().requires_grad_(False), index["meta"], chosen)
+            head.eval().requires_grad_(False)
+            return cls(carry, head, index["meta"], chosen, shortcuts)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise UserError(f"{place / INDEX} cannot be used ({error}): tune it again.") from error
