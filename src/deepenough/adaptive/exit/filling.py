@@ -18,13 +18,13 @@ Shapes: B rows, T tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deepenough.adaptive.exit.engine import Engine
+from deepenough.adaptive.exit.engine import Engine, Step
 from deepenough.adaptive.exit.rows import Row
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 
@@ -41,20 +41,34 @@ class Walk:
         """By row and layer: states `[n, D]` of tokens that wait there."""
         self.moving: list[Tensor] = []
         """Of each row, the states on their way; the last is the latest token's."""
+        self.contexts: dict[tuple[int, ...], Any] = {}
+        """What layers need for the latest tokens of some rows."""
 
     def begin(self, rows: Sequence[Row]) -> None:
         """The latest token of every row enters."""
         device = self.engine.adapter.model.device
         tokens_B1 = torch.tensor([[row.context[-1]] for row in rows], device=device)
-        self.moving = list(self.engine.enter(tokens_B1).hidden)
+        step = self.engine.enter(tokens_B1)
+        self.moving = list(step.hidden)
+        self.contexts = {tuple(range(len(rows))): step.context}
 
     def climb(self, rows: Sequence[Row], places: Sequence[int], first: int, last: int) -> Tensor:
         """Run layers `first + 1 ... last` for some rows; the latest tokens' states, `[n, D]`."""
-        engine = self.engine
         for place in places:
             waited = self.waiting.get(rows[place].number, {}).pop(first, None)
             if waited is not None:
                 self.moving[place] = torch.cat([waited, self.moving[place]])
+        if any(len(self.moving[place]) > 1 for place in places):
+            return self._climb_together(places, first, last)
+        step = self._alone(places)
+        hidden_B1D = self.engine.through(step, step.hidden, first, last)
+        for place, state_1D in zip(places, hidden_B1D, strict=True):
+            self.moving[place] = state_1D
+        return hidden_B1D[:, 0]
+
+    def _climb_together(self, places: Sequence[int], first: int, last: int) -> Tensor:
+        """The same where some rows have tokens with them that had waited."""
+        engine = self.engine
         groups = [self.moving[place] for place in places]
         sizes = [len(group) for group in groups]
         starts = [engine.lengths[p] + 1 - n for p, n in zip(places, sizes, strict=True)]
@@ -66,6 +80,15 @@ class Walk:
             self.moving[place] = states_TD[:size]
         return torch.stack([self.moving[place][-1] for place in places])
 
+    def _alone(self, places: Sequence[int]) -> Step:
+        """The latest tokens of some rows; masks and codes are made once for the same rows."""
+        hidden_B1D = torch.stack([self.moving[place] for place in places])
+        chosen = tuple(places)
+        if chosen not in self.contexts:
+            starts = [self.engine.lengths[place] for place in places]
+            self.contexts[chosen] = self.engine.resume(hidden_B1D, starts, places).context
+        return Step(hidden_B1D, 0, self.contexts[chosen])
+
     def leave(self, rows: Sequence[Row], places: Sequence[int], layer: int) -> None:
         """These rows' tokens go no further than `layer`."""
         engine = self.engine
@@ -76,9 +99,8 @@ class Walk:
                 group = self.moving[place]
                 waits[layer] = group if before is None else torch.cat([before, group])
             return
-        left_BD = torch.cat([self.moving[place] for place in places])
-        starts = [engine.lengths[place] for place in places]
-        step = engine.resume(left_BD[:, None], starts, places)
+        step = self._alone(places)
+        left_BD = step.hidden[:, 0]
         for index in range(layer, engine.num_layers):
             copied = self.fill == "copy"
             read_BD = left_BD if copied else self.shortcuts.apply(left_BD, layer, index)

@@ -128,10 +128,10 @@ class ExitTest:
         normed_ND = engine.norm(jumped_ND)
         if self.words is None:
             logits_NV = engine.head(normed_ND)
-            look = _look(layer, logits_NV, place_N, units, streaks)
+            look = self._look(layer, logits_NV, place_N, units, streaks)
             leaves_N = policy.leaves(look)
             return Answer(leaves_N, logits_NV[leaves_N], torch.ones_like(leaves_N))
-        look = _look(layer, F.linear(normed_ND, *self.words), place_N, units, streaks)
+        look = self._look(layer, F.linear(normed_ND, *self.words), place_N, units, streaks)
         may_N = policy.leaves(look)
         logits = engine.head(normed_ND[may_N])
         again = Look(layer, _softmax(logits), place_N[may_N], look.streak_B[may_N])
@@ -140,9 +140,13 @@ class ExitTest:
         leaves_N[may_N] = sure
         return Answer(leaves_N, logits[sure], may_N)
 
-
-def _look(layer: int, scores: Tensor, place_N: Tensor, units: Tensor, streaks: Streaks) -> Look:
-    return Look(layer, _softmax(scores), place_N, streaks.see(units, scores.argmax(-1)))
+    def _look(
+        self, layer: int, scores: Tensor, place_N: Tensor, units: Tensor, streaks: Streaks
+    ) -> Look:
+        streak_N = torch.ones_like(place_N)
+        if self.early.policy.watches_streaks:
+            streak_N = streaks.see(units, scores.argmax(-1))
+        return Look(layer, _softmax(scores), place_N, streak_N)
 
 
 def _softmax(scores: Tensor) -> Tensor:

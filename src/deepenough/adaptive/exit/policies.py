@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ class Look:
 
 
 class ExitPolicy(ABC):
+    watches_streaks: ClassVar[bool] = True
+    """Whether `Look.streak_B` matters; otherwise it is not counted, and all ones."""
+
     @abstractmethod
     def leaves(self, look: Look) -> Tensor:
         """Which rows leave, booleans `[B]`."""
@@ -43,6 +47,8 @@ class ThresholdPolicy(ExitPolicy):
 
     So one look tells what every threshold would do.
     """
+
+    watches_streaks = False
 
     threshold: float
 
