@@ -16,9 +16,9 @@ from deepenough.report.source import number
 FILE = "frontier.json"
 #: Key of a cost -> what an axis calls it, and by how much it is divided for that.
 COSTS = {
-    "layers": ("blocks run for a {unit}", 1.0),
-    "flops": ("million FLOPs a {unit}", 1e6),
-    "milliseconds": ("milliseconds a {unit}", 1.0),
+    "layers": ("blocks run per {unit}", 1.0),
+    "flops": ("million FLOPs per {unit}", 1e6),
+    "milliseconds": ("milliseconds per {unit}", 1.0),
 }
 _NEEDED = ("quality", "quality_low", "quality_high", *COSTS)
 
