@@ -73,6 +73,8 @@ class Judged:
     """Blocks that ran for a unit, mean."""
     flops: float
     """Of all units."""
+    sample: Mapping[str, Any] | None = None
+    """One answer with its depths, to be looked at: `tokens`, `depth` of each, and `layers`."""
 
 
 class Candidate(Protocol):

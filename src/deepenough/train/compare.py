@@ -30,7 +30,7 @@ from deepenough.settings import to_dict
 from deepenough.train.compare_labels import LabelCandidate
 from deepenough.train.compare_language import LanguageCandidate
 from deepenough.train.compare_settings import ComparedData, CompareSettings, Entry
-from deepenough.train.compare_translation import TranslationCandidate
+from deepenough.train.compare_translation import open_pairs
 from deepenough.train.compare_words import WordsCandidate
 
 FRONTIER = "frontier.json"
@@ -45,7 +45,7 @@ BY_MODEL: dict[str, Open] = {
     "par": LanguageCandidate,
     "ponder_albert": LabelCandidate,
     "ponder_encoder": LabelCandidate,
-    "lazy-transformer": TranslationCandidate,
+    "lazy-transformer": open_pairs,
 }
 
 
@@ -192,6 +192,7 @@ def _points(found: Sequence[Measured]) -> list[dict[str, Any]]:
                 "relative_time_low": each.relative_time.low,
                 "relative_time_high": each.relative_time.high,
                 "round_seconds": list(each.seconds),
+                "sample": None if judged.sample is None else dict(judged.sample),
             }
         )
     better = found[0].candidate.task.higher_is_better

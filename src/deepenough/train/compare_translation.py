@@ -1,4 +1,6 @@
-"""Translators as candidates of a comparison: BLEU, over epsilons and steps.
+"""Lazy Transformers from text to text as candidates: BLEU or exact match, over epsilons and steps.
+
+What they were trained on tells which: pairs of sentences, or programs and what these print.
 
 The traces of encoder and decoder are caught as the search calls them; layers are the steps of a
 source token and those of a token of the translation, each on average, added. Padding costs nothing
@@ -8,7 +10,7 @@ in a trace, but torch's counter counts it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import sacrebleu
@@ -17,12 +19,16 @@ import torch
 from deepenough.adaptive.trace import DepthTrace
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
+from deepenough.errors import UserError
 from deepenough.measure.compare import Judged, OperatingPoint, Task
-from deepenough.measure.compare_intervals import Interval
+from deepenough.measure.compare_intervals import Interval, share_interval
+from deepenough.runs import RunFolder
 from deepenough.settings import resolve
-from deepenough.train.compare_settings import ComparedData, Entry, read_section
+from deepenough.train.compare_settings import ComparedData, Entry, read_config, read_section
 from deepenough.train.lazy_use import load_translator
+from deepenough.train.programs import ProgramTraining, held_out_programs
 from deepenough.train.translate_score import SearchSettings, translate_pairs
+from deepenough.train.use import model_folder
 
 SENTENCES = 128
 RESAMPLES = 1000
@@ -42,7 +48,14 @@ class TranslationCandidate:
         self.name, self.entry = name, entry
         self.translator = load_translator(entry.run)
         self.mechanism = str(self.translator.model.config.mechanism)
-        self.pairs, self.task = _sentences(entry.run, self.translator.tokenizer, data)
+        self.pairs, self.task = self._open(entry.run, data)
+        self.references = [pair.target for pair in self.pairs.pairs]
+
+    def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, Task]:
+        return _sentences(run, self.translator.tokenizer, data)
+
+    def _quality(self, texts: list[str]) -> Interval:
+        return _bleu(texts, self.references)
 
     def points(self) -> Sequence[OperatingPoint]:
         config, grid = self.translator.model.config, self.entry.grid
@@ -77,11 +90,44 @@ class TranslationCandidate:
     def judge(self, point: OperatingPoint, answers: Translations) -> Judged:
         both = answers.source + answers.target
         return Judged(
-            quality=_bleu(answers.texts, [pair.target for pair in self.pairs.pairs]),
+            quality=self._quality(answers.texts),
             units=len(answers.texts),
             layers=_steps(answers.source) + _steps(answers.target),
             flops=sum(trace.total_flops for trace in both),
         )
+
+
+class ProgramCandidate(TranslationCandidate):
+    """Programs, and what they print: right to the last digit, or wrong."""
+
+    def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, Task]:
+        trained = resolve(ProgramTraining, RunFolder(model_folder(run).parent).config)
+        split = data.split or "test"
+        programs = held_out_programs(trained.data, split, trained.train.seed)
+        kept = programs[: data.limit or SENTENCES]
+        longest = max(max(len(each.source), len(each.target)) for each in kept) + 1
+        pairs = encode_pairs(
+            (each.pair for each in kept), self.translator.tokenizer, longest, split, keep=True
+        )
+        # What the programs are drawn from names them, since there is no file of them.
+        detail = {"programs": len(kept), "seed": trained.train.seed, **asdict(trained.data)}
+        return pairs, Task("execution", "programs", split, "program", "exact match", True, detail)
+
+    def _quality(self, texts: list[str]) -> Interval:
+        right = sum(made == told for made, told in zip(texts, self.references, strict=True))
+        return share_interval(right, len(texts))
+
+
+def open_pairs(entry: Entry, name: str, data: ComparedData) -> TranslationCandidate:
+    """The candidate for what a model was trained on."""
+    task = read_config(str(model_folder(entry.run).parent)).get("task", "translation")
+    kinds = {"translation": TranslationCandidate, "programs": ProgramCandidate}
+    if task not in kinds:
+        raise UserError(
+            f"{entry.run} was trained on {task}, which has no operating points to compare: leave "
+            "it out."
+        )
+    return kinds[task](entry, name, data)
 
 
 def _sentences(run: str, tokenizer: Any, data: ComparedData) -> tuple[EncodedPairs, Task]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -32,7 +32,10 @@ from deepenough.train.log import without_bars
 from deepenough.train.shortcut import ShortcutFit, TextChoice
 
 PROMPTS = 8
-PLAIN, FULL, SPECULATIVE, EXIT = "transformers", "full", "speculative", "exit"
+PLAIN: Final = "transformers"
+FULL: Final = "full"
+SPECULATIVE: Final = "speculative"
+EXIT: Final = "exit"
 MECHANISMS = (PLAIN, FULL, SPECULATIVE, EXIT)
 #: A prompt's worth of lines, and more than enough of them.
 MIN_CHARS = 400
@@ -67,7 +70,7 @@ class WordsCandidate:
             )
         self.shortcuts = Shortcuts.from_pretrained(folder)
         with without_bars():
-            self.model, tokenizer = fitted.model.load()
+            self.model, self.tokenizer = fitted.model.load()
         if not self.model.can_generate():
             raise UserError(
                 f"{fitted.model.name} does not write text, so its exits cannot be timed: measure "
@@ -77,7 +80,7 @@ class WordsCandidate:
         self.costs = Costs(adapt(self.model))
         self.num_prompt, self.num_new = data.prompt_tokens, data.new_tokens
         text, split = data.data or fitted.text.data, data.split or "valid"
-        self.prompts = _prompts(tokenizer, text, split, data.limit or PROMPTS, self.num_prompt)
+        self.prompts = _prompts(self.tokenizer, text, split, data.limit or PROMPTS, self.num_prompt)
         self.models: dict[str, Any] = {}
         detail = {
             "model": fitted.model.name,
@@ -146,7 +149,19 @@ class WordsCandidate:
             else:
                 layers += float(trace.ran.sum())
                 flops += trace.total_flops
-        return Judged(share_interval(agree, units), units, layers / units, flops)
+        return Judged(
+            share_interval(agree, units), units, layers / units, flops, self._sample(answers)
+        )
+
+    def _sample(self, answers: Written) -> dict[str, Any] | None:
+        """The first text with the layer at which each of its new tokens left."""
+        row, trace = answers.rows[0], answers.traces[0]
+        last = len(self.costs.layers)
+        if trace is None or bool((trace.depth == last).all()):
+            return None  # every token went all the way, which needs no picture
+        depth = trace.depth[0, : len(row) - self.num_prompt].tolist()
+        tokens = [self.tokenizer.decode([token]) for token in row.tolist()]
+        return {"tokens": tokens, "depth": [None] * self.num_prompt + depth, "layers": last}
 
 
 def _without_provenance(config: dict[str, Any]) -> dict[str, Any]:
