@@ -33,7 +33,7 @@ from deepenough.train.par import ParSearch, ParTraining, derive_run, search, tra
 from deepenough.train.use import evaluate
 
 CONFIG = Path(__file__).parent.parent / "configs" / "par-long-context.yaml"
-HAND_WRITTEN = ("daddaddadd", "addddddadd", "dddddddddd")
+HAND_WRITTEN = ("daddaddadd", "dddddddddd")
 TRAINED, USED = 256, 512  # tokens of a segment, and as many of memory
 LANES = 4
 STEPS = 800
