@@ -9,6 +9,7 @@ from deepenough.cli.lazy import eval as eval_command
 from deepenough.cli.lazy import train as train_command
 from deepenough.errors import UserError
 from deepenough.runs import read_records
+from deepenough.train.lazy_use import load_translator
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +68,8 @@ def test_a_split_or_steps_that_cannot_be_are_refused(run):
         eval_command.main([str(run), "--split", "dev"])
     with pytest.raises(UserError, match="steps must be at least 1: got 0"):
         eval_command.main([str(run), "--decoder_steps", "0"])
+
+
+def test_a_language_model_does_not_translate(run):
+    with pytest.raises(UserError, match="is a language model, which has no source"):
+        load_translator(str(run))

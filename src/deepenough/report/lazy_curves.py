@@ -64,7 +64,9 @@ def draw_rest(run: Run) -> Figure | None:
     # Those of the last step need not rest: there was no more.
     bars[-1].set(facecolor="white", edgecolor=style.BLUE, hatch="////")
     for step, part in zip(steps, share, strict=True):
-        axes.text(step, part, f"{part:.0%}", ha="center", va="bottom", fontsize=style.LABEL_SIZE)
+        axes.text(
+            float(step), part, f"{part:.0%}", ha="center", va="bottom", fontsize=style.LABEL_SIZE
+        )
     mean = float((steps * share).sum())
     top = 1.2 * float(share.max())
     axes.plot([mean], [top], marker="v", markersize=9, color=style.VERMILION, clip_on=False)

@@ -43,6 +43,11 @@ def load_translator(folder: str) -> Translator:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(f"The translator in {folder} cannot be loaded: {reason}.") from error
+    if not model.config.is_encoder_decoder:
+        raise UserError(
+            f"The model in {folder} is a language model, which has no source to translate: give "
+            "the folder of a translator."
+        )
     return Translator(model.eval(), load_tokenizer(str(path)))
 
 

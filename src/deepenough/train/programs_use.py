@@ -39,8 +39,11 @@ def evaluate_programs(settings: ProgramEvaluation) -> dict[str, Any]:
     """Exact match on held-out programs, also by kind, nesting and length; recorded in the run."""
     translator = load_translator(settings.run)
     trained = resolve(ProgramTraining, RunFolder(model_folder(settings.run).parent).config)
-    changes = {"length": settings.length, "nesting": settings.nesting}
-    data = replace(trained.data, **{k: v for k, v in changes.items() if v is not None})
+    data = replace(
+        trained.data,
+        length=trained.data.length if settings.length is None else settings.length,
+        nesting=trained.data.nesting if settings.nesting is None else settings.nesting,
+    )
     programs = held_out_programs(data, settings.split, trained.train.seed)
     # Longer programs than in training need only more of the same position signals.
     config = translator.model.config
