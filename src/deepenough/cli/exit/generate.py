@@ -37,6 +37,9 @@ class ExitGenerateSettings:
     carry: str | None = None
     """Folder of carry maps, for drafts."""
 
+    tuned: str | None = None
+    """Folder of deepenough exit tune, for drafts."""
+
     guarantee: str | None = None
     """Folder where deepenough exit calibrate has left a threshold; instead of the five
     options below."""
@@ -137,6 +140,8 @@ def _accelerated(model: Any, settings: ExitGenerateSettings, options: dict[str, 
     shortcuts = Shortcuts.from_pretrained(settings.shortcuts) if settings.shortcuts else None
     if settings.carry:
         options["carry"] = Carry.from_pretrained(settings.carry)
+    if settings.tuned:
+        options["tuned"] = settings.tuned
     if settings.shortlist is not None:
         size = model.config.get_text_config().vocab_size
         options["shortlist"] = torch.arange(min(settings.shortlist, size))
