@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from deepenough.adaptive.lazy import LazyTransformerForConditionalGeneration
+from deepenough.adaptive.lazy import (
+    LazyTransformerConfig,
+    LazyTransformerForCausalLM,
+    LazyTransformerForConditionalGeneration,
+)
 from deepenough.adaptive.trace import DepthTrace
 from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.translation import Pair, TranslationData, open_parallel
@@ -38,16 +42,18 @@ def load_translator(folder: str) -> Translator:
     """The model of a finished run, or of a folder in Hugging Face form, ready for use."""
     path = model_folder(folder)
     try:
+        config = LazyTransformerConfig.from_pretrained(path)
+        # transformers would fill what a language model lacks with new weights.
+        if LazyTransformerForCausalLM.__name__ in (config.architectures or ()):
+            raise UserError(
+                f"The model in {folder} is a language model, which has no source to translate: "
+                "give the folder of a translator."
+            )
         with without_bars():
             model = LazyTransformerForConditionalGeneration.from_pretrained(path)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(f"The translator in {folder} cannot be loaded: {reason}.") from error
-    if not model.config.is_encoder_decoder:
-        raise UserError(
-            f"The model in {folder} is a language model, which has no source to translate: give "
-            "the folder of a translator."
-        )
     return Translator(model.eval(), load_tokenizer(str(path)))
 
 
