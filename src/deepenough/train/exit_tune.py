@@ -116,7 +116,7 @@ def tune_run(settings: ExitTune, progress: Progress | None = None) -> Tuned | No
     tuned = _tune_head(adapt(model), texts, run, settings, accelerator)
     if settings.until == "choice":
         if shortcuts:
-            written = (tokenizer.decode(text.ids_T[text.prompt :]) for text in texts)
+            written = (str(tokenizer.decode(text.ids_T[text.prompt :])) for text in texts)
             tuned.shortcuts = _tune_shortcuts(shortcuts, model, tokenizer, written, run)
         log.info("looking for the fastest drafts on this machine")
         fastest = find_fastest(Workshop(make_engine(model), tuned=tuned))
@@ -204,7 +204,7 @@ def _head(
     adapter: Adapter, carry: Carry, texts: Sequence[Written], settings: ExitTune
 ) -> DraftHead:
     """As it is before training."""
-    head = DraftHead(HeadShape.of(adapter), seed=settings.train.seed)
+    head = DraftHead(HeadShape.of(adapter), settings.train.seed, settings.head.dropout)
     if settings.head.start is None:
         head.start_from(*carry.maps[0], scale_D=_scale(texts))
     else:

@@ -56,6 +56,9 @@ class HeadSettings:
     near: float = 0.1
     """Weight of the distance between states."""
 
+    dropout: float = 0.1
+    """Of what attention has mixed and of the feed-forward layer's inner units, while training."""
+
     start: str | None = None
     """Folder of an earlier head of the same model to go on from, say with more text; by default
     the head starts as the carry map."""
@@ -71,6 +74,8 @@ class HeadSettings:
             raise UserError(f"head.shortlist must be at least 2: got {self.shortlist}.")
         if not self.epochs > 0:
             raise UserError(f"head.epochs must be above 0: got {self.epochs}.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"head.dropout must be from 0 to below 1: got {self.dropout}.")
         if not (0 <= self.hard <= 1 and self.near >= 0):
             raise UserError("head.hard must be from 0 to 1, and head.near not negative.")
 
@@ -194,6 +199,7 @@ class HeadTask:
         """
         if split != "valid":
             return {}
+        self.head.eval()
         right = torch.zeros(3, dtype=torch.float64)
         loss = count = pairs = 0.0
         for number in range(0, len(self.held_out), self.settings.texts):
@@ -215,6 +221,7 @@ class HeadTask:
             loss += float(F.kl_div(log_q, log_p, log_target=True, reduction="sum"))
             count += float(batch.chosen_BT.sum())
             pairs += float(before_BT.sum())
+        self.head.train()
         first, second, both = right.tolist()
         return {
             "loss": loss / count,

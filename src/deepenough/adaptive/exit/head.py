@@ -68,9 +68,9 @@ class HeadShape:
 
 
 class DraftHead(nn.Module):
-    def __init__(self, shape: HeadShape, seed: int = 0) -> None:
+    def __init__(self, shape: HeadShape, seed: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.dropout = shape, dropout
         width, mixed = shape.width, shape.heads * shape.head_width
         generator = torch.Generator().manual_seed(seed)
 
@@ -114,10 +114,12 @@ class DraftHead(nn.Module):
             turned[:, :, shape.heads :],
             heads[:, :, shape.heads + shape.key_heads :],
         )
+        mixed = F.dropout(mixed, self.dropout, self.training)
         hidden = F.linear(inputs_NZ, self.carry, self.bias) + F.linear(mixed, self.out_of_heads)
         normed = F.rms_norm(hidden, (shape.width,), self.norm, _EPS)
         gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
-        hidden = hidden + F.linear(F.silu(gate) * up, self.down)
+        inner = F.dropout(F.silu(gate) * up, self.dropout, self.training)
+        hidden = hidden + F.linear(inner, self.down)
         return hidden.view(batch, tokens, -1)
 
     # -- training ----------------------------------------------------------------------------
