@@ -66,8 +66,12 @@ def _choice(frontier: Frontier) -> list[str]:
     quick = min(alike, key=lambda row: row["milliseconds"])
     name = f"“{_name(best)}”"
     said = f"Best {frontier.quality}: {best['quality']:.4g}, by {name}"
+    first = frontier.points[0]
+    if best is not first:
+        said += f", {first['milliseconds'] / best['milliseconds']:.2f} times as fast as "
+        said += f"“{_name(first)}”"
     if quick is best:
-        return [f"{said}, and nothing as good within the intervals is quicker."]
+        return [f"{said}; nothing as good within the intervals is quicker."]
     times = best["milliseconds"] / quick["milliseconds"]
     return [
         f"{said}. As good within the intervals, and {times:.2f} times as fast: “{_name(quick)}”, "

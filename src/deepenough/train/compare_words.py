@@ -154,11 +154,13 @@ class WordsCandidate:
         )
 
     def _sample(self, answers: Written) -> dict[str, Any] | None:
-        """The first text with the layer at which each of its new tokens left."""
-        row, trace = answers.rows[0], answers.traces[0]
+        """The text that saved most, with the layer at which each of its new tokens left."""
         last = len(self.costs.layers)
-        if trace is None or bool((trace.depth == last).all()):
+        pairs = [(t.mean_depth, n) for n, t in enumerate(answers.traces) if t is not None]
+        if not pairs or min(pairs)[0] == last:
             return None  # every token went all the way, which needs no picture
+        row, trace = answers.rows[min(pairs)[1]], answers.traces[min(pairs)[1]]
+        assert trace is not None
         depth = trace.depth[0, : len(row) - self.num_prompt].tolist()
         tokens = [self.tokenizer.decode([token]) for token in row.tolist()]
         return {"tokens": tokens, "depth": [None] * self.num_prompt + depth, "layers": last}
