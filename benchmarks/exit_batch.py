@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.9, 0.7])
+    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.6, 0.4])
     parser.add_argument("--fills", nargs="+", default=["shortcut", "copy", "deferred"])
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()

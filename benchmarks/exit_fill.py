@@ -45,7 +45,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.9, 0.6])
+    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.6, 0.3])
     parser.add_argument("--batch", type=int, default=8)
     arguments = parser.parse_args()
     model, tokenizer, shortcuts = load(arguments)

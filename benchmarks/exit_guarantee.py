@@ -60,7 +60,8 @@ def main() -> None:
     model, tokenizer, shortcuts = load(arguments)
     prompts = make_prompts(tokenizer, arguments, arguments.texts + arguments.timed)
     kept, timed = prompts[: arguments.texts], prompts[arguments.texts :]
-    fast = make_exiting(model, shortcuts, arguments, 0.9, "deferred")
+    # Exits are chosen for a threshold in the middle, before anything is calibrated.
+    fast = make_exiting(model, shortcuts, arguments, 0.5, "deferred")
     engine, early = fast._exit_engine, fast._exit_early
     thresholds = arguments.thresholds
     points = measure(fast, kept, arguments)

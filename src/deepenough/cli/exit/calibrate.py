@@ -105,7 +105,8 @@ def main(argv: list[str]) -> int:
         model,
         shortcuts,
         mode="exit",
-        policy=make_policy(settings.policy, 0.9),
+        # Which exits pay is asked at a threshold in the middle, before one is known.
+        policy=make_policy(settings.policy, 0.5),
         exits=settings.exits,
         fill=settings.fill,
         shortlist=words,
