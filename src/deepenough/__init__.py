@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepenough.adaptive.exit.accelerate import accelerate as accelerate
+    from deepenough.adaptive.exit.calibrated import Calibrated as Calibrated
     from deepenough.adaptive.exit.carry import Carry as Carry
+    from deepenough.adaptive.exit.tuned import Tuned as Tuned
     from deepenough.adaptive.lazy import LazyTransformerConfig as LazyTransformerConfig
     from deepenough.adaptive.lazy import LazyTransformerForCausalLM as LazyTransformerForCausalLM
     from deepenough.adaptive.lazy import (
@@ -32,12 +34,14 @@ if TYPE_CHECKING:
     from deepenough.adaptive.shortcut.shortcuts import Shortcuts as Shortcuts
     from deepenough.adaptive.trace import DepthTrace as DepthTrace
     from deepenough.errors import UserError as UserError
+    from deepenough.measure.exit_calibration import calibrate as calibrate
     from deepenough.runs import Record as Record
     from deepenough.runs import RunFolder as RunFolder
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Calibrated",
     "Carry",
     "DepthTrace",
     "LazyTransformerConfig",
@@ -53,11 +57,14 @@ __all__ = [
     "Record",
     "RunFolder",
     "Shortcuts",
+    "Tuned",
     "UserError",
     "accelerate",
+    "calibrate",
 ]
 
 _MODULES = {
+    "Calibrated": "deepenough.adaptive.exit.calibrated",
     "Carry": "deepenough.adaptive.exit.carry",
     "DepthTrace": "deepenough.adaptive.trace",
     "LazyTransformerConfig": "deepenough.adaptive.lazy",
@@ -73,8 +80,10 @@ _MODULES = {
     "Record": "deepenough.runs",
     "RunFolder": "deepenough.runs",
     "Shortcuts": "deepenough.adaptive.shortcut.shortcuts",
+    "Tuned": "deepenough.adaptive.exit.tuned",
     "UserError": "deepenough.errors",
     "accelerate": "deepenough.adaptive.exit.accelerate",
+    "calibrate": "deepenough.measure.exit_calibration",
 }
 
 
