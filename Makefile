@@ -29,7 +29,7 @@ BENCHMARKS := speed cutoffs prepare_text
 
 help:
 	@echo "make setup  install everything into $(VENV)"
-	@echo "make demo   search, on text that comes with Python, for the blocks a language model needs"
+	@echo "make demo   every method in small, on a real model and text that comes with Python, into one page"
 	@echo "make test   lint, check types and run all tests"
 	@echo "make test-oldest  run the tests of adapters with the oldest transformers declared"
 	@echo "make lint   lint and check types only"
@@ -45,9 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/deepenough search --config configs/demo.yaml --run.folder runs/demo/par --run.overwrite true
-	$(BIN)/deepenough plot runs/demo/par
-	$(BIN)/deepenough generate --run runs/demo/par/derived --prompt "The function returns"
+	$(BIN)/deepenough demo --folder runs/demo
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from deepenough.__main__ import find_command
-from deepenough.cli import COMMANDS
+from deepenough.cli import COMMANDS, find_command
 from deepenough.errors import UserError
 from deepenough.settings import options
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 import select
 import sys
 from collections.abc import Mapping
 
 from deepenough import __version__
-from deepenough.cli import COMMANDS
+from deepenough.cli import COMMANDS, find_command, run_command
 from deepenough.errors import UserError
 
 EXAMPLE = "deepenough search --config configs/demo.yaml --run.folder runs/first"
@@ -59,17 +58,10 @@ def _run(words: list[str]) -> int:
     command, rest = find_command(words)
     if command not in COMMANDS:
         return _refuse(command, rest)
-    module = "deepenough.cli." + command.replace(" ", ".")
     try:
-        return int(importlib.import_module(module).main(rest))
+        return run_command(command, rest)
     except SystemExit as end:  # how a parser leaves after printing its help
         return end.code if isinstance(end.code, int) else 0
-
-
-def find_command(words: list[str]) -> tuple[str, list[str]]:
-    """The command, of one word or two, and what was written behind it."""
-    pair = " ".join(words[:2])
-    return (pair, words[2:]) if pair in COMMANDS else (words[0], words[1:])
 
 
 def _refuse(group: str, rest: list[str]) -> int:

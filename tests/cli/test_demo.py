@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from deepenough import __main__ as command_line
-from deepenough.__main__ import find_command, main
-from deepenough.cli import COMMANDS, demo
+from deepenough.__main__ import main
+from deepenough.cli import COMMANDS, demo, find_command
 from deepenough.cli import parse as parsing
 from deepenough.cli.demo import LOOK, DemoSettings, demo_steps
 

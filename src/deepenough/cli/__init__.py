@@ -4,6 +4,8 @@ A command is a file of this package with the same name (`shortcut fit`: `shortcu
 function `main(argv) -> int`; it is imported only when called, so that the table costs nothing.
 """
 
+import importlib
+
 COMMANDS: dict[str, str] = {
     "demo": "show every method in a few minutes, without data or network",
     "search": "find which blocks a language model needs on your text and machine",
@@ -32,3 +34,15 @@ COMMANDS: dict[str, str] = {
     "cutoffs": "find the best adaptive-softmax cutoffs for word counts",
     "plot": "draw the pictures of a run",
 }
+
+
+def find_command(words: list[str]) -> tuple[str, list[str]]:
+    """The command, of one word or two, and what was written behind it."""
+    pair = " ".join(words[:2])
+    return (pair, words[2:]) if pair in COMMANDS else (words[0], words[1:])
+
+
+def run_command(command: str, rest: list[str]) -> int:
+    """Its exit code."""
+    module = importlib.import_module("deepenough.cli." + command.replace(" ", "."))
+    return int(module.main(rest))

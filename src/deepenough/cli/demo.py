@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepenough.cli import find_command, run_command
 from deepenough.cli.parse import parse
 from deepenough.errors import UserError
 
@@ -94,7 +95,8 @@ def demo_steps(settings: DemoSettings) -> list[tuple[str, list[str]]]:
         "Lazy: a transformer that executes programs and updates only what still changes":
             "lazy train --task programs --length 2 --reverse --d_model 64 --num_heads 4 "
             "--d_ff 256 --encoder_steps 4 --decoder_steps 2 "
-            f"--steps {some(500, 4)} --warmup {some(50)} --valid_every {some(500, 4)} "
+            f"--steps {some(1200, 4)} --lr 0.002 --warmup {some(100)} "
+            f"--valid_every {some(600, 4)} "
             f"--eval_size {some(200, 16)} --folder {programs} --overwrite",
         "which programs it executes":
             f"lazy eval {programs}",
@@ -111,13 +113,10 @@ def demo_steps(settings: DemoSettings) -> list[tuple[str, list[str]]]:
 
 def _run(words: list[str]) -> None:
     """One command in this process, since loading torch anew for each would take a minute."""
-    from deepenough.__main__ import main as command
-
     if words[0] == LOOK:
         from deepenough.train.demo import look_at_program
 
         print(look_at_program(words[1]).source)
         return
-    code = command(words)
-    if code:
+    if run_command(*find_command(words)):
         raise UserError(f"The demo stopped at deepenough {shlex.join(words)}; see above why.")
