@@ -118,5 +118,10 @@ def _run(words: list[str]) -> None:
 
         print(look_at_program(words[1]).source)
         return
-    if run_command(*find_command(words)):
-        raise UserError(f"The demo stopped at deepenough {shlex.join(words)}; see above why.")
+    where = f"The demo stopped at deepenough {shlex.join(words)}"
+    try:
+        code = run_command(*find_command(words))
+    except UserError as error:
+        raise UserError(f"{error} {where}.") from error
+    if code:
+        raise UserError(f"{where}; see above why.")
