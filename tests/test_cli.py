@@ -125,7 +125,7 @@ class TestDispatch:
 
     def test_unknown_command_unlike_any(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["xyzzy"]) == 2
-        assert "there are search, derive" in capsys.readouterr().err
+        assert "there are demo, search, derive" in capsys.readouterr().err
 
     def test_commands_of_two_words(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
