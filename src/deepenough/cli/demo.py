@@ -79,7 +79,7 @@ def demo_steps(settings: DemoSettings) -> list[tuple[str, list[str]]]:
         "the same token by token":
             f"shortcut lens {shlex.quote(PROMPT)} --run {shortcut}",
         "Exit: its own generate(), the same text faster, and text that leaves early":
-            f"compare {shortcut} --limit 2 --new_tokens {some(20, 4)} --exit [0.9,0.6] --rounds 6 "
+            f"compare {shortcut} --limit 2 --new_tokens {some(20, 4)} --exit [0.6,0.3] --rounds 6 "
             f"--out {writing}",
         "PAR: which blocks does a language model need?":
             "search --vocab_size 2000 --batch_size 16 --length 64 --num_blocks 6 --d_model 96 "
