@@ -54,6 +54,8 @@ def main(argv: list[str]) -> int:
         line = shlex.join(["deepenough", *words] if words[0] != LOOK else words)
         print(f"\n[{number}/{len(steps)}] {what}\n$ {line}", file=sys.stderr, flush=True)
         _run(words)
+        if number == len(steps):  # whose answer, where the report is, is to stand last
+            break
         seconds, so_far = time.perf_counter() - started, time.perf_counter() - began
         print(f"  {seconds:.0f} s ({so_far:.0f} s so far)", file=sys.stderr, flush=True)
     return 0
