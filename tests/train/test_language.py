@@ -14,11 +14,12 @@ from deepenough.data import ContextBatches, Prepared, prepare
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder
 from deepenough.settings import resolve
-from deepenough.train.language import WEIGHTS, LanguageTask, evaluate_language
+from deepenough.train.language import LanguageTask, evaluate_language
 from deepenough.train.loop import Trainer
 from deepenough.train.par import ParSearch
 from deepenough.train.processes import make_accelerator
 from deepenough.train.supernet import CHOICES, SearchTask
+from deepenough.train.task import WEIGHTS
 
 Make = Callable[..., tuple[Any, Trainer]]
 

@@ -7,12 +7,12 @@ The baselines are the same model with another objective: `last` is plain fine-tu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from deepenough.adaptive.ponder.config import OPTIONS
 from deepenough.adaptive.ponder.model import PonderClassifier
@@ -23,12 +23,10 @@ from deepenough.errors import UserError
 from deepenough.measure.ponder import all_passes, quality
 from deepenough.train.log import without_bars
 from deepenough.train.settings import TrainSettings
-from deepenough.train.task import BatchLoss
-
-WEIGHTS = "weights"
+from deepenough.train.task import WEIGHTS, BatchLoss, PlainTask
 
 
-class ClassificationTask:
+class ClassificationTask(PlainTask):
     unit = "examples"
 
     def __init__(
@@ -70,12 +68,6 @@ class ClassificationTask:
             ]
         return {WEIGHTS: [group for group in groups if group["params"]]}
 
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def phases(self, step: int) -> Sequence[str]:
-        return (WEIGHTS,)
-
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         rows = self.batches.rows(step * self.train.accumulate + micro)
         # Every other one: neighbours are of a length, so processes get like work.
@@ -83,9 +75,6 @@ class ClassificationTask:
         output = model(**self.examples["train"].batch(own, self.model.device))
         self.terms = {name: float(term.detach()) for name, term in output.terms.items()}
         return BatchLoss(output.loss, output.terms["task"], len(own))
-
-    def end_step(self) -> None:
-        pass
 
     def train_values(self) -> dict[str, Any]:
         return self.terms
@@ -99,12 +88,6 @@ class ClassificationTask:
         answers = all_passes(self.model, examples, accelerator)
         self.model.train(was_training)
         return quality(answers, self.model.exit_policy())
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        pass
 
     def identity(self) -> dict[str, Any]:
         config = self.model.config

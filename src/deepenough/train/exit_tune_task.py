@@ -32,7 +32,7 @@ from deepenough.errors import UserError
 from deepenough.models.hf import Adapter
 from deepenough.train.seeds import seed_at
 from deepenough.train.settings import TrainSettings
-from deepenough.train.task import BatchLoss
+from deepenough.train.task import BatchLoss, PlainTask
 
 HEAD = "head"
 
@@ -91,7 +91,8 @@ class Batch(NamedTuple):
     """The word after each token."""
 
 
-class HeadTask:
+class HeadTask(PlainTask):
+    phase = HEAD
     unit = "positions"
 
     def __init__(
@@ -130,12 +131,6 @@ class HeadTask:
                 {"params": [head.bias, head.norm], "weight_decay": 0.0},
             ]
         }
-
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def phases(self, step: int) -> Sequence[str]:
-        return (HEAD,)
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         batch = self.read(self._chosen(step * self.train.accumulate + micro))
@@ -183,9 +178,6 @@ class HeadTask:
         return Batch(
             embeddings_BTD, states_BTD / self.head.scale, chosen_BT.to(device), ids_BT[:, 1:]
         )
-
-    def end_step(self) -> None:
-        pass
 
     def train_values(self) -> dict[str, Any]:
         return dict(self._latest)
@@ -236,12 +228,6 @@ class HeadTask:
         dtype = self.adapter.model.dtype
         parts = (states_ND * self.head.scale).to(dtype).split(512)
         return torch.cat([self.adapter.head(part).argmax(-1) for part in parts])
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        pass
 
     def identity(self) -> dict[str, Any]:
         return self._identity

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ from deepenough.errors import UserError
 from deepenough.measure.quality import TextSize, language_values
 from deepenough.train.log import without_bars
 from deepenough.train.settings import TrainSettings
-from deepenough.train.task import BatchLoss
-
-WEIGHTS = "weights"
+from deepenough.train.task import WEIGHTS, BatchLoss, PlainTask
 
 
-class LanguageTask:
+class LanguageTask(PlainTask):
     """Next-token prediction over lanes of text, memory carried from batch to batch."""
 
     unit = "tokens"
@@ -59,12 +56,6 @@ class LanguageTask:
         vectors = {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0}
         return {WEIGHTS: [matrices, vectors]}
 
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def phases(self, step: int) -> Sequence[str]:
-        return (WEIGHTS,)
-
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         index = self._turn(phase, step) * self.train.accumulate + micro
         batches = self.batches[phase]
@@ -88,12 +79,6 @@ class LanguageTask:
         return step
 
     def _model_arguments(self, phase: str, index: int) -> dict[str, Any]:
-        return {}
-
-    def end_step(self) -> None:
-        pass
-
-    def train_values(self) -> dict[str, Any]:
         return {}
 
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:

@@ -7,13 +7,13 @@ minimised has smoothed labels where the config says so; the plain one is recorde
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from deepenough.adaptive.lazy import (
     LazyTransformerConfig,
@@ -25,9 +25,8 @@ from deepenough.data.translation_pairs import IGNORED, EncodedPairs
 from deepenough.train.log import without_bars
 from deepenough.train.seeds import seed_at
 from deepenough.train.settings import TrainSettings
-from deepenough.train.task import BatchLoss
+from deepenough.train.task import WEIGHTS, BatchLoss, PlainTask
 
-WEIGHTS = "weights"
 # What decides the weights of a model; the rest of its config can be changed at any time.
 MODEL_IDENTITY = (
     "vocab_size", "d_model", "num_heads", "d_ff", "encoder_steps", "decoder_steps", "mechanism",
@@ -35,7 +34,7 @@ MODEL_IDENTITY = (
 )  # fmt: skip
 
 
-class PairsTask:
+class PairsTask(PlainTask, ABC):
     unit = "tokens"
 
     def __init__(
@@ -51,9 +50,9 @@ class PairsTask:
         self.fewest_steps = fewest_steps
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
 
+    @abstractmethod
     def pairs_of(self, index: int) -> tuple[EncodedPairs, list[int]]:
         """The pairs of batch `index`, counted over the whole training: rows of some."""
-        raise NotImplementedError
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Matrices decay, vectors do not."""
@@ -64,12 +63,6 @@ class PairsTask:
                 {"params": [p for p in own if p.dim() <= 1], "weight_decay": 0.0},
             ]
         }
-
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def phases(self, step: int) -> Sequence[str]:
-        return (WEIGHTS,)
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         index = step * self.train.accumulate + micro
@@ -87,18 +80,6 @@ class PairsTask:
             return None
         draw = random.Random(seed_at(self.train.seed, "encoder steps", index))
         return draw.randint(self.fewest_steps, self.model.config.encoder_steps)
-
-    def end_step(self) -> None:
-        pass
-
-    def train_values(self) -> dict[str, Any]:
-        return {}
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        pass
 
     def save(self, folder: Path) -> None:
         with without_bars():

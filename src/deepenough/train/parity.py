@@ -6,14 +6,13 @@ of training and those beyond. The model may be allowed more passes there than it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from deepenough.adaptive.ponder.loss import SINGLE_LABEL, answer_loss
 from deepenough.adaptive.ponder.parity_model import ParityConfig, ParityModel
@@ -25,9 +24,8 @@ from deepenough.train.processes import make_accelerator, on_main
 from deepenough.train.runner import check_folder, training
 from deepenough.train.seeds import seed_at
 from deepenough.train.settings import RunSettings, TrainSettings
-from deepenough.train.task import BatchLoss
+from deepenough.train.task import WEIGHTS, BatchLoss, PlainTask
 
-WEIGHTS = "weights"
 DIFFICULTY = "parity"
 """Kind of the records that tell accuracy and passes of one band of difficulty."""
 
@@ -121,7 +119,7 @@ def _record_difficulty(task: ParityTask, run: RunFolder) -> None:
         append_record(run.metrics, Record(train.steps, DIFFICULTY, band))
 
 
-class ParityTask:
+class ParityTask(PlainTask):
     unit = "inputs"
 
     def __init__(
@@ -143,12 +141,6 @@ class ParityTask:
             ]
         }
 
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def phases(self, step: int) -> Sequence[str]:
-        return (WEIGHTS,)
-
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         data = self.settings.data
         seed = seed_at(self.settings.train.seed, "parity", step, micro)
@@ -160,9 +152,6 @@ class ParityTask:
         loss = self.model.loss(model(vectors), labels)
         self.terms = {"task": float(loss.task.detach()), "kl": float(loss.kl.detach())}
         return BatchLoss(loss.total, loss.task, len(labels))
-
-    def end_step(self) -> None:
-        pass
 
     def train_values(self) -> dict[str, Any]:
         return self.terms
@@ -213,12 +202,6 @@ class ParityTask:
         return model.eval_passes or model.max_passes
 
     # -- state -------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        pass
 
     def identity(self) -> dict[str, Any]:
         settings = self.settings

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+WEIGHTS = "weights"
+
 
 class BatchLoss(NamedTuple):
     """The loss of one batch on this process."""
@@ -58,3 +60,31 @@ class Task(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the model in its final form."""
+
+
+class PlainTask:
+    """What most tasks answer: one optimiser, nothing between steps, nothing that follows the data.
+
+    A task says otherwise where it is otherwise.
+    """
+
+    phase = WEIGHTS
+    """Name of the one optimiser."""
+
+    def begin_step(self, step: int) -> None:
+        pass
+
+    def phases(self, step: int) -> Sequence[str]:
+        return (self.phase,)
+
+    def end_step(self) -> None:
+        pass
+
+    def train_values(self) -> dict[str, Any]:
+        return {}
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        pass

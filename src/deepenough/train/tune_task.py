@@ -14,7 +14,7 @@ from deepenough.models.hf import Adapter
 from deepenough.train.seeds import seed_at
 from deepenough.train.settings import TrainSettings
 from deepenough.train.shortlist import HeadOfWords, Shortlist, Words
-from deepenough.train.task import BatchLoss
+from deepenough.train.task import BatchLoss, PlainTask
 from deepenough.train.tune_states import Positions, Source
 from deepenough.train.tuned_maps import Logits, TunedMaps, divergences
 
@@ -23,7 +23,8 @@ _ROWS = 128
 """Positions that are projected to the whole vocabulary at once."""
 
 
-class TuneTask:
+class TuneTask(PlainTask):
+    phase = MAPS
     unit = "positions"
 
     def __init__(
@@ -49,12 +50,6 @@ class TuneTask:
         # Decay of either pulls towards the closed form.
         return {MAPS: [{"params": [self.model.change, self.model.shift]}]}
 
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def phases(self, step: int) -> Sequence[str]:
-        return (MAPS,)
-
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         index = step * self.train.accumulate + micro
         device = self.model.change.device
@@ -76,9 +71,6 @@ class TuneTask:
         chosen: Words = self.words.draw(generator)
         head = self._head(chosen.ids.to(device))
         return lambda state: head(self.adapter.final_norm(state)), chosen.log_weight.to(device)
-
-    def end_step(self) -> None:
-        pass
 
     def train_values(self) -> dict[str, Any]:
         return {"kl": self._latest}
@@ -106,12 +98,6 @@ class TuneTask:
         ):
             values |= {f"kl_{layer}": own_kl, f"agreement_{layer}": own_agreed}
         return values
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        pass
 
     def identity(self) -> dict[str, Any]:
         return self._identity
