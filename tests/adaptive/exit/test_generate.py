@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -20,6 +21,7 @@ from transformers import (
 from deepenough import UserError
 from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.general import GeneralEngine
+from deepenough.adaptive.exit.llama_layout import rms_norm
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 WAYS = {
@@ -77,9 +79,18 @@ def test_weights_are_not_held_twice(make_model, prompts) -> None:
     together = layer.self_attn.q_proj.weight.untyped_storage()
     for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
         assert projection.weight.untyped_storage().data_ptr() == together.data_ptr()
-    assert fast._exit_engine.layers[0].into_heads[0].data_ptr() == together.data_ptr()
+    assert fast._exit_engine.layers[0].into_heads.weight.data_ptr() == together.data_ptr()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert fast.lm_head.weight is model.lm_head.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_norm_is_that_of_torch(dtype) -> None:
+    hidden, weight = 7 * torch.randn(5, 24, dtype=dtype), torch.randn(24, dtype=dtype)
+    eps = torch.tensor(1e-3, dtype=dtype)
+    torch.testing.assert_close(
+        rms_norm(hidden, weight, eps), F.rms_norm(hidden, (24,), weight, float(eps))
+    )
 
 
 def test_model_is_saved_and_loaded_as_before(make_model, prompts, tmp_path) -> None:

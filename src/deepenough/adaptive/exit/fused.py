@@ -1,9 +1,10 @@
 """The lean path: layers as few large operations, for layouts whose arithmetic is written out here.
 
 Against the model's own layers this saves what is not arithmetic: maps that read the same input are
-one product, the cache is never copied, masks and position codes are made once a step, and norms and
-attention are single kernels. Weights are not held twice: `join` lays the matrices of one input side
-by side and makes the model's own parameters views of the result.
+one product, products add to the residual stream themselves, the cache is never copied, masks and
+position codes are made once a step, and attention is a single kernel. Weights are not held twice:
+`join` lays the matrices of one input side by side and makes the model's own parameters views of
+the result.
 
 Shapes: B rows, T tokens, D width, H heads, K width of a head, N = B * T.
 """
@@ -96,6 +97,9 @@ class FusedEngine(Engine):
     def keep(self, counts: Sequence[int]) -> None:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
+    def reserve(self, capacity: int) -> None:
+        self.slots.grow(capacity)
+
     def select(self, rows: Sequence[int]) -> None:
         self.slots.select(rows)
         self.lengths = [self.lengths[row] for row in rows]
@@ -119,12 +123,33 @@ class FusedEngine(Engine):
         return attend(step.context, slots, query_BTHK, key_BTHK, value_BTHK, scale)
 
 
-def join(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """The maps as one, whose rows the modules' own parameters become views of."""
+class LinearMap:
+    """`x W + b` of states `[N, D]`, as one operation; `W` is a view of a module's own matrix."""
+
+    def __init__(self, weight_DE: Tensor, bias_E: Tensor | None) -> None:
+        self.weight, self.bias = weight_DE, bias_E
+
+    def __call__(self, states_ND: Tensor) -> Tensor:
+        if self.bias is None:
+            return torch.mm(states_ND, self.weight)
+        return torch.addmm(self.bias, states_ND, self.weight)
+
+    def added(self, residual_NE: Tensor, states_ND: Tensor) -> Tensor:
+        """The residual with the map of the states on top."""
+        summed = torch.addmm(residual_NE, states_ND, self.weight)
+        return summed if self.bias is None else summed.add_(self.bias)
+
+    def rows(self, first: int) -> LinearMap:
+        """The map to all outputs from `first` on."""
+        return LinearMap(self.weight[:, first:], None if self.bias is None else self.bias[first:])
+
+
+def join(modules: Sequence[nn.Linear]) -> LinearMap:
+    """The maps as one, whose outputs the modules' own parameters become views of."""
     weights: list[Any] = [module.weight for module in modules]
     biases: list[Any] = [module.bias for module in modules if module.bias is not None]
     joined = _laid_together(biases) if len(biases) == len(modules) else None
-    return _laid_together(weights), joined
+    return LinearMap(_laid_together(weights).t(), joined)
 
 
 def _laid_together(parts: Sequence[nn.Parameter]) -> Tensor:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
 from deepenough.adaptive.exit.engine import Step
-from deepenough.adaptive.exit.fused import FusedEngine
+from deepenough.adaptive.exit.fused import FusedEngine, LinearMap
 from deepenough.adaptive.exit.slots import Place
 from deepenough.models.hf import Adapter
 
@@ -52,21 +51,20 @@ class GPT2Engine(FusedEngine):
         own: Any = self.adapter.layers[index]
         batch, tokens = step.hidden.shape[:2]
         attn, mlp = own.attn, own.mlp
-        joint = _map(_norm(hidden_ND, own.ln_1), attn.c_attn)
+        joint = _map(attn.c_attn)(_norm(hidden_ND, own.ln_1))
         heads = joint.view(batch, tokens, 3, self.heads, self.head_width)
         query, key, value = heads.unbind(2)
         mixed = self.attend(index, step, query, key, value, attn.scaling)
-        hidden_ND = hidden_ND + _map(mixed, attn.c_proj)
-        inner = _map(_norm(hidden_ND, own.ln_2), mlp.c_fc)
+        hidden_ND = _map(attn.c_proj).added(hidden_ND, mixed)
+        inner = _map(mlp.c_fc)(_norm(hidden_ND, own.ln_2))
         act = _FUSED_GELU if isinstance(mlp.act, NewGELUActivation) else mlp.act
-        return hidden_ND + _map(act(inner), mlp.c_proj)
+        return _map(mlp.c_proj).added(hidden_ND, act(inner))
 
     def fill(self, index: int, hidden_ND: Tensor, step: Step) -> None:
         own: Any = self.adapter.layers[index]
         place: Place = step.context
         batch, tokens, width = step.hidden.shape
-        weight, bias = own.attn.c_attn.weight[:, width:], own.attn.c_attn.bias[width:]
-        joint = torch.addmm(bias, _norm(hidden_ND, own.ln_1), weight)
+        joint = _map(own.attn.c_attn).rows(width)(_norm(hidden_ND, own.ln_1))
         key, value = joint.view(batch, tokens, 2, self.heads, self.head_width).unbind(2)
         place.store(self.slots.keys[index], key)
         place.store(self.slots.values[index], value)
@@ -76,6 +74,6 @@ def _norm(hidden: Tensor, module: Any) -> Tensor:
     return F.layer_norm(hidden, hidden.shape[-1:], module.weight, module.bias, module.eps)
 
 
-def _map(hidden: Tensor, module: Any) -> Tensor:
-    """GPT-2 keeps its matrices the other way round."""
-    return torch.addmm(module.bias, hidden, module.weight)
+def _map(module: Any) -> LinearMap:
+    """GPT-2 keeps its matrices as products want them."""
+    return LinearMap(module.weight, module.bias)

@@ -126,6 +126,10 @@ def attend(
             enable_gqa=groups > 1,
         )
         return mixed.transpose(1, 2).reshape(batch * tokens, -1)
+    if tokens == 1:
+        query = query_BTHK.reshape(batch, key_heads, groups, head_width)
+        mixed = F.scaled_dot_product_attention(query, keys, values, place.mask, scale=scale)
+        return mixed.reshape(batch, -1)
     shape = (batch, tokens, key_heads, groups, head_width)
     query = query_BTHK.reshape(shape).transpose(1, 2).flatten(2, 3)
     mixed = F.scaled_dot_product_attention(query, keys, values, place.mask, scale=scale)
