@@ -1,6 +1,7 @@
-"""A look inside a translator: what is recorded, what is drawn of it, what is refused."""
+"""A look inside a lazy model: what is recorded, what is drawn of it, what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,18 @@ from deepenough.adaptive.lazy.settings import LazySettings
 from deepenough.cli.lazy import plot as plot_command
 from deepenough.cli.lazy import sweep as sweep_command
 from deepenough.data.encoding import save_tokenizer
+from deepenough.data.programs import ProgramData
+from deepenough.data.programs_tokens import character_tokenizer
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import joint_tokenizer
 from deepenough.errors import UserError
+from deepenough.report.lazy import write_lazy_figures
+from deepenough.report.lazy_source import epsilon_points, last_look, last_rest
+from deepenough.report.source import read_run
 from deepenough.runs import Record, append_record, read_records
 from deepenough.settings import dump
 from deepenough.train.lazy import LazyTraining, make_model
+from deepenough.train.programs import ProgramTraining, held_out_programs
 
 LINES = ["a man rides a red bike", "a woman walks her dog", "two dogs", "a red dog walks"]
 
@@ -53,6 +60,24 @@ def make_run(tmp_path_factory, shared_cache):
 @pytest.fixture(scope="module")
 def run(make_run) -> Path:
     return make_run("lazy")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory) -> Path:
+    """The same for a model that executes programs."""
+    settings = ProgramTraining(
+        data=ProgramData(length=2, eval_size=12),
+        model=LazySettings(d_model=16, num_heads=2, d_ff=32, encoder_steps=3, decoder_steps=2),
+    )
+    torch.manual_seed(0)
+    tokenizer = character_tokenizer()
+    folder = tmp_path_factory.mktemp("programs")
+    model = make_model(settings.model, tokenizer, settings.data.max_length)
+    model.save_pretrained(folder / "model")
+    save_tokenizer(tokenizer, folder / "model")
+    dump(settings, folder / "config.yaml")
+    append_record(folder / "metrics.jsonl", Record(1, "train", {"loss": 1.0}))
+    return folder
 
 
 def last(run: Path, kind: str) -> dict:
@@ -110,7 +135,7 @@ def test_a_model_without_gates_has_similarities(make_run, capsys):
     [
         (["--epsilon", "0"], "epsilon must be above 0"),
         (["--patience", "0"], "patience must be at least 1"),
-        (["--sentence", "40"], "has 40 sentences, counted from 0: got 40"),
+        (["--sentence", "40"], "has 40 pairs, counted from 0: got 40"),
         (["--sentence=-1"], "counted from 0: got -1"),
         (["--sentences", "0"], "sentences must be at least 1"),
         (["--source", " "], "The source is empty"),
@@ -122,3 +147,39 @@ def test_a_model_without_gates_has_similarities(make_run, capsys):
 def test_what_cannot_be_looked_at_is_refused(run, words, sentence):
     with pytest.raises(UserError, match=sentence):
         plot_command.main([str(run), *words])
+
+
+def test_programs_are_looked_at_as_sentences_are(programs, capsys):
+    assert plot_command.main([str(programs), "--sentence", "2"]) == 0
+    names = {Path(line).stem for line in capsys.readouterr().out.splitlines()}
+    assert names == {"lazy_tokens", "lazy_sentence", "lazy_rest"}
+    expected = held_out_programs(ProgramData(length=2, eval_size=12), "test", 0)
+    tokens, many = last(programs, "lazy_tokens"), last(programs, "lazy_rest")
+    assert (tokens["source"], tokens["target"]) == expected[2].pair
+    assert "".join(tokens["encoder"]["tokens"][:-1]) == tokens["source"]
+    assert tokens["task"] == many["task"] == "programs"
+    assert many["sentences"] == 12
+    assert sum(many["tokens_by_steps"]) == sum(len(each.source) + 1 for each in expected)
+    # What the pictures call the two sides.
+    look = last_look(read_run(programs))
+    assert look is not None and look.names == ("program", "output")
+
+
+def test_another_program_is_executed_by_the_model_itself(programs, capsys):
+    assert plot_command.main([str(programs), "--source", "print(1+2)."]) == 0
+    tokens = last(programs, "lazy_tokens")
+    assert tokens["source"] == "print(1+2)."
+    assert len(tokens["decoder"]["tokens"]) >= 1
+
+
+def test_a_damaged_look_is_left_out_of_the_pictures(programs, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(programs, broken)
+    values = {"source": "a", "target": "b", "encoder": {"tokens": ["a"], "similarity": [[1], [2]]}}
+    append_record(broken / "metrics.jsonl", Record(2, "lazy_tokens", values))
+    append_record(broken / "metrics.jsonl", Record(2, "lazy_rest", {"sentences": 3}))
+    append_record(broken / "metrics.jsonl", Record(2, "epsilon", {"epsilon": "all"}))
+    run = read_run(broken)
+    assert last_look(run) is None and last_rest(run) is None and epsilon_points(run) == []
+    with pytest.raises(UserError, match="nothing of a Lazy Transformer"):
+        write_lazy_figures(run, tmp_path)

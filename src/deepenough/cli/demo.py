@@ -16,8 +16,6 @@ from deepenough.cli import find_command, run_command
 from deepenough.cli.parse import parse
 from deepenough.errors import UserError
 
-#: The one step that is no command.
-LOOK = "look_at_program"
 PROMPT = "The capital of France is Paris, and the capital of Germany is"
 
 
@@ -51,7 +49,7 @@ def main(argv: list[str]) -> int:
     steps = list(demo_steps(settings))
     for number, (what, words) in enumerate(steps, start=1):
         started = time.perf_counter()
-        line = shlex.join(["deepenough", *words] if words[0] != LOOK else words)
+        line = shlex.join(["deepenough", *words])
         print(f"\n[{number}/{len(steps)}] {what}\n$ {line}", file=sys.stderr, flush=True)
         _run(words)
         if number == len(steps):  # whose answer, where the report is, is to stand last
@@ -85,9 +83,9 @@ def demo_steps(settings: DemoSettings) -> list[tuple[str, list[str]]]:
             f"--out {writing}",
         "PAR: which blocks does a language model need?":
             "search --vocab_size 2000 --batch_size 16 --length 64 --num_blocks 6 --d_model 96 "
-            "--num_heads 4 --d_ff 384 --mem_len 64 --alpha_lr 10 --choose_after 0.5 --budget 0.8 "
-            f"--retrain scratch --steps {some(200, 4)} --valid_every {some(200, 4)} "
-            f"--warmup {some(30)} --log_every 5 --folder {par} --overwrite",
+            "--num_heads 4 --d_ff 384 --mem_len 64 --alpha_lr 10 --choose_after 0.5 --budget 0.9 "
+            f"--retrain scratch --steps {some(400, 4)} --lr 0.004 --valid_every {some(200, 4)} "
+            f"--warmup {some(40)} --log_every 5 --folder {par} --overwrite",
         "the model it led to, with more and less memory":
             f"compare {par} --limit {some(16, 2)} --rounds 6 --out {reading}",
         "Ponder: a network that thinks longer about harder inputs":
@@ -103,7 +101,7 @@ def demo_steps(settings: DemoSettings) -> list[tuple[str, list[str]]]:
         "which programs it executes":
             f"lazy eval {programs}",
         "how far the states of one of them still move":
-            f"{LOOK} {programs}",
+            f"lazy plot {programs} --sentence 1 --epsilon 0.15",
         "programs with fewer steps, and with tokens at rest":
             f"compare {programs} --limit {some(48, 8)} --rounds 6 --out {executing}",
         "Report: all of it on one page":
@@ -115,11 +113,6 @@ def demo_steps(settings: DemoSettings) -> list[tuple[str, list[str]]]:
 
 def _run(words: list[str]) -> None:
     """One command in this process, since loading torch anew for each would take a minute."""
-    if words[0] == LOOK:
-        from deepenough.train.demo import look_at_program
-
-        print(look_at_program(words[1]).source)
-        return
     where = f"The demo stopped at deepenough {shlex.join(words)}"
     try:
         code = run_command(*find_command(words))

@@ -16,6 +16,7 @@ from deepenough.report import style
 from deepenough.report.animation import Animation, animate_blocks
 from deepenough.report.architecture import draw_derived
 from deepenough.report.blocks import draw_blocks
+from deepenough.report.lazy import LAZY_FIGURES
 from deepenough.report.lens_page import Page, lens_page
 from deepenough.report.lens_table import draw_lens
 from deepenough.report.parity import draw_parity
@@ -42,6 +43,7 @@ FIGURES: dict[str, Callable[[Run], Figure | None]] = {
     "passes": draw_passes,
     "halting": draw_halting,
     "parity": lambda run: draw_parity([run]),
+    **{name: draw for name, (draw, _) in LAZY_FIGURES.items()},
 }
 #: The same for what moves; saved as GIF.
 ANIMATIONS: dict[str, Callable[[Run], Animation | None]] = {"blocks": animate_blocks}
@@ -67,8 +69,8 @@ def write_figures(run: Run, folder: Path | str) -> list[Path]:
     if not written:
         raise UserError(
             f"The run {run.name} has recorded nothing that is drawn (no loss, no pi, no pattern, "
-            "no measurement of shortcuts, no lens); name the folder of a search, a training or an "
-            "evaluation."
+            "no measurement of shortcuts, no lens, no look at tokens); name the folder of a "
+            "search, a training or an evaluation."
         )
     return written
 

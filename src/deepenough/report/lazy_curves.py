@@ -8,7 +8,7 @@ from matplotlib.ticker import PercentFormatter
 
 from deepenough.report import style
 from deepenough.report.lazy_look import BY_ANGLE, TICKS
-from deepenough.report.lazy_source import last_look, last_rest
+from deepenough.report.lazy_source import last_look, last_rest, words_of
 from deepenough.report.source import Run
 
 
@@ -28,11 +28,11 @@ def draw_sentence(run: Run) -> Figure | None:
         low, high = many["quartiles"]
         axes.fill_between(steps, low, high, color=style.SKY, alpha=0.35, linewidth=0,
                           label="middle half of them")  # fmt: skip
-        name = f"mean of {many['sentences']} source sentences"
+        name = f"mean of {many['sentences']} {words_of(many).sources}"
         axes.plot(steps, mean, color=style.BLUE, marker="o", markersize=4, label=name)
     if look is not None:
-        looks = (("source", style.BLACK, "s", "--"), ("translation", style.VERMILION, "D", ":"))
-        for side, (name, color, marker, line) in zip(look.sides, looks, strict=True):
+        looks = ((style.BLACK, "s", "--"), (style.VERMILION, "D", ":"))
+        for side, name, (color, marker, line) in zip(look.sides, look.names, looks, strict=True):
             steps = np.arange(1, len(side.sentence) + 1)
             longest = max(longest, len(steps))
             axes.plot(steps, side.sentence, color=color, marker=marker, linestyle=line,
@@ -79,6 +79,7 @@ def draw_rest(run: Run) -> Figure | None:
     axes.set_xticks(steps)
     axes.set_ylim(top=top)
     axes.grid(axis="x", visible=False)
-    axes.set_xlabel("steps that a source token makes (hatched: all there are)")
-    axes.set_ylabel(f"tokens of {many['sentences']} sentences")
+    words = words_of(many)
+    axes.set_xlabel(f"steps that a token of the {words.source} makes (hatched: all there are)")
+    axes.set_ylabel(f"tokens of {many['sentences']} {words.sources}")
     return figure

@@ -18,7 +18,6 @@ from deepenough.report.lazy_look import BY_ANGLE
 from deepenough.report.lazy_source import Look, Side, last_look
 from deepenough.report.source import Run
 
-SIDES = {"encoder": "source", "decoder": "translation"}
 ROW_INCHES = 0.22
 COLUMN_INCHES = 0.40
 #: More steps than this leave no room for a number in each cell.
@@ -38,9 +37,9 @@ def draw_tokens(run: Run) -> Figure | None:
     width = len(panels) * (1.9 + COLUMN_INCHES * max(6, num_steps))
     figure = style.new_figure(width, 1.9 + ROW_INCHES * sum(heights))
     axes = figure.subplots(2, len(panels), squeeze=False, height_ratios=heights)
-    for row, side in enumerate(look.sides):
+    for row, (side, name) in enumerate(zip(look.sides, look.names, strict=True)):
         for column, panel in enumerate(panels):
-            _draw_side(axes[row, column], side, panel, last=row == 1)
+            _draw_side(axes[row, column], side, name, panel, last=row == 1)
     room = int(12 * width)
     figure.suptitle(
         f"{style.shown(look.source, room)}\n{style.shown(look.target, room)}{_note(look)}",
@@ -54,10 +53,11 @@ def draw_tokens(run: Run) -> Figure | None:
 def _note(look: Look) -> str:
     if look.epsilon is None or look.sides[0].depth is None:
         return ""
-    return f"\nframes: the last step of a source token with epsilon {look.epsilon:g}"
+    whose = f"a token of the {look.words.source}"
+    return f"\nframes: the last step of {whose} with epsilon {look.epsilon:g}"
 
 
-def _draw_side(axes: Axes, side: Side, panel: str, last: bool) -> None:
+def _draw_side(axes: Axes, side: Side, name: str, panel: str, last: bool) -> None:
     values = side.gates if panel == "gates" else side.similarity
     assert values is not None
     values = values[:MAX_TOKENS]
@@ -84,7 +84,7 @@ def _draw_side(axes: Axes, side: Side, panel: str, last: bool) -> None:
     axes.set_yticks(range(num_tokens), labels)
     axes.tick_params(length=0)
     axes.grid(visible=False)
-    axes.set_title(f"{SIDES[side.name]}, {title}", fontsize=style.TEXT_SIZE)
+    axes.set_title(f"{name}, {title}", fontsize=style.TEXT_SIZE)
     if last:
         axes.set_xlabel("step")
 

@@ -22,11 +22,10 @@ from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.errors import UserError
 from deepenough.measure.compare import Judged, OperatingPoint, Task
 from deepenough.measure.compare_intervals import Interval, share_interval
-from deepenough.runs import RunFolder
 from deepenough.settings import resolve
 from deepenough.train.compare_settings import ComparedData, Entry, read_config, read_section
 from deepenough.train.lazy_use import load_translator
-from deepenough.train.programs import ProgramTraining, held_out_programs
+from deepenough.train.programs_pairs import held_out_pairs
 from deepenough.train.translate_score import SearchSettings, translate_pairs
 from deepenough.train.use import model_folder
 
@@ -101,16 +100,11 @@ class ProgramCandidate(TranslationCandidate):
     """Programs, and what they print: right to the last digit, or wrong."""
 
     def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, Task]:
-        trained = resolve(ProgramTraining, RunFolder(model_folder(run).parent).config)
         split = data.split or "test"
-        programs = held_out_programs(trained.data, split, trained.train.seed)
-        kept = programs[: data.limit or SENTENCES]
-        longest = max(max(len(each.source), len(each.target)) for each in kept) + 1
-        pairs = encode_pairs(
-            (each.pair for each in kept), self.translator.tokenizer, longest, split, keep=True
-        )
+        limit = data.limit or SENTENCES
+        pairs, trained = held_out_pairs(run, split, self.translator.tokenizer, limit)
         # What the programs are drawn from names them, since there is no file of them.
-        detail = {"programs": len(kept), "seed": trained.train.seed, **asdict(trained.data)}
+        detail = {"programs": len(pairs), "seed": trained.train.seed, **asdict(trained.data)}
         return pairs, Task("execution", "programs", split, "program", "exact match", True, detail)
 
     def _quality(self, texts: list[str]) -> Interval:

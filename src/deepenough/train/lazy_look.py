@@ -1,9 +1,9 @@
-"""A look inside a translator: how far each token still moves at each step, and when it rests.
+"""A look inside a lazy model: how far each token still moves at each step, and when it rests.
 
-For a chosen pair of sentences: the gate of every token at every step, the squared cosine between
-its consecutive states, and the same of the whole sentence. Over many sentences: the mean of the
-latter, and after how many steps source tokens come to rest at `epsilon`. All of it is recorded in
-the run, from which the pictures are drawn.
+For a chosen pair, a sentence and its translation or a program and what it prints: the gate of every
+token at every step, the squared cosine between its consecutive states, and the same of the whole
+sentence. Over many of them: the mean of the latter, and after how many steps source tokens come to
+rest at `epsilon`. All of it is recorded in the run, from which the pictures are drawn.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from deepenough.adaptive.lazy.transition import sentence_similarity, step_simila
 from deepenough.data.translation import Pair
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.errors import UserError
+from deepenough.train.lazy_tasks import task_of_run
 from deepenough.train.lazy_use import (
     LazyEvaluation,
     Translator,
@@ -29,34 +30,36 @@ from deepenough.train.lazy_use import (
     measured_pairs,
     source_limit,
 )
+from deepenough.train.programs_pairs import held_out_pairs
 from deepenough.train.translate_score import SearchSettings, translate_pairs
 
 TOKENS, REST = "lazy_tokens", "lazy_rest"
 """Kinds of the records of one pair, and of many sentences."""
+PROGRAMS = "programs"
 BATCH = 32
 
 
 @dataclass
 class LazyPlot:
-    """Look inside a translator."""
+    """Look inside a model that translates, or executes programs."""
 
     run: str
     """Folder of a finished training."""
 
     source: str | None = None
-    """Sentence to look at; by default one of the split."""
+    """Sentence or program to look at; by default one of the split."""
 
     target: str | None = None
-    """Its translation; by default the model's own, or the reference of a sentence of the split."""
+    """Its translation, or what it prints; by default the model's own, or that of the split."""
 
     sentence: int = 0
-    """Which sentence of the split to look at, where no source is given; counted from 0."""
+    """Which sentence or program of the split to look at, without a source; counted from 0."""
 
     split: str = "test"
     """Split that the distribution is taken over: test or valid."""
 
     sentences: int = 256
-    """Sentences of the split that the distribution is taken over."""
+    """Sentences or programs of the split that the distribution is taken over."""
 
     epsilon: float = 0.1
     """Gate below which a source token is at rest."""
@@ -91,25 +94,30 @@ def look(settings: LazyPlot) -> None:
     for name in ("encoder_steps", "decoder_steps"):
         chosen = getattr(settings, name)
         config.check_steps(getattr(config, name) if chosen is None else chosen, name)
-    evaluation = LazyEvaluation(settings.run, split=settings.split)
-    pairs = measured_pairs(evaluation, translator)
-    values = look_at_pair(translator, _chosen(settings, translator, pairs), settings)
-    keep_record(settings.run, TOKENS, values)
-    keep_record(
-        settings.run, REST, look_at_many(translator, pairs.head(settings.sentences), settings)
-    )
+    task = task_of_run(settings.run)
+    pairs = _pairs(settings, translator, task)
+    pair = look_at_pair(translator, _chosen(settings, translator, pairs), settings)
+    many = look_at_many(translator, pairs.head(settings.sentences), settings)
+    keep_record(settings.run, TOKENS, {"task": task, **pair})
+    keep_record(settings.run, REST, {"task": task, **many})
+
+
+def _pairs(settings: LazyPlot, translator: Translator, task: str) -> EncodedPairs:
+    if task == PROGRAMS:
+        return held_out_pairs(settings.run, settings.split, translator.tokenizer).pairs
+    return measured_pairs(LazyEvaluation(settings.run, split=settings.split), translator)
 
 
 def _chosen(settings: LazyPlot, translator: Translator, pairs: EncodedPairs) -> Pair:
     if settings.source is None:
         if settings.sentence >= len(pairs):
             raise UserError(
-                f"The {settings.split} split has {len(pairs)} sentences, counted from 0: got "
+                f"The {settings.split} split has {len(pairs)} pairs, counted from 0: got "
                 f"{settings.sentence}."
             )
         return pairs.pairs[settings.sentence]
     if not settings.source.strip():
-        raise UserError("The source is empty: give a sentence.")
+        raise UserError("The source is empty: give a sentence, or a program.")
     if settings.target is not None:
         return Pair(settings.source, settings.target)
     search = SearchSettings(

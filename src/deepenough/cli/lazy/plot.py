@@ -11,7 +11,7 @@ from deepenough.train.lazy_look import LazyPlot, look
 
 @dataclass
 class PlotSettings(LazyPlot):
-    """Look inside a translator, and draw it."""
+    """Look inside a model that translates or executes programs, and draw it."""
 
     out: str | None = None
     """Folder for the pictures; by default plots in the run."""
@@ -22,8 +22,9 @@ def main(argv: list[str]) -> int:
         "lazy plot",
         PlotSettings,
         argv,
-        description="Draw gates and similarities token by step for a pair of sentences, when\n"
-        "tokens come to rest, and what sweeps have found.",
+        description="Draw gates and similarities token by step for a sentence and its\n"
+        "translation, or a program and what it prints; when tokens come to rest; and what\n"
+        "sweeps have found.",
         example='deepenough lazy plot runs/lazy-multi30k --source "A dog runs on the beach."',
         positional=["run"],
     )
