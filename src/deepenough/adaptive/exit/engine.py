@@ -52,6 +52,7 @@ class Engine(ABC):
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.num_layers = adapter.num_layers
+        """Layers that run; fewer where no state behind them is wanted."""
         self.lengths: list[int] = []
         """Tokens of each row whose keys and values are kept."""
         self.prompt: list[Tensor] = []
@@ -91,6 +92,10 @@ class Engine(ABC):
     @abstractmethod
     def keep(self, counts: Sequence[int]) -> None:
         """Of the tokens entered since the last call, the first `counts[row]` of each row stay."""
+
+    @abstractmethod
+    def reserve(self, capacity: int) -> None:
+        """Make room for so many tokens a row; what is kept stays."""
 
     @abstractmethod
     def select(self, rows: Sequence[int]) -> None:

@@ -89,7 +89,7 @@ def find_fastest(
         timed(runners[-1], prompts[0])  # the first run of all is slow
         laps = race(runners, prompts, timed)
         best = laps[0].drafting
-        if workshop.carry is not None and {"carry", "tuned", "shortcut"} & set(best.names):
+        if workshop.carry is not None and set(best.names) - {"lookup"}:
             size = len(workshop.carry.shortlist)
             shorter = [replace(best, words=int(share * size)) for share in _SHARES]
             again = race([*shorter, best], prompts[:4], timed)
@@ -106,12 +106,21 @@ def candidates(workshop: Workshop, numbers: Sequence[int], layer: int | None) ->
     others = [name for name in workshop.names() if name != "lookup"]
     orders: list[tuple[str, ...]] = [("lookup",)]
     orders += [order for name in others for order in ((name,), ("lookup", name))]
-    depths = draft_layers(workshop.engine.num_layers)
     for order in orders:
-        layers = (depths if layer is None else [layer]) if "shortcut" in order else [None]
         for number in numbers:
-            found += [Drafting(order, number, None, depth) for depth in layers]
+            depths = _depths(workshop, order[-1], layer)
+            found += [Drafting(order, number, None, depth) for depth in depths]
     return found
+
+
+def _depths(workshop: Workshop, name: str, layer: int | None) -> Sequence[int | None]:
+    """Layers that a source is tried with; None where it runs none."""
+    if name == "shortcut":
+        return draft_layers(workshop.engine.num_layers) if layer is None else [layer]
+    if name == "adapted" and workshop.adapted is not None:
+        most = workshop.adapted.num_layers
+        return sorted({(most + 1) // 2, most}) if layer is None else [min(layer, most)]
+    return [None]
 
 
 def draft_layers(num_layers: int) -> list[int]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from deepenough.adaptive.exit.engine import Engine, Step, row_lengths
@@ -44,6 +45,8 @@ class GeneralEngine(Engine):
         super().__init__(adapter)
         parameters = inspect.signature(adapter.trunk.forward).parameters
         self._takes_positions = "position_ids" in parameters
+        limit = adapter.max_length
+        self._last_position = None if limit is None else limit - 1
         self._cache = _Slots([], 0)
         self._entered = torch.empty(0)
         self._calls: dict[tuple[int, ...], _Call] = {}
@@ -54,7 +57,7 @@ class GeneralEngine(Engine):
         if mask_BT is not None:
             order = mask_BT.bool().int().argsort(dim=1, stable=True)  # padding to the left
             ids_BT = ids_BT.gather(1, order)[:, -width:]
-        self._cache = _Slots(self.adapter.layers, max(capacity, width))
+        self._cache = _Slots(self.adapter.layers[: self.num_layers], max(capacity, width))
         self.lengths = lengths
         step = self._step(ids_BT, self._mask(), [length - width for length in lengths])
         hidden_BTD = self.through(step, step.hidden, 0, self.num_layers)
@@ -97,7 +100,8 @@ class GeneralEngine(Engine):
         if self._takes_positions:
             steps = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
             positions = steps + torch.tensor(starts, device=tokens_BT.device)[:, None]
-            given["position_ids"] = positions.clamp_min(0)
+            # Padding has no position, and guesses may reach beyond the last; nobody reads either.
+            given["position_ids"] = positions.clamp(0, self._last_position)
 
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise _AtTheDoor(args, kwargs)
@@ -147,6 +151,9 @@ class GeneralEngine(Engine):
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._align(ends)
 
+    def reserve(self, capacity: int) -> None:
+        self._cache.grow(capacity)
+
     def select(self, rows: Sequence[int]) -> None:
         self.lengths = [self.lengths[row] for row in rows]
         self._cache.choose(torch.tensor(rows, device=self.adapter.model.device))
@@ -195,6 +202,15 @@ class _Slots(Cache):
             for slots_BHCK in layer.both():
                 moved = slots_BHCK[row, :, :width]
                 moved.copy_(moved.roll(places, dims=1))
+
+    def grow(self, capacity: int) -> None:
+        for layer in self.slots:
+            missing = capacity - layer.capacity
+            if missing > 0:
+                layer.all_keys, layer.all_values = (
+                    F.pad(each, (0, 0, 0, missing)) for each in layer.both()
+                )
+                layer.capacity = capacity
 
     def choose(self, rows: Tensor) -> None:
         for layer in self.slots:

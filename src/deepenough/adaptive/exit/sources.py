@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from deepenough.adaptive.exit.adapted import Adapted
+from deepenough.adaptive.exit.adapted_draft import AdaptedDraft
 from deepenough.adaptive.exit.carry import Carry, CarryDraft
 from deepenough.adaptive.exit.drafts import DraftSource, FirstOf, Lookup
 from deepenough.adaptive.exit.engine import Engine
@@ -16,8 +18,13 @@ from deepenough.adaptive.exit.tuned import Tuned
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
 
-NAMES = ("lookup", "carry", "shortcut", "tuned")
-_NEEDED = {"carry": "carry=Carry...", "shortcut": "shortcuts", "tuned": "tuned=FOLDER"}
+NAMES = ("lookup", "carry", "shortcut", "tuned", "adapted")
+_NEEDED = {
+    "carry": "carry=Carry...",
+    "shortcut": "shortcuts",
+    "tuned": "tuned=FOLDER",
+    "adapted": "the folder of a tuning with --lora.layers as tuned=FOLDER",
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class Drafting:
     words: int | None = None
     """Of the shortlist, those that are most frequent; None for all of it."""
     layer: int | None = None
-    """Layers that a shortcut draft runs; by default a quarter of them."""
+    """Layers that a shortcut draft runs, by default a quarter of them, or an adapted draft, by
+    default all that were adapted."""
 
 
 class Workshop:
@@ -46,6 +54,8 @@ class Workshop:
         if tuned is not None:
             tuned.check_model(engine.adapter)
             carry, shortcuts = carry or tuned.carry, shortcuts or tuned.shortcuts
+            if tuned.adapted is not None:
+                tuned.adapted.check_model(engine.adapter)
         if carry is not None:
             carry.check_model(engine.adapter)
         if shortcuts is not None:
@@ -54,8 +64,17 @@ class Workshop:
 
     def names(self) -> list[str]:
         """The sources that can be made."""
-        found = {"carry": self.carry, "shortcut": self.shortcuts, "tuned": self.tuned}
+        found = {
+            "carry": self.carry,
+            "shortcut": self.shortcuts,
+            "tuned": self.tuned,
+            "adapted": self.adapted,
+        }
         return [name for name in NAMES if name == "lookup" or found[name] is not None]
+
+    @property
+    def adapted(self) -> Adapted | None:
+        return None if self.tuned is None else self.tuned.adapted
 
     def default(self) -> tuple[str, ...]:
         """Lookup, and the best of what runs no layer of the model."""
@@ -90,6 +109,10 @@ class Workshop:
             words = self._words(drafting)
             assert words is not None
             return HeadDraft(self.tuned.head, words, most)
+        if name == "adapted" and self.adapted is not None:
+            words = self._words(drafting)
+            assert words is not None
+            return AdaptedDraft(self.adapted, self.engine.adapter, words, most, drafting.layer)
         raise UserError(f"Drafts from {name} need its maps: give {_NEEDED[name]} as well.")
 
     def _words(self, drafting: Drafting) -> Tensor | None:

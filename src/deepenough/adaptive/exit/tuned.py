@@ -1,8 +1,8 @@
 """`Tuned`: all that `deepenough exit tune` has made of a model, in one folder.
 
-Carry maps with their shortlist, the draft head that started from them, shortcuts if there were any,
-and which drafts are fastest on the machine where this was measured (`choice.json`). Safetensors and
-JSON only.
+Carry maps with their shortlist, the draft head that started from them, shortcuts and adapted early
+layers if there were any, and which drafts are fastest on the machine where this was measured
+(`choice.json`). Safetensors and JSON only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from deepenough.adaptive.exit.adapted import Adapted
 from deepenough.adaptive.exit.carry import Carry
 from deepenough.adaptive.exit.head import DraftHead, HeadShape
 from deepenough.adaptive.shortcut import files
@@ -23,7 +24,8 @@ from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
 from deepenough.models.hf import Adapter
 
-INDEX, TENSORS, CHOICE, SHORTCUTS = "head.json", "head.safetensors", "choice.json", "shortcuts"
+INDEX, TENSORS, CHOICE = "head.json", "head.safetensors", "choice.json"
+SHORTCUTS, ADAPTED = "shortcuts", "lora"
 FORMAT, VERSION = "deepenough-draft-head", 1
 
 
@@ -35,8 +37,9 @@ class Tuned:
         meta: Mapping[str, Any] | None = None,
         choice: Mapping[str, Any] | None = None,
         shortcuts: Shortcuts | None = None,
+        adapted: Adapted | None = None,
     ) -> None:
-        self.carry, self.head, self.shortcuts = carry, head, shortcuts
+        self.carry, self.head, self.shortcuts, self.adapted = carry, head, shortcuts, adapted
         self.meta = dict(meta or {})
         self.choice = dict(choice or {})
         """Arguments of `accelerate` that were fastest, under "drafts", and how that was found."""
@@ -64,6 +67,8 @@ class Tuned:
                 self.save_choice(folder)
             if self.shortcuts is not None:
                 self.shortcuts.save_pretrained(path.with_name(SHORTCUTS))
+            if self.adapted is not None:
+                self.adapted.save_pretrained(path.with_name(ADAPTED))
         except (OSError, SafetensorError) as error:
             raise UserError(f"The head cannot be written to {folder}: {error}.") from error
 
@@ -85,6 +90,8 @@ class Tuned:
             )
         carry, maps = Carry.from_pretrained(place), place / SHORTCUTS
         shortcuts = Shortcuts.from_pretrained(maps) if maps.is_dir() else None
+        layers = place / ADAPTED
+        adapted = Adapted.from_pretrained(layers) if layers.is_dir() else None
         try:
             index = json.loads((place / INDEX).read_text(encoding="utf-8"))
             if index["format"] != FORMAT or index["version"] > VERSION:
@@ -96,6 +103,6 @@ class Tuned:
             choice = place / CHOICE
             chosen = json.loads(choice.read_text(encoding="utf-8")) if choice.is_file() else {}
             head.eval().requires_grad_(False)
-            return cls(carry, head, index["meta"], chosen, shortcuts)
+            return cls(carry, head, index["meta"], chosen, shortcuts, adapted)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise UserError(f"{place / INDEX} cannot be used ({error}): tune it again.") from error
