@@ -3,8 +3,10 @@
 1. *text*: the model writes, and its states are kept (`exit_tune_text.py`), in `checkpoints/text`;
 2. *head*: carry maps are fitted to them in closed form, and a draft head that starts from those is
    trained (`exit_tune_task.py`); both go to `model`;
-3. *shortcuts*, where there are some: the maps that drafts come from are tuned on the same text;
-4. *choice*: all ways of drafting race on this machine (`adaptive/exit/fastest.py`); the fastest is
+3. *lora*, where it is asked for: copies of the first layers are adapted on the same text
+   (`exit_tune_lora.py`, `exit_tune_lora_task.py`);
+4. *shortcuts*, where there are some: the maps that drafts come from are tuned on the same text;
+5. *choice*: all ways of drafting race on this machine (`adaptive/exit/fastest.py`); the fastest is
    what `accelerate` will take.
 
 Every step goes on where an interrupted command stopped it.
@@ -34,10 +36,12 @@ from deepenough.adaptive.exit.tuned import SHORTCUTS, Tuned
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
 from deepenough.models.hf import Adapter, adapt
-from deepenough.runs import RunFolder, read_records
+from deepenough.runs import RunFolder
 from deepenough.settings import dump
 from deepenough.train.allocator import keep_freed_memory
-from deepenough.train.exit_tune_task import HeadSettings, HeadTask
+from deepenough.train.exit_tune_lora import LoraSettings
+from deepenough.train.exit_tune_lora_task import tune_layers
+from deepenough.train.exit_tune_task import HeadSettings, HeadTask, before_and_after
 from deepenough.train.exit_tune_text import OwnTexts, OwnTextSettings, write_texts
 from deepenough.train.processes import make_accelerator
 from deepenough.train.runner import training
@@ -75,11 +79,12 @@ class ExitTune:
     run: RunSettings = field(default_factory=lambda: RunSettings(folder="runs/tuned"))
     text: OwnTextSettings = field(default_factory=OwnTextSettings)
     head: HeadSettings = field(default_factory=HeadSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
     shortcuts: str | None = None
     """Folder of shortcuts of the same model: their maps are tuned as well, and their drafts take
     part in the choice."""
 
-    until: Literal["text", "head", "choice"] = "choice"
+    until: Literal["text", "head", "lora", "choice"] = "choice"
     """Last step to take."""
 
     train: TrainSettings = field(default_factory=default_training)
@@ -89,6 +94,9 @@ class ExitTune:
         self.text.check()
         self.text.lines()
         self.head.check()
+        self.lora.check()
+        if self.until == "lora" and self.lora.layers is None:
+            raise UserError("There are no layers to adapt: give lora.layers, or another until.")
         self.train.check()
 
 
@@ -107,13 +115,20 @@ def tune_run(settings: ExitTune, progress: Progress | None = None) -> Tuned | No
     shortcuts = settings.shortcuts and Shortcuts.from_pretrained(settings.shortcuts)
     model, tokenizer = settings.model.load()
     model.to(accelerator.device)  # type: ignore[arg-type]
+    adapter = adapt(model)
+    settings.lora.check_model(adapter)
     run = RunFolder.create(place, resume=resume, overwrite=overwrite)
     dump(settings, run.config)
     folder = run.checkpoints / "text"
     texts = write_texts(folder, model, tokenizer, settings.text, settings.train.seed, progress)
     if settings.until == "text":
         return None
-    tuned = _tune_head(adapt(model), texts, run, settings, accelerator)
+    used, held_out = _divided(texts, settings.head)
+    tuned = _tune_head(adapter, texts, run, settings, accelerator)
+    if settings.until == "head":
+        return tuned
+    if settings.lora.layers is not None:
+        tuned.adapted = tune_layers(adapter, tuned, used, held_out, run, settings, accelerator)
     if settings.until == "choice":
         if shortcuts:
             written = (str(tokenizer.decode(text.ids_T[text.prompt :])) for text in texts)
@@ -129,13 +144,7 @@ def _tune_head(
     adapter: Adapter, texts: OwnTexts, run: RunFolder, settings: ExitTune, accelerator: Accelerator
 ) -> Tuned:
     own = settings.head
-    if len(texts) <= own.held_out:
-        raise UserError(
-            f"The model wrote {len(texts)} texts, and {own.held_out} of them are held out: raise "
-            "text.tokens or lower head.held_out."
-        )
-    # The latest texts, so that going on with more of them would hold out others only.
-    held_out, used = texts[-own.held_out :], texts[: -own.held_out]
+    used, held_out = _divided(texts, own)
     carry = _carry(adapter, used, run, settings)
     train = settings.train.for_epochs(own.epochs, len(used) // min(own.texts, len(used)))
     settings = replace(settings, train=train, run=replace(settings.run, resume=True))
@@ -166,6 +175,17 @@ def _tune_head(
             trainer.recorder.record(0, "valid", task.evaluate(accelerator, "valid"))
         trainer.fit()
     return Tuned.from_pretrained(run.path)
+
+
+def _divided(texts: OwnTexts, own: HeadSettings) -> tuple[list[Written], list[Written]]:
+    """Texts to train on, and those that are held out."""
+    if len(texts) <= own.held_out:
+        raise UserError(
+            f"The model wrote {len(texts)} texts, and {own.held_out} of them are held out: raise "
+            "text.tokens or lower head.held_out."
+        )
+    # The latest texts, so that going on with more of them would hold out others only.
+    return texts[: -own.held_out], texts[-own.held_out :]
 
 
 def _tune_shortcuts(
@@ -223,9 +243,5 @@ def _scale(texts: Sequence[Written]) -> Tensor:
 
 
 def _save(tuned: Tuned, run: RunFolder, folder: Path) -> None:
-    """With how often drafts were right on held-out texts, before training and after."""
-    valid = [r.values for r in read_records(run.metrics)[0] if r.kind == "valid"]
-    names = ("agreement_1", "agreement_2", "accepted")
-    for when, values in (("before", valid[0]), ("after", valid[-1])):
-        tuned.meta[when] = {name: values[name] for name in names}
+    tuned.meta |= before_and_after(run)
     tuned.save_pretrained(folder)

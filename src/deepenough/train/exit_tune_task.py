@@ -1,8 +1,8 @@
-"""Training of a draft head on what the model has written, as a task of the training loop.
+"""Training of drafts on what the model has written, as a task of the training loop.
 
-At every token `t` that the model wrote, the head predicts its state, and from it the word after,
-twice: with the state before `t` as it was, and as the head predicts it (`DraftHead.forward`).
-With `p` the model's distribution over the shortlist and `q` the head's, minimised is for both
+At every token `t` that the model wrote, its state is predicted, and from it the word after, twice:
+with the state before `t` as it was, and as it was itself predicted (`DraftHead.forward`). With `p`
+the model's distribution over the shortlist and `q` the prediction's, minimised is for both
 
     (1 - hard) KL(p || q) - hard log q(best word) + near * smooth_l1(state, prediction)
 
@@ -14,6 +14,7 @@ Shapes: B texts, T tokens, N positions, D width, S shortlist.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from deepenough.adaptive.exit.head import DraftHead
 from deepenough.adaptive.exit.own_text import Written
 from deepenough.errors import UserError
 from deepenough.models.hf import Adapter
+from deepenough.runs import RunFolder, read_records
 from deepenough.train.seeds import seed_at
 from deepenough.train.settings import TrainSettings
 from deepenough.train.task import BatchLoss, PlainTask
@@ -83,21 +85,41 @@ class HeadSettings:
 class Batch(NamedTuple):
     """Texts without their last token, and the positions that the model wrote."""
 
-    embeddings_BTD: Tensor
+    ids_BT: Tensor
     states_BTD: Tensor
-    """In units of the head's scale."""
+    """In units of the scale."""
     chosen_BT: Tensor
     next_BT: Tensor
     """The word after each token."""
 
 
-class HeadTask(PlainTask):
-    phase = HEAD
+def read_texts(texts: Sequence[Written], scale_D: Tensor, device: torch.device) -> Batch:
+    ids_BT = pad_sequence([text.ids_T for text in texts], batch_first=True).to(device)
+    states_BTD = pad_sequence([t.states_TD.float() for t in texts], batch_first=True).to(device)
+    places = torch.arange(ids_BT.shape[1] - 1)
+    first = torch.tensor([text.prompt for text in texts])
+    last = torch.tensor([len(text.states_TD) for text in texts])
+    chosen_BT = (places >= first[:, None]) & (places < last[:, None])
+    states_BTD = states_BTD / scale_D.to(device)
+    return Batch(ids_BT[:, :-1], states_BTD, chosen_BT.to(device), ids_BT[:, 1:])
+
+
+class Guess(NamedTuple):
+    """Predicted states `[B, T, D]` in units of the scale, and how much they count."""
+
+    name: str
+    weight: float
+    states_BTD: Tensor
+
+
+class DraftTask(PlainTask, ABC):
+    """What is common to all that learn to draft from one batch of texts after another."""
+
     unit = "positions"
 
     def __init__(
         self,
-        head: DraftHead,
+        scale_D: Tensor,
         adapter: Adapter,
         shortlist: Tensor,
         texts: Sequence[Written],
@@ -108,46 +130,44 @@ class HeadTask(PlainTask):
         save: Callable[[Path], None],
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        self.head, self.adapter, self.texts, self.held_out = head, adapter, texts, held_out
+        self.adapter, self.texts, self.held_out = adapter, texts, held_out
         self.settings, self.train, self.share = settings, train, share
         self._identity, self._save = identity, save
         self.shortlist = shortlist.to(adapter.model.device)
         weight, self.word_bias = shortlist_head(adapter, self.shortlist)
-        self.words_SD = weight.float() * head.scale.to(weight.device)
+        self.scale_D = scale_D.to(weight.device)
+        self.words_SD = weight.float() * self.scale_D
         self._latest: dict[str, float] = {}
 
     @property
-    def model(self) -> nn.Module:
-        return self.head
+    @abstractmethod
+    def model(self) -> nn.Module: ...
 
-    def parameters(self) -> dict[str, list[dict[str, Any]]]:
-        head = self.head
-        matrices = [head.into_heads, head.out_of_heads, head.gate_up, head.down]
-        return {
-            HEAD: [
-                {"params": matrices},
-                # What was solved for already only has to follow.
-                {"params": [head.carry], "lr_scale": 0.1, "weight_decay": 0.0},
-                {"params": [head.bias, head.norm], "weight_decay": 0.0},
-            ]
-        }
+    @abstractmethod
+    def guesses(self, model: nn.Module, batch: Batch, index: int) -> list[Guess]:
+        """What is predicted in batch number `index`."""
+
+    @abstractmethod
+    def drafts(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """First and second predictions, as they will be in use."""
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
-        batch = self.read(self._chosen(step * self.train.accumulate + micro))
-        predictions = model(batch.embeddings_BTD, batch.states_BTD)
+        index = step * self.train.accumulate + micro
+        batch = self.read(self._chosen(index))
+        predictions = self.guesses(model, batch, index)
         targets_ND = batch.states_BTD[batch.chosen_BT]
         with torch.no_grad():
             log_p = self.logits(targets_ND).log_softmax(-1)
             best_N = log_p.argmax(-1)
         total = torch.zeros((), device=targets_ND.device)
-        for name, predicted_BTD in zip(("first", "second"), predictions, strict=True):
+        for name, weight, predicted_BTD in predictions:
             predicted_ND = predicted_BTD[batch.chosen_BT]
             log_q = self.logits(predicted_ND).log_softmax(-1)
             kl = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
             hard = F.nll_loss(log_q, best_N)
             own = self.settings
             near = F.smooth_l1_loss(predicted_ND, targets_ND)
-            total = total + (1 - own.hard) * kl + own.hard * hard + own.near * near
+            total = total + weight * ((1 - own.hard) * kl + own.hard * hard + own.near * near)
             right = float((log_q.argmax(-1) == best_N).float().mean())
             self._latest |= {f"kl_{name}": float(kl.detach()), f"right_{name}": right}
         return BatchLoss(total, total.detach(), len(targets_ND))
@@ -165,19 +185,8 @@ class HeadTask(PlainTask):
         numbers = order[turn * size : (turn + 1) * size].tolist()
         return [self.texts[number] for number in numbers[rank::world] or numbers[:1]]
 
-    @torch.no_grad()
     def read(self, texts: Sequence[Written]) -> Batch:
-        device = self.adapter.model.device
-        ids_BT = pad_sequence([text.ids_T for text in texts], batch_first=True).to(device)
-        states_BTD = pad_sequence([t.states_TD.float() for t in texts], batch_first=True).to(device)
-        places = torch.arange(ids_BT.shape[1] - 1)
-        first = torch.tensor([text.prompt for text in texts])
-        last = torch.tensor([len(text.states_TD) for text in texts])
-        chosen_BT = (places >= first[:, None]) & (places < last[:, None])
-        embeddings_BTD = self.adapter.model.get_input_embeddings()(ids_BT[:, :-1]).float()
-        return Batch(
-            embeddings_BTD, states_BTD / self.head.scale, chosen_BT.to(device), ids_BT[:, 1:]
-        )
+        return read_texts(texts, self.scale_D, self.adapter.model.device)
 
     def train_values(self) -> dict[str, Any]:
         return dict(self._latest)
@@ -191,12 +200,12 @@ class HeadTask(PlainTask):
         """
         if split != "valid":
             return {}
-        self.head.eval()
+        self.model.eval()
         right = torch.zeros(3, dtype=torch.float64)
         loss = count = pairs = 0.0
         for number in range(0, len(self.held_out), self.settings.texts):
             batch = self.read(self.held_out[number : number + self.settings.texts])
-            one, two = self.head(batch.embeddings_BTD, batch.states_BTD)
+            one, two = self.drafts(batch)
             targets_ND = batch.states_BTD[batch.chosen_BT]
             best_BT = torch.full_like(batch.next_BT, -1)
             best_BT[batch.chosen_BT] = self._best_words(targets_ND)
@@ -213,7 +222,7 @@ class HeadTask(PlainTask):
             loss += float(F.kl_div(log_q, log_p, log_target=True, reduction="sum"))
             count += float(batch.chosen_BT.sum())
             pairs += float(before_BT.sum())
-        self.head.train()
+        self.model.train()
         first, second, both = right.tolist()
         return {
             "loss": loss / count,
@@ -226,7 +235,7 @@ class HeadTask(PlainTask):
     def _best_words(self, states_ND: Tensor) -> Tensor:
         """Of the whole vocabulary."""
         dtype = self.adapter.model.dtype
-        parts = (states_ND * self.head.scale).to(dtype).split(512)
+        parts = (states_ND * self.scale_D).to(dtype).split(512)
         return torch.cat([self.adapter.head(part).argmax(-1) for part in parts])
 
     def identity(self) -> dict[str, Any]:
@@ -234,3 +243,46 @@ class HeadTask(PlainTask):
 
     def save(self, folder: Path) -> None:
         self._save(folder)
+
+
+def before_and_after(run: RunFolder) -> dict[str, dict[str, float]]:
+    """How often drafts were right on held-out texts, before training and after."""
+    valid = [r.values for r in read_records(run.metrics)[0] if r.kind == "valid"]
+    names = ("agreement_1", "agreement_2", "accepted")
+    found = {"before": valid[0], "after": valid[-1]}
+    return {when: {name: values[name] for name in names} for when, values in found.items()}
+
+
+class HeadTask(DraftTask):
+    phase = HEAD
+
+    def __init__(self, head: DraftHead, *given: Any, **more: Any) -> None:
+        super().__init__(head.scale, *given, **more)
+        self.head = head
+
+    @property
+    def model(self) -> nn.Module:
+        return self.head
+
+    def parameters(self) -> dict[str, list[dict[str, Any]]]:
+        head = self.head
+        matrices = [head.into_heads, head.out_of_heads, head.gate_up, head.down]
+        return {
+            HEAD: [
+                {"params": matrices},
+                # What was solved for already only has to follow.
+                {"params": [head.carry], "lr_scale": 0.1, "weight_decay": 0.0},
+                {"params": [head.bias, head.norm], "weight_decay": 0.0},
+            ]
+        }
+
+    def guesses(self, model: nn.Module, batch: Batch, index: int) -> list[Guess]:
+        one, two = model(self._embed(batch.ids_BT), batch.states_BTD)
+        return [Guess("first", 1.0, one), Guess("second", 1.0, two)]
+
+    def drafts(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self.head(self._embed(batch.ids_BT), batch.states_BTD)
+
+    @torch.no_grad()
+    def _embed(self, ids_BT: Tensor) -> Tensor:
+        return self.adapter.model.get_input_embeddings()(ids_BT).float()

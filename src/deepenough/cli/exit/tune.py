@@ -22,9 +22,12 @@ def main(argv: list[str]) -> int:
     if tuned is None:
         print(f"{settings.model.name} has written; go on with --resume and --until head")
         return 0
-    before, after = tuned.meta["before"], tuned.meta["after"]
+    found = {"carry": tuned.meta["before"], "tuned": tuned.meta["after"]}
+    if tuned.adapted is not None:
+        layers = f"{tuned.adapted.num_layers} layers"
+        found |= {layers: tuned.adapted.meta["before"], "adapted": tuned.adapted.meta["after"]}
     print("on held-out text:   first draft right   second, after it   accepted of two")
-    for name, values in (("carry", before), ("tuned", after)):
+    for name, values in found.items():
         print(
             f"  {name:17}{values['agreement_1']:12.3f}{values['agreement_2']:19.3f}"
             f"{values['accepted']:18.3f}"
