@@ -1,6 +1,7 @@
 """Runs of every method at their operating points, as training leaves them, only smaller."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from deepenough import UserError
 from deepenough.__main__ import main
+from deepenough.adaptive.lazy.config import MECHANISMS
 from deepenough.adaptive.lazy.settings import LazySettings
+from deepenough.cli import compare as compare_command
+from deepenough.cli.parse import parse
 from deepenough.data.encoding import save_tokenizer
+from deepenough.data.programs import ProgramData
+from deepenough.data.programs_tokens import character_tokenizer
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import joint_tokenizer
 from deepenough.runs import read_records
@@ -27,6 +33,7 @@ from deepenough.train.par import ParTraining
 from deepenough.train.par import train as train_par
 from deepenough.train.ponder import PonderTraining
 from deepenough.train.ponder import train as train_ponder
+from deepenough.train.programs import ProgramTraining
 
 #: All of one length, so that nothing is padded and the two counts of FLOPs can be equal.
 SENTENCES = ["ein mann faehrt rad", "eine frau geht aus", "der hund geht aus", "ein hund geht rad"]
@@ -66,28 +73,53 @@ def labels(tmp_path_factory, reviews, tiny_bert) -> Path:
     return train_ponder(resolve(PonderTraining, overrides=values)).path
 
 
-@pytest.fixture(scope="module")
-def translator(tmp_path_factory, shared_cache) -> Path:
-    """A model that has learned nothing, in a folder as training leaves it."""
-    corpus = tmp_path_factory.mktemp("parallel")
-    for split in ("train", "val", "test_a"):
-        for language in ("en", "de"):
-            (corpus / f"{split}.{language}").write_text("\n".join(SENTENCES * 10))
-    settings = LazyTraining(
-        data=TranslationData(
-            corpus=str(corpus), vocab_size=280, max_length=24, cache=str(shared_cache)
-        ),
-        model=LazySettings(d_model=16, num_heads=2, d_ff=32, encoder_steps=3, decoder_steps=2),
+def small(mechanism: str) -> LazySettings:
+    return LazySettings(
+        mechanism, d_model=16, num_heads=2, d_ff=32, encoder_steps=3, decoder_steps=2
     )
-    tokenizer = joint_tokenizer(open_parallel(settings.data), settings.data)
+
+
+def untrained(folder: Path, settings: LazyTraining | ProgramTraining, tokenizer: Any) -> Path:
+    """A model that has learned nothing, in a folder as training leaves it."""
     torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("translator")
     model = make_model(settings.model, tokenizer, settings.data.max_length)
     model.save_pretrained(folder / "model")
     save_tokenizer(tokenizer, folder / "model")
     dump(settings, folder / "config.yaml")
     (folder / "metrics.jsonl").touch()
     return folder
+
+
+@pytest.fixture(scope="module")
+def translators(tmp_path_factory, shared_cache) -> dict[str, Path]:
+    """One of every mechanism."""
+    corpus = tmp_path_factory.mktemp("parallel")
+    for split in ("train", "val", "test_a"):
+        for language in ("en", "de"):
+            (corpus / f"{split}.{language}").write_text("\n".join(SENTENCES * 10))
+    data = TranslationData(
+        corpus=str(corpus), vocab_size=280, max_length=24, cache=str(shared_cache)
+    )
+    tokenizer = joint_tokenizer(open_parallel(data), data)
+    return {
+        mechanism: untrained(
+            tmp_path_factory.mktemp(mechanism),
+            LazyTraining(data=data, model=small(mechanism)),
+            tokenizer,
+        )
+        for mechanism in MECHANISMS
+    }
+
+
+@pytest.fixture(scope="module")
+def translator(translators) -> Path:
+    return translators["lazy"]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory) -> Path:
+    settings = ProgramTraining(data=ProgramData(length=2, eval_size=12), model=small("lazy"))
+    return untrained(tmp_path_factory.mktemp("programs"), settings, character_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +165,9 @@ def test_language_models_over_lengths_of_memory(tmp_path, language):
         assert point["quality_low"] <= point["quality"] <= point["quality_high"]
         assert point["units"] == 3 * 4 * 8
     assert points["memory 8"]["flops"] > points["memory 4"]["flops"]
+    assert points["memory 4"]["command"] == f"deepenough evaluate --run {language} --mem_len 4"
+    assert points["memory 4"]["folder"] == str(language)
+    assert content["command"].startswith(f"deepenough compare {language} --out=")
     # The pass that is timed is the evaluation everyone knows.
     recorded = json.loads((tmp_path / "out" / "frontier.json").read_text())
     assert recorded["points"][0]["quality"] == points["memory 8"]["quality"]
@@ -149,6 +184,8 @@ def test_classifiers_over_ways_of_stopping(tmp_path, labels):
     assert points["3 passes"]["quality"] == points["halt 1"]["quality"]
     assert points["1 passes"]["layers"] == points["halt 0.01"]["layers"] == 1.0
     assert "layers" in points["1 passes"]["optimal"]
+    asked = f"deepenough ponder eval {labels} --exit.exit quantile --exit.threshold 0.01"
+    assert points["halt 0.01"]["command"] == asked
 
 
 def test_translators_over_epsilons_and_steps(tmp_path, translator):
@@ -161,6 +198,28 @@ def test_translators_over_epsilons_and_steps(tmp_path, translator):
     for point in points.values():
         # Rows that have ended go on as padding, which torch counts.
         assert 0.5 < point["flops"] / point["flops_counted"] < 1.0 + 1e-6
+    assert points["ε 0.9"]["command"] == (
+        f"deepenough lazy eval {translator} --search.beams 1 --search.epsilon 0.9"
+    )
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_both_counts_of_flops_agree_where_nothing_is_padded(tmp_path, translators, mechanism):
+    grid = {"grid.epsilon": [0.5], "grid.steps": [1], "data.limit": 1, "rounds": 1}
+    points = by_name(compared(tmp_path, translators[mechanism], **grid))
+    assert len(points) == (3 if mechanism == "lazy" else 2)
+    # Of ACT the trace leaves out the unit that says when to halt: one number a token and step.
+    exactly = 0.01 if mechanism == "act" else 1e-6
+    for point in points.values():
+        assert point["flops"] == pytest.approx(point["flops_counted"], rel=exactly)
+
+
+def test_programs_are_executed_and_both_counts_of_flops_agree(tmp_path, programs):
+    grid = {"grid.epsilon": [0.5], "grid.steps": [1], "data.limit": 1, "rounds": 1}
+    content = compared(tmp_path, programs, **grid)
+    assert content["task"]["unit"] == "program" and content["task"]["quality"] == "exact match"
+    for point in content["points"]:
+        assert point["flops"] == pytest.approx(point["flops_counted"], rel=1e-6)
 
 
 def test_writers_over_exits_agree_with_the_model_where_they_are_lossless(tmp_path, writer):
@@ -172,9 +231,11 @@ def test_writers_over_exits_agree_with_the_model_where_they_are_lossless(tmp_pat
         assert points[name]["layers"] == 5.0
     assert points["exit 0"]["layers"] < 5.0
     assert points["exit 0"]["quality"] <= 1.0
-    for name in ("transformers", "full"):
+    for point in points.values():
         # A token is charged for a context that already includes it.
-        assert points[name]["flops"] == pytest.approx(points[name]["flops_counted"], rel=0.02)
+        assert point["flops"] == pytest.approx(point["flops_counted"], rel=0.02)
+    assert points["transformers"]["command"] == ""
+    assert f"--mode exit --shortcuts {writer}/shortcuts" in points["exit 0"]["command"]
 
 
 def test_one_run_twice_under_two_names_and_grids(tmp_path, language):
@@ -187,6 +248,23 @@ def test_one_run_twice_under_two_names_and_grids(tmp_path, language):
         ("long", "memory 8"),
         ("short", "memory 0"),
     ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["runs/my own", "b", "--limit", "2", "--exit", "[0.6,0.3]", "--rounds", "6"],
+        ["--entries", '[{"run": "a b", "grid": {"exit": [0.9]}}]', "--count_flops", "false"],
+    ],
+)
+def test_the_command_of_a_comparison_asks_for_the_same(words):
+    def settings_of(given: list[str]) -> CompareSettings:
+        return parse("compare", CompareSettings, compare_command._with_runs(given), "", "")
+
+    settings = settings_of(words)
+    program, command, *rest = shlex.split(settings.command())
+    assert (program, command) == ("deepenough", "compare")
+    assert settings_of(rest) == settings
 
 
 def test_runs_of_different_tasks_are_refused_by_name(tmp_path, language, labels):
@@ -202,6 +280,18 @@ def test_a_run_half_written_is_refused_by_name(tmp_path, language):
     shutil.rmtree(half / "model")
     with pytest.raises(UserError, match=r"half is not finished: it has no model.*step 4"):
         compared(tmp_path, half)
+
+
+@pytest.mark.parametrize("kind", ["language", "labels", "translator", "programs", "writer"])
+def test_weights_that_are_not_there_are_said_with_the_run(tmp_path, request, kind):
+    half = tmp_path / "half"
+    shutil.copytree(request.getfixturevalue(kind), half)
+    removed = [path for path in half.rglob("*.safetensors") if "checkpoints" not in path.parts]
+    for path in removed:
+        path.unlink()
+    assert removed
+    with pytest.raises(UserError, match="half"):
+        compared(tmp_path, half, **{"data.limit": 1, "rounds": 1})
 
 
 def test_a_damaged_line_is_counted_and_said(tmp_path, language, capsys):

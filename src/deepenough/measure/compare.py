@@ -60,6 +60,8 @@ class OperatingPoint:
     settings: Mapping[str, Any] = field(default_factory=dict)
     mechanism: str = ""
     """Where it is another than its candidate's."""
+    command: str = ""
+    """What runs the model so; empty where no command does."""
 
 
 @dataclass(frozen=True)

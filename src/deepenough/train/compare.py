@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,13 @@ def compare(settings: CompareSettings, advance: Advance | None = None) -> dict[s
     found, clock = measure(candidates, settings.rules(), advance)
     content = {
         "format": FORMAT,
+        "command": settings.command(),
         "task": asdict(candidates[0].task),
         "protocol": _protocol(settings),
         "seconds": {"loading": loading, **asdict(clock)},
         "bookkeeping": clock.share,
         "notes": notes,
-        "points": _points(found),
+        "points": _points(found, {n: e.run for n, e in zip(names, entries, strict=True)}),
         "provenance": provenance() | {"settings": to_dict(settings)},
     }
     _write(out / FRONTIER, content)
@@ -168,16 +169,19 @@ def _protocol(settings: CompareSettings) -> dict[str, Any]:
     }
 
 
-def _points(found: Sequence[Measured]) -> list[dict[str, Any]]:
+def _points(found: Sequence[Measured], folders: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The rows of the file; `folders` tells where each run stands."""
     rows = []
     for each in found:
         judged, time_ = each.judged, each.milliseconds
         rows.append(
             {
                 "run": each.candidate.name,
+                "folder": folders[each.candidate.name],
                 "mechanism": each.point.mechanism or each.candidate.mechanism,
                 "name": each.point.name,
                 "settings": dict(each.point.settings),
+                "command": each.point.command,
                 "quality": judged.quality.value,
                 "quality_low": judged.quality.low,
                 "quality_high": judged.quality.high,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +39,12 @@ POLICIES: dict[str, Callable[[Any], ExitPolicy]] = {
     "threshold": QuantileExit,
     "confidence": ConfidenceExit,
     "passes": FixedExit,
+}
+#: The same, as `ponder eval` is told.
+FLAGS = {
+    "threshold": "--exit.exit quantile --exit.threshold {value:g}",
+    "confidence": "--exit.exit confidence --exit.threshold {value:g}",
+    "passes": "--exit.exit fixed --exit.passes {value}",
 }
 
 
@@ -73,7 +81,7 @@ class LabelCandidate:
         found += [OperatingPoint(f"sure {v:g}", {"confidence": v}, "confidence") for v in values]
         for point in found:
             _policy(point)  # refused before the first is measured
-        return found
+        return [replace(point, command=_command(self.entry.run, point)) for point in found]
 
     @torch.inference_mode()
     def run(self, point: OperatingPoint) -> list[PonderOutput]:
@@ -100,6 +108,12 @@ def _split(texts: LabelledTexts, asked: str | None) -> str:
         known = ", ".join(texts.splits)
         raise UserError(f"The data set {texts.name} has no split {asked!r}: it has {known}.")
     return asked
+
+
+def _command(run: str, point: OperatingPoint) -> str:
+    ((kind, value),) = point.settings.items()
+    flags = FLAGS[kind].format(value=value)
+    return f"deepenough ponder eval {shlex.quote(run)} {flags}"
 
 
 def _policy(point: OperatingPoint) -> ExitPolicy:

@@ -6,6 +6,7 @@ from resampling segments.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -42,10 +43,10 @@ class LanguageCandidate:
 
     def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
         self.name, self.entry = name, entry
-        run = _trained_pattern(entry.run)
-        self.model = load_model(run).eval()
+        self.folder = _trained_pattern(entry.run)
+        self.model = load_model(self.folder).eval()
         self.own_mem_len = self.model.config.mem_len
-        self.batches, self.task = _text(run, data)
+        self.batches, self.task = _text(self.folder, data)
 
     def points(self) -> Sequence[OperatingPoint]:
         own = self.own_mem_len
@@ -53,8 +54,13 @@ class LanguageCandidate:
         if any(length < 0 for length in lengths):
             raise UserError(f"grid.mem_len must not be negative: got {lengths}.")
         pattern = self.model.config.pattern
+        command = f"deepenough evaluate --run {shlex.quote(self.folder)} --mem_len"
         return [
-            OperatingPoint(f"memory {length}", {"mem_len": length, "pattern": pattern})
+            OperatingPoint(
+                f"memory {length}",
+                {"mem_len": length, "pattern": pattern},
+                command=f"{command} {length}",
+            )
             for length in lengths
         ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +12,7 @@ import yaml
 from deepenough.errors import UserError
 from deepenough.measure.compare import Rules
 from deepenough.runs import RunFolder
-from deepenough.settings import resolve
+from deepenough.settings import options, resolve
 from deepenough.train.use import model_folder
 
 
@@ -123,6 +125,18 @@ class CompareSettings:
         for name, value in given.items():
             if value is not None and value < at_least[name]:
                 raise UserError(f"{name} must be at least {at_least[name]}: got {value}.")
+
+    def command(self) -> str:
+        """The command line that measures the same, however the settings were given."""
+        words = ["deepenough", "compare", *self.runs]
+        for option in options(CompareSettings):
+            value: Any = self
+            for name in option.name.split("."):
+                value = getattr(value, name)
+            if option.name != "runs" and value != option.default:
+                spelt = json.dumps(value) if isinstance(value, list | bool) else str(value)
+                words.append(f"--{option.name}={spelt}")
+        return shlex.join(words)
 
     def rules(self) -> Rules:
         return Rules(

@@ -9,6 +9,7 @@ in a trace, but torch's counter counts it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -58,7 +59,8 @@ class TranslationCandidate:
 
     def points(self) -> Sequence[OperatingPoint]:
         config, grid = self.translator.model.config, self.entry.grid
-        found = [OperatingPoint("all steps", {})]
+        command = f"deepenough lazy eval {shlex.quote(self.entry.run)} --search.beams 1"
+        found = [OperatingPoint("all steps", {}, command=command)]
         steps = grid.steps
         if steps is None:
             own = config.encoder_steps
@@ -66,10 +68,13 @@ class TranslationCandidate:
         epsilons = grid.epsilon if grid.epsilon is not None else [0.02, 0.05, 0.1]
         for each in steps:
             config.check_steps(each, "encoder_steps")
-            found.append(OperatingPoint(f"{each} steps", {"encoder_steps": each}, "fixed depth"))
+            told = f"{command} --search.encoder_steps {each}"
+            setting = {"encoder_steps": each}
+            found.append(OperatingPoint(f"{each} steps", setting, "fixed depth", told))
         for value in epsilons if self.mechanism == "lazy" else ():
             config.check_epsilon(value, "epsilon")
-            found.append(OperatingPoint(f"ε {value:g}", {"epsilon": value}))
+            told = f"{command} --search.epsilon {value:g}"
+            found.append(OperatingPoint(f"ε {value:g}", {"epsilon": value}, command=told))
         return found
 
     def run(self, point: OperatingPoint) -> Translations:

@@ -8,6 +8,7 @@ stands before it, whoever wrote that: one early difference does not count for al
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,13 +63,13 @@ class WordsCandidate:
                 f"{', '.join(MECHANISMS)}."
             )
         fitted = resolve(ShortcutFit, overrides=_without_provenance(read_config(entry.run)))
-        folder = Path(entry.run) / "shortcuts"
-        if not folder.is_dir():
+        self.folder = Path(entry.run) / "shortcuts"
+        if not self.folder.is_dir():
             raise UserError(
                 f"{entry.run} has no maps yet: let deepenough shortcut fit finish (--resume goes "
                 "on), or leave it out."
             )
-        self.shortcuts = Shortcuts.from_pretrained(folder)
+        self.shortcuts = Shortcuts.from_pretrained(self.folder)
         with without_bars():
             self.model, self.tokenizer = fitted.model.load()
         if not self.model.can_generate():
@@ -77,6 +78,7 @@ class WordsCandidate:
                 f"it with deepenough shortcut eval {entry.run}."
             )
         self.model.eval()
+        self.model_name = fitted.model.name
         self.costs = Costs(adapt(self.model))
         self.num_prompt, self.num_new = data.prompt_tokens, data.new_tokens
         text, split = data.data or fitted.text.data, data.split or "valid"
@@ -91,14 +93,21 @@ class WordsCandidate:
         self.task = Task("writing", text, split, "token", "agreement", True, detail)
 
     def points(self) -> Sequence[OperatingPoint]:
+        model = f"--model {shlex.quote(self.model_name)}"
+        command = f"deepenough exit generate --prompt 'Once upon a time' {model}"
         found = [
-            OperatingPoint(name, {"mode": name}, name)
+            OperatingPoint(
+                name, {"mode": name}, name, "" if name == PLAIN else f"{command} --mode {name}"
+            )
             for name in (PLAIN, FULL, SPECULATIVE)
             if name in self.asked
         ]
+        command += f" --mode exit --shortcuts {shlex.quote(str(self.folder))} --threshold"
         values = self.entry.grid.exit or [0.99, 0.9, 0.7, 0.5]
         found += [
-            OperatingPoint(f"exit {value:g}", {"mode": EXIT, "exit": value}, EXIT)
+            OperatingPoint(
+                f"exit {value:g}", {"mode": EXIT, "exit": value}, EXIT, f"{command} {value:g}"
+            )
             for value in (values if EXIT in self.asked else [])
         ]
         for point in found:
