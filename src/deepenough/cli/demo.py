@@ -79,7 +79,7 @@ def demo_steps(settings: DemoSettings) -> list[tuple[str, list[str]]]:
         "the same token by token":
             f"shortcut lens {shlex.quote(PROMPT)} --run {shortcut}",
         "Exit: its own generate(), the same text faster, and text that leaves early":
-            f"compare {shortcut} --limit 2 --new_tokens {some(20, 4)} --exit [0.6,0.3] --rounds 6 "
+            f"compare {shortcut} --limit 2 --new_tokens {some(16, 4)} --exit [0.6,0.3] --rounds 6 "
             f"--out {writing}",
         "PAR: which blocks does a language model need?":
             "search --vocab_size 2000 --batch_size 16 --length 64 --num_blocks 6 --d_model 96 "
@@ -95,8 +95,8 @@ def demo_steps(settings: DemoSettings) -> list[tuple[str, list[str]]]:
         "Lazy: a transformer that executes programs and updates only what still changes":
             "lazy train --task programs --length 2 --reverse --d_model 64 --num_heads 4 "
             "--d_ff 256 --encoder_steps 4 --decoder_steps 2 "
-            f"--steps {some(1200, 4)} --lr 0.002 --warmup {some(100)} "
-            f"--valid_every {some(600, 4)} "
+            f"--steps {some(1600, 4)} --lr 0.005 --warmup {some(100)} "
+            f"--valid_every {some(400, 4)} "
             f"--eval_size {some(200, 16)} --folder {programs} --overwrite",
         "which programs it executes":
             f"lazy eval {programs}",

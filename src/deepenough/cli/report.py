@@ -11,7 +11,7 @@ from deepenough.errors import UserError
 
 EXAMPLES = """examples:
   deepenough report runs/demo/* -o runs/demo/report.html
-  deepenough report runs/par runs/compare --format markdown -o paper/report.md"""
+  deepenough report runs/par runs/compare -o paper/report.md"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,12 +34,17 @@ def main(argv: list[str]) -> int:
     sources = read_sources(folders)
     for note in sources.notes:
         print(f"deepenough: note: {note}", file=sys.stderr)
-    if given.format == "markdown":
+    markdown = given.format == "markdown" if given.format else _is_markdown(given.out)
+    if markdown:
         out = given.out or Path("report.md")
         print(*write_markdown(sources, out, given.title), sep="\n")
     else:
         print(write_page(sources, given.out or Path("report.html"), given.title))
     return 0
+
+
+def _is_markdown(out: Path | None) -> bool:
+    return out is not None and out.suffix.lower() in (".md", ".markdown")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         "-o", "--out", metavar="FILE", type=Path, help="file to write (default: report.html)"
     )
     parser.add_argument(
-        "--format", choices=("html", "markdown"), default="html", help="html, or markdown with PNG"
+        "--format",
+        choices=("html", "markdown"),
+        help="html, or markdown with PNG; by default as the file's name ends",
     )
     parser.add_argument("--title", default="", help="heading; by default the names of the runs")
     return parser

@@ -71,9 +71,9 @@ def spread(states: Sequence[BlockState], limit: int = MAX_FRAMES) -> list[BlockS
 
 
 @style.styled
-def animate_blocks(run: Run) -> Animation | None:
+def animate_blocks(run: Run, limit: int = MAX_FRAMES) -> Animation | None:
     """The search over training, or None where there are not two states to move between."""
-    states = spread(block_states(run))
+    states = spread(block_states(run), min(limit, MAX_FRAMES))
     if len(states) < 2:
         return None
     drawn = heat_map(states[-1], describe(run, states[-1]))

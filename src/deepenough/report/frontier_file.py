@@ -33,6 +33,12 @@ class Frontier:
     content: Mapping[str, Any]
     """All of the file."""
 
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        """What a point is called: with its run, where there are several."""
+        name, run = str(row.get("name", "")), str(row.get("run", ""))
+        several = len({point.get("run") for point in self.points}) > 1
+        return f"{run} {name}".strip() if several else name or run
+
     @property
     def quality(self) -> str:
         return str(self.task.get("quality", "quality"))
@@ -80,7 +86,7 @@ def write_frontier_figures(frontier: Frontier, folder: Path | str) -> list[Path]
     for cost, (label, scale) in COSTS.items():
         points = [
             Point(
-                name=f"{row.get('run', '')} {row.get('name', '')}".strip(),
+                name=frontier.name_of(row),
                 x=row[cost] / scale,
                 y=row["quality"],
                 y_low=row["quality_low"],

@@ -42,6 +42,12 @@ def visible(token: str) -> str:
     return start + "".join(SIGNS.get(c) or (c if c.isprintable() else _escape(c)) for c in token)
 
 
+def readable(token: str) -> str:
+    """The same for running text: a space beside other characters is one, as readers expect."""
+    shown = visible(token)
+    return shown.replace(SIGNS[" "], " ") if shown.strip(SIGNS[" "]) else shown
+
+
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 

@@ -75,9 +75,24 @@ def read_sources(paths: Sequence[Path | str]) -> Sources:
             continue
         runs.append((str(path), run))
         notes += run.notes
+        derived = _derived(place, paths)
+        if derived is not None:
+            runs.append((str(derived[0]), derived[1]))
+            notes += derived[1].notes
     if not runs and not frontiers:
         raise UserError(" ".join(notes) or "Name at least one run folder or comparison.")
     return Sources(runs, frontiers, notes)
+
+
+def _derived(place: Path, paths: Sequence[Path | str]) -> tuple[Path, Run] | None:
+    """The model that a search led to, which is a run inside of its own, unless it is named."""
+    derived = RunFolder(place).derived
+    if derived.resolve() in {Path(path).resolve() for path in paths}:
+        return None
+    try:
+        return derived, read_run(derived)
+    except UserError:
+        return None
 
 
 def write_page(sources: Sources, path: Path | str, title: str = "") -> Path:
@@ -113,14 +128,16 @@ def make_sections(sources: Sources, limits: Limits) -> list[Section]:
     for path, run in sources.runs:
         parts = [part for make in PARTS if (part := make(run, path, limits)) is not None]
         if parts:
-            found.append(Section(_name(path), _joined(parts)))
+            whole = _joined(parts)
+            found.append(Section(f"{whole.method}: {_name(path)}", whole, path))
     if not found:
         raise UserError("The runs have recorded nothing that is shown: train or measure first.")
     return found
 
 
 def _joined(parts: Sequence[Part]) -> Part:
-    whole = Part(about=" ".join(part.about for part in parts if part.about))
+    about = " ".join(part.about for part in parts if part.about)
+    whole = Part(next(part.method for part in parts if part.method), about)
     for part in parts:
         whole.summary += part.summary
         whole.figures += part.figures
@@ -142,21 +159,25 @@ def _title(sources: Sources) -> str:
 
 def _render(sources: Sources, sections: Sequence[Section], title: str) -> str:
     figures = [figure for section in sections for figure in section.part.figures]
+    places = {str(Path(s.folder).resolve()): n for n, s in enumerate(sections) if s.folder}
     data = [
         {"kind": each.kind, "title": each.title, "command": each.command, **each.data}
         for each in figures
     ]
+    for point in (point for each in data for point in each.get("points", ())):
+        point["section"] = places.get(str(Path(point["folder"]).resolve()))
     # Within a script element only `</` and `<!--` would be read by the browser itself.
     spelt = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     numbered = iter(range(len(figures)))
-    thinned = [text for section in sections for text in section.part.thinned]
+    thinned = [text for section in sections for text in section.thinned()]
     return Template(_file("page.html")).substitute(
         title=html.escape(title),
         css=_file("page.css"),
         script="\n".join(_file(name) for name in ("charts.js", "tables.js", "page.js")),
         figures=spelt,
         links="".join(
-            f'<a href="#section-{n}">{html.escape(s.title)}</a>' for n, s in enumerate(sections)
+            f'<a href="#section-{n}" title="{html.escape(s.title)}">{html.escape(s.short)}</a>'
+            for n, s in enumerate(sections)
         ),
         notes=_notes(sources.notes),
         summary=_summary(sections),
@@ -177,17 +198,23 @@ def _figure(number: int, figure: Shown) -> str:
     title, caption = html.escape(figure.title), html.escape(figure.caption)
     return (
         f'<figure id="figure-{number}"{wide}><figcaption><h3>{title}</h3>'
-        f'<p class="caption">{caption}</p></figcaption><div class="chart"></div>'
+        f'<p class="caption">{caption}{_left_out(figure)}</p></figcaption><div class="chart"></div>'
         f'<div class="tools"><button type="button" class="show-data" aria-expanded="false">Data'
         f'</button><code class="command">{html.escape(figure.command)}</code></div></figure>'
     )
 
 
+def _left_out(figure: Shown) -> str:
+    said = ", ".join(figure.thinned())
+    return html.escape(f" Shown: {said}.") if said else ""
+
+
 def _summary(sections: Sequence[Section]) -> str:
     items = [
-        f'<li><a href="#section-{number}">{html.escape(each.title)}</a>: {html.escape(text)}</li>'
+        f'<li><a href="#section-{number}">{html.escape(each.title)}</a>: '
+        f"{html.escape(' '.join(each.part.summary))}</li>"
         for number, each in enumerate(sections)
-        for text in each.part.summary
+        if each.part.summary
     ]
     return f'<ul class="summary">{"".join(items)}</ul>' if items else "<p>Figures only.</p>"
 

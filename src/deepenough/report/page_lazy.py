@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from deepenough.report.lazy_source import Side, epsilon_points, last_look, step_grid
+from deepenough.report.lazy_source import (
+    Side,
+    epsilon_points,
+    last_look,
+    last_rest,
+    step_grid,
+    words_of,
+)
 from deepenough.report.lens_words import visible
 from deepenough.report.page_parts import Limits, Part, Shown, line, plain
 from deepenough.report.source import Run, number
@@ -20,14 +27,19 @@ PROGRAMS = "programs"
 def lazy_part(run: Run, path: str, limits: Limits) -> Part | None:
     """Whatever a lazy model has recorded; a record that lacks something is left out."""
     part = Part(
+        "Lazy",
         about="One block is applied again and again; its gate says how far a token's state would "
-        "still turn, and tokens at rest cost nothing more."
+        "still turn, and tokens at rest cost nothing more.",
     )
-    for make in (_tokens, _grid, _epsilons, _programs):
+    for make in (_tokens, _similarity, _rest, _grid, _epsilons, _programs):
         part.figures += _or_nothing(make, run, path, limits)
     if not part.figures:
         return None
     part.summary += _or_nothing(_verdicts, run, path, limits)
+    look = last_look(run)
+    longest = max((len(side.tokens) for side in look.sides), default=0) if look else 0
+    if longest > limits.tokens:
+        part.thinned.append(f"the first {limits.tokens} of {longest} tokens")
     return part
 
 
@@ -44,15 +56,16 @@ def _tokens(run: Run, path: str, limits: Limits) -> list[Shown]:
     look = last_look(run)
     if look is None:
         return []
-    command = f"deepenough lazy plot {shlex.quote(path)}"
+    words = [path, "--source", look.source, "--target", look.target]
+    words += [] if look.epsilon is None else ["--epsilon", f"{look.epsilon:g}"]
+    command = f"deepenough lazy plot {shlex.join(words)}"
     found: list[Shown] = []
-    for side in look.sides:
-        found += _side(side, command, limits)
+    for side, which in zip(look.sides, look.names, strict=True):
+        found += _side(side, which, command, limits)
     return found
 
 
-def _side(side: Side, command: str, limits: Limits) -> list[Shown]:
-    which = "source" if side.name == "encoder" else "translation"
+def _side(side: Side, which: str, command: str, limits: Limits) -> list[Shown]:
     tables = {"similarity": (side.similarity, "squared cosine to the step before")}
     if side.gates is not None:
         tables["gate"] = (side.gates, "gate")
@@ -88,8 +101,56 @@ def _side(side: Side, command: str, limits: Limits) -> list[Shown]:
             "depth_name": "steps until at rest",
         }
         title = f"Tokens of the {which}, shaded by their steps"
-        found.append(Shown("tokens", title, "Dark tokens rest early.", command, data))
+        found.append(Shown("tokens", title, "Dark tokens rest early.", command, data, wide=True))
     return found
+
+
+def _similarity(run: Run, path: str, limits: Limits) -> list[Shown]:
+    """How like itself the mean of many stays from step to step, and the pair that was looked at."""
+    look, many = last_look(run), last_rest(run)
+    series = []
+    if many is not None:
+        own = many["similarity"]
+        name = f"mean of {many['sentences']} {words_of(many).sources}"
+        series.append(line(name, range(1, len(own) + 1), own, limits))
+    if look is not None:
+        for side, name in zip(look.sides, look.names, strict=True):
+            own = side.sentence
+            series.append(line(f"this {name}", range(1, len(own) + 1), own, limits, dashed=True))
+    if not series:
+        return []
+    data = {"x_label": "step", "y_label": "similarity to the state before", "series": series}
+    caption = "Squared cosine of the mean state before and after each step; at 1 nothing moves."
+    title = "How much is still moving"
+    return [Shown("lines", title, caption, _plot(path, many), data)]
+
+
+def _rest(run: Run, path: str, limits: Limits) -> list[Shown]:
+    """After how many steps tokens rest."""
+    many = last_rest(run)
+    if many is None or "tokens_by_steps" not in many:
+        return []
+    counts = [int(count) for count in many["tokens_by_steps"]]
+    words = words_of(many)
+    data = {
+        "x_label": f"steps that a token of the {words.source} makes",
+        "y_label": "tokens",
+        "labels": [str(step) for step in range(1, len(counts) + 1)],
+        "series": [{"name": words.sources, "values": counts}],
+    }
+    caption = (
+        f"Tokens of {many['sentences']} {words.sources}, with epsilon {many['epsilon']:g}. Those "
+        "of the last step need not rest: there was no more."
+    )
+    return [Shown("bars", "When tokens come to rest", caption, _plot(path, many), data)]
+
+
+def _plot(path: str, many: dict[str, Any] | None) -> str:
+    words = [path]
+    if many is not None:
+        words += ["--sentences", str(many["sentences"])]
+        words += [] if "epsilon" not in many else ["--epsilon", f"{many['epsilon']:g}"]
+    return f"deepenough lazy plot {shlex.join(words)}"
 
 
 def _grid(run: Run, path: str, limits: Limits) -> list[Shown]:
@@ -112,7 +173,7 @@ def _grid(run: Run, path: str, limits: Limits) -> list[Shown]:
         "y_label": "encoder steps",
         "upwards": True,
     }
-    command = f"deepenough lazy sweep {shlex.quote(path)}"
+    command = _sweep(path, encoder_steps=rows, decoder_steps=columns, epsilons=[])
     caption = "The same weights, run for more or fewer steps than they were trained with."
     return [Shown("heat", "BLEU for other steps", caption, command, data)]
 
@@ -124,9 +185,16 @@ def _epsilons(run: Run, path: str, limits: Limits) -> list[Shown]:
     pairs = sorted((point["encoder_flops"] / 1e9, point["bleu"]) for point in points)
     series = [line("BLEU", [x for x, _ in pairs], [y for _, y in pairs], limits)]
     data = {"x_label": "GFLOPs of the encoder", "y_label": "BLEU", "series": series}
-    command = f"deepenough lazy sweep {shlex.quote(path)}"
+    command = _sweep(path, encoder_steps=[], epsilons=[point["epsilon"] for point in points])
     caption = "Tokens stop when their gate falls below epsilon; each point is one epsilon."
     return [Shown("lines", "BLEU against the encoder's FLOPs", caption, command, data)]
+
+
+def _sweep(path: str, **lists: list[Any]) -> str:
+    words = [path]
+    for name, values in lists.items():
+        words += [f"--{name}", f"[{','.join(f'{value:g}' for value in values)}]"]
+    return f"deepenough lazy sweep {shlex.join(words)}"
 
 
 def _programs(run: Run, path: str, limits: Limits) -> list[Shown]:
@@ -177,6 +245,10 @@ def _verdicts(run: Run, path: str, limits: Limits) -> list[str]:
     if look is not None:
         moving = float(np.mean([side.similarity[:, -1].mean() for side in look.sides]))
         said.append(
-            f"After the last step states agree with those before it to {100 * moving:.1f} %."
+            f"By the last step states hardly move: they agree with those before it to "
+            f"{100 * moving:.1f} %."
+            if moving > 0.98
+            else f"In the last step states still move: they agree with those before it to "
+            f"{100 * moving:.1f} %."
         )
     return said

@@ -28,7 +28,7 @@ def write_markdown(sources: Sources, path: Path | str, title: str = "") -> list[
     lines += [f"> {_escaped(note)}\n" for note in sources.notes]
     for number, (source, draw) in enumerate(_each(sources), start=1):
         pictures = _pictures(draw, folder, number)
-        for section in make_sections(source, Limits(pictures=False)):
+        for section in make_sections(source, Limits(pictures=0)):
             lines += _section(section, [f"{folder.name}/{picture.name}" for picture in pictures])
         written += pictures
     with style.writing(file.parent):
@@ -43,7 +43,7 @@ def _each(sources: Sources) -> Iterator[tuple[Sources, Callable[[Path], list[Pat
     for path, run in sources.runs:
         alone = Sources(((path, run),), (), ())
         try:
-            make_sections(alone, Limits(pictures=False))
+            make_sections(alone, Limits(pictures=0))
         except UserError:
             continue
         yield alone, partial(write_figures, run)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from deepenough.report.animation import animate_blocks
+from deepenough.report.animation import MAX_FRAMES, animate_blocks
 from deepenough.report.page_parts import Limits, Part, Shown, line, plain, thin
 from deepenough.report.source import Run, block_states, last_value, number, series
-from deepenough.report.style import BRANCHES
+from deepenough.report.style import BRANCHES, LETTERS
 from deepenough.runs import Record
 
 
@@ -26,13 +26,14 @@ def training_part(run: Run, path: str, limits: Limits) -> Part | None:
     if not curves:
         return None
     data = {"x_label": "step", "y_label": "loss", "series": curves}
-    part = Part()
+    part = Part(method=_method(run))
     part.figures.append(
         Shown("lines", "Loss", "As it was recorded while training.", _command(run, path), data)
     )
     perplexity = next((number(r.values.get("perplexity")) for r in _kind(run, "test")), None)
     if perplexity is not None:
-        part.summary.append(f"Perplexity {perplexity:.4g} on the test text.")
+        whose = " of the mixture of all blocks" if "search" in run.config else ""
+        part.summary.append(f"Perplexity{whose} on the test text: {perplexity:.4g}.")
     return part
 
 
@@ -47,8 +48,9 @@ def par_part(run: Run, path: str, limits: Limits) -> Part | None:
         return None
     shown = thin(states, limits.frames)
     part = Part(
+        method="PAR search",
         about="Every block chooses between attention, a dense layer and nothing (identity); the "
-        "choice starts open and is settled by training."
+        "choice starts open and is settled by training.",
     )
     data = {
         "rows": list(BRANCHES),
@@ -74,30 +76,35 @@ def par_part(run: Run, path: str, limits: Limits) -> Part | None:
     }
     caption = "Move the slider to see the choice being made; letters are the likeliest pattern."
     if len(shown) < len(states):
-        part.thinned.append(f"{run.name}: {len(shown)} of {len(states)} recorded steps on slider")
+        part.thinned.append(f"{len(shown)} of {len(states)} recorded steps on the slider")
     command = _command(run, path)
     part.figures.append(Shown("frames", "Block probabilities", caption, command, data, wide=True))
     if limits.pictures:
-        part.figures += _moving(run, path)
+        part.figures += _moving(run, path, limits)
+        if limits.pictures < min(MAX_FRAMES, len(states)):
+            part.thinned.append(f"{limits.pictures} pictures of the moving one")
     else:
-        part.thinned.append(f"{run.name}: the moving picture")
+        part.thinned.append("the moving picture is left out")
     part.summary.append(_verdict(run, states[-1].pi))
     return part
 
 
 def _verdict(run: Run, pi: np.ndarray) -> str:
-    leading = pi.argmax(axis=1)
     pattern = last_value(run, "pattern")
-    named = f"The search chose {pattern}" if isinstance(pattern, str) else "So far the search leads"
+    done = isinstance(pattern, str)
+    letters = pattern if done else "".join(LETTERS[i] for i in pi.argmax(axis=1))
+    named = f"The search chose {letters}" if done else f"So far the search leads to {letters}"
     counts = ", ".join(
-        f"{int((leading == i).sum())} {name}" for i, name in enumerate(BRANCHES) if i in leading
+        f"{letters.count(letter)} {name}"
+        for letter, name in zip(LETTERS, BRANCHES, strict=True)
+        if letter in letters
     )
     sure = float(pi.max(axis=1).min())
     return f"{named} ({counts}); its least certain block is {100 * sure:.0f} % sure."
 
 
-def _moving(run: Run, path: str) -> list[Shown]:
-    animation = animate_blocks(run)
+def _moving(run: Run, path: str, limits: Limits) -> list[Shown]:
+    animation = animate_blocks(run, limits.pictures)
     if animation is None:
         return []
     with tempfile.TemporaryDirectory() as folder:
@@ -109,14 +116,23 @@ def _moving(run: Run, path: str) -> list[Shown]:
 
 
 def _command(run: Run, path: str) -> str:
-    config = shlex.quote(f"{path}/config.yaml")
+    return f"deepenough {_trained_by(run)[0]} --config {shlex.quote(f'{path}/config.yaml')}"
+
+
+def _method(run: Run) -> str:
+    return _trained_by(run)[1]
+
+
+def _trained_by(run: Run) -> tuple[str, str]:
+    """The command that trained the run, by what its settings have, and a heading for it."""
     sections = run.config
+    data, model = (sections.get(name) or {} for name in ("data", "model"))
     if "search" in sections:
-        return f"deepenough search --config {config}"
-    if "dataset" in (sections.get("data") or {}):
-        return f"deepenough ponder train --config {config}"
-    if "train_nonzero" in (sections.get("data") or {}):
-        return f"deepenough ponder parity --config {config}"
-    if "encoder_steps" in (sections.get("model") or {}):
-        return f"deepenough lazy train --config {config}"
-    return f"deepenough train --config {config}"
+        return "search", "PAR search"
+    if "dataset" in data:
+        return "ponder train", "Ponder"
+    if "train_nonzero" in data:
+        return "ponder parity", "Ponder"
+    if "encoder_steps" in model or "mechanism" in model:
+        return "lazy train", "Lazy"
+    return "train", "Language model"

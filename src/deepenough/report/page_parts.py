@@ -15,6 +15,9 @@ import numpy as np
 
 T = TypeVar("T")
 
+#: Fewer would not look like movement.
+LEAST_PICTURES = 8
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -26,13 +29,17 @@ class Limits:
     """Of one line."""
     tokens: int = 300
     """Of one text."""
-    pictures: bool = True
-    """Whether moving pictures are put in."""
+    pictures: int = 60
+    """Of a moving picture; with fewer than `LEAST_PICTURES` it is left out."""
 
     def halved(self) -> Limits:
         """The next smaller page."""
+        pictures = self.pictures // 2
         return Limits(
-            max(2, self.frames // 2), max(2, self.points // 2), max(1, self.tokens // 2), False
+            max(2, self.frames // 2),
+            max(2, self.points // 2),
+            max(1, self.tokens // 2),
+            pictures if pictures >= LEAST_PICTURES else 0,
         )
 
 
@@ -47,11 +54,18 @@ class Shown:
     data: dict[str, Any]
     wide: bool = False
 
+    def thinned(self) -> list[str]:
+        """What of its lines was left out, for each of them."""
+        lines = [each for each in self.data.get("series", ()) if each.get("of", 0)]
+        return [f"{len(each['x'])} of {each['of']} points of “{each['name']}”" for each in lines]
+
 
 @dataclass
 class Part:
     """What one method, or one comparison, gives to a report."""
 
+    method: str = ""
+    """As a heading says it: "PAR search", "Shortcuts"."""
     about: str = ""
     """What the reader should know first, a sentence or two."""
     summary: list[str] = field(default_factory=list)
@@ -67,6 +81,20 @@ class Section:
 
     title: str
     part: Part
+    folder: str = ""
+    """Where the run stands, as it was given."""
+
+    @property
+    def short(self) -> str:
+        """Enough for a link among others."""
+        return self.title.partition(": ")[2].rpartition("/")[2] or self.title
+
+    def thinned(self) -> list[str]:
+        """All that was left out of it."""
+        of_lines = [
+            f"{text} in “{each.title}”" for each in self.part.figures for text in each.thinned()
+        ]
+        return [f"{self.title}: {text}" for text in (*self.part.thinned, *of_lines)]
 
 
 def plain(values: Any, digits: int = 5) -> Any:
@@ -91,9 +119,10 @@ def thin(items: Sequence[T], limit: int) -> list[T]:
 def line(name: str, xs: Any, ys: Any, limits: Limits, dashed: bool = False) -> dict[str, Any]:
     """One line of a chart, of so many points at most."""
     picks = thin(range(len(xs)), limits.points)
-    return {
+    kept: dict[str, Any] = {
         "name": name,
         "x": plain([float(xs[i]) for i in picks]),
         "y": plain([float(ys[i]) for i in picks]),
         "dashed": dashed,
     }
+    return kept if len(picks) == len(xs) else kept | {"of": len(xs)}

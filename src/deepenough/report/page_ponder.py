@@ -18,7 +18,7 @@ from deepenough.report.source import Run
 def ponder_part(run: Run, path: str, limits: Limits) -> Part | None:
     """A classifier that ponders."""
     command = f"deepenough ponder eval {shlex.quote(path)}"
-    part = Part(about="Every example takes as many passes as it needs, up to a limit.")
+    part = Part("Ponder", about="Every example takes as many passes as it needs, up to a limit.")
     part.figures += [*_exits(run, command, limits), *_passes(run, command)]
     part.figures += _examples(run, command)
     if not part.figures:
@@ -106,7 +106,9 @@ def parity_part(run: Run, path: str, limits: Limits) -> Part | None:
     labels = [f"{b.lowest}–{b.highest}" if b.highest > b.lowest else f"{b.lowest}" for b in bands]
     command = f"deepenough ponder parity --config {shlex.quote(f'{path}/config.yaml')}"
     part = Part(
-        about="Is the number of entries that are not zero odd? The more of them, the more passes."
+        "Ponder",
+        about="Is the number of entries that are not zero odd? The network itself decides how many "
+        "passes it takes.",
     )
     for name, title in (("accuracy", "Accuracy by difficulty"), ("passes", "Passes by difficulty")):
         seen = [plain(getattr(b, name)) if not b.beyond else None for b in bands]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from deepenough.report.lens_source import Lens, lenses
-from deepenough.report.lens_words import visible
+from deepenough.report.lens_words import readable, visible
 from deepenough.report.page_parts import Limits, Part, Shown, line, plain
 from deepenough.report.shortcut_look import mode_name
 from deepenough.report.shortcut_source import (
@@ -28,7 +28,7 @@ MAX_LENSES = 3
 
 def shortcut_part(run: Run, path: str, limits: Limits) -> Part | None:
     """All that a study of layers has measured."""
-    part = Part()
+    part = Part("Shortcuts")
     command = _command(run, path)
     part.figures += [
         *_layer_lines(run, command, limits),
@@ -38,7 +38,7 @@ def shortcut_part(run: Run, path: str, limits: Limits) -> Part | None:
     for lens in lenses(run)[:MAX_LENSES]:
         part.figures.append(_tokens(lens, path, limits))
         if len(lens.tokens) > limits.tokens:
-            part.thinned.append(f"{run.name}: the last {limits.tokens} tokens of a lens")
+            part.thinned.append(f"the last {limits.tokens} of {len(lens.tokens)} tokens of a lens")
     if not part.figures:
         return None
     model = fitted_model(run)
@@ -117,7 +117,7 @@ def _tokens(lens: Lens, path: str, limits: Limits) -> Shown:
     cut = lens.last_tokens(limits.tokens)
     rows = np.minimum(cut.known_from(), len(cut.layers) - 1)
     data = {
-        "tokens": [_readable(token) for token in cut.tokens],
+        "tokens": [readable(token) for token in cut.tokens],
         "depth": [cut.layers[row] for row in rows.tolist()],
         "last": max(1, cut.layers[-1]),
         "depth_name": "layers until the word is settled",
@@ -136,10 +136,6 @@ def _tokens(lens: Lens, path: str, limits: Limits) -> Shown:
     )
     title = f"Token by token ({mode_name(lens.mode)})"
     return Shown("tokens", title, caption, command, data, wide=True)
-
-
-def _readable(token: str) -> str:
-    return visible(token).replace("␣", " ")
 
 
 def _verdicts(run: Run) -> list[str]:
@@ -168,6 +164,10 @@ def _verdicts(run: Run) -> list[str]:
 def _command(run: Run, path: str) -> str:
     about = next((r.values for r in reversed(run.records) if r.kind == "evaluation"), {})
     settings = about.get("settings")
-    text = (settings.get("text") or {}).get("data") if isinstance(settings, dict) else None
-    words = [path, *(["--data", str(text)] if text else [])]
+    words = [path]
+    if isinstance(settings, dict):
+        chosen = {**(settings.get("text") or {}), **settings}
+        for name in ("data", "split", "lines", "positions", "seed"):
+            if isinstance(chosen.get(name), str | int):
+                words += [f"--{name}", str(chosen[name])]
     return f"deepenough shortcut eval {shlex.join(words)}"

@@ -39,11 +39,11 @@ function show(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-function ticks(low, high, wanted) {
+function ticks(low, high, wanted, whole = false) {
   if (!(high > low)) return [low];
-  const raw = (high - low) / Math.max(1, wanted);
+  const raw = Math.max((high - low) / Math.max(1, wanted), whole ? 1 : 0);
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map(f => f * power).find(s => s >= raw);
+  const step = [1, 2, 2.5, 5, 10].map(f => f * power).find(s => s >= raw && (!whole || Number.isInteger(s)));
   const found = [];
   for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(n * step);
   return found;
@@ -68,12 +68,12 @@ function axes(box, spec, xs, ys) {
     drawing.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: y(t), y2: y(t) }));
     drawing.append(svg("text", { class: "tick", x: left - 7, y: y(t) + 4, "text-anchor": "end" }, spec.percent ? `${show(100 * t)}%` : show(t)));
   }
-  for (const t of ticks(x0, x1, width / 90)) {
+  for (const t of spec.labels ? [] : ticks(x0, x1, width / 90, xs.every(Number.isInteger))) {
     drawing.append(svg("line", { class: "axis", x1: x(t), x2: x(t), y1: height - bottom, y2: height - bottom + 4 }));
     drawing.append(svg("text", { class: "tick", x: x(t), y: height - bottom + 17, "text-anchor": "middle" }, show(t)));
   }
   drawing.append(svg("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, spec.x_label));
-  drawing.append(svg("text", { x: -(top + height - bottom) / 2, y: 13, transform: "rotate(-90)", "text-anchor": "middle" }, spec.y_label));
+  drawing.append(svg("text", { class: "y-label", x: -(top + height - bottom) / 2, y: 13, transform: "rotate(-90)", "text-anchor": "middle" }, spec.y_label));
   return { drawing, x, y, width, height, left, right, top, bottom };
 }
 
@@ -108,12 +108,34 @@ function legend(box, spec, names, redraw) {
   return off;
 }
 
-function describe(mark, text) {
+function describe(mark, text, row, column) {
   mark.classList.add("mark");
-  mark.setAttribute("tabindex", "0");
   mark.setAttribute("role", "img");
   mark.setAttribute("aria-label", text);
   mark.dataset.tip = text;
+  if (row !== undefined) mark.dataset.at = `${row},${column}`;
+}
+
+const MOVES = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] };
+
+// A chart is one stop of the Tab key; arrow keys move between its marks, by row and column if they have some.
+function wireKeys(place) {
+  const marks = [...place.querySelectorAll("[data-tip]")];
+  marks.forEach((mark, i) => mark.setAttribute("tabindex", i ? "-1" : "0"));
+  place.addEventListener("keydown", event => {
+    const here = marks.indexOf(event.target), move = MOVES[event.key];
+    if (here < 0 || !(move || event.key === "Home" || event.key === "End")) return;
+    let next = marks[event.key === "Home" ? 0 : marks.length - 1];
+    if (move && marks[here].dataset.at) {
+      const [row, column] = marks[here].dataset.at.split(",").map(Number);
+      next = marks.find(m => m.dataset.at === `${row + move[0]},${column + move[1]}`);
+    } else if (move) next = marks[here + move[0] + move[1]];
+    event.preventDefault();
+    if (!next) return;
+    marks[here].setAttribute("tabindex", "-1");
+    next.setAttribute("tabindex", "0");
+    next.focus();
+  });
 }
 
 // Values with their intervals; an end so far out that the values would be one dot is cut off.
@@ -123,10 +145,10 @@ function around(intervals) {
   return intervals.flat().map(v => Math.max(low - most, Math.min(high + most, v)));
 }
 
-// Names beside the points that matter, each where it covers no other name and no point.
-function nameBest(a, best, places) {
+// Names beside the points, each where it covers no other name and no point, if there is such a place.
+function namePoints(a, named, places) {
   const taken = places.map(([x, y]) => [x - 7, y - 7, x + 7, y + 7]);
-  for (const [p, x, y] of best) {
+  for (const [p, x, y, look] of named) {
     const width = 6.1 * p.name.length;
     const spots = [[x + 6, y - 11, "start"], [x + 6, y + 20, "start"], [x + 10, y + 4, "start"], [x - 10, y + 4, "end"], [x - 6, y - 10, "end"], [x - 6, y + 20, "end"]];
     for (const [tx, ty, anchor] of spots) {
@@ -134,7 +156,7 @@ function nameBest(a, best, places) {
       if (left < a.left || left + width > a.width - a.right || ty < 12 || ty > a.height - a.bottom) continue;
       if (taken.some(t => t[0] < box[2] && box[0] < t[2] && t[1] < box[3] && box[1] < t[3])) continue;
       taken.push(box);
-      a.drawing.append(svg("text", { x: tx, y: ty, "text-anchor": anchor, style: "pointer-events:none" }, p.name));
+      a.drawing.append(svg("text", { x: tx, y: ty, "text-anchor": anchor, class: look }, p.name));
       break;
     }
   }
@@ -154,13 +176,14 @@ function drawFrontier(box, spec, redraw) {
   box.append(controls);
   const groups = [...new Set(spec.points.map(p => p.group))];
   const off = legend(box, spec, groups, redraw);
-  const shown = spec.points.filter(p => !off.has(p.group));
-  const points = shown.length ? shown : spec.points;
   const at = p => p.costs[choice];
+  const shown = spec.points.filter(p => !off.has(p.group)).sort((p, q) => at(p).value - at(q).value);
+  const points = shown.length ? shown : spec.points;
   const a = axes(box, { ...spec, x_label: cost.label },
     around(points.map(p => [at(p).value, at(p).low ?? at(p).value, at(p).high ?? at(p).value])),
     around(points.map(p => [p.quality, p.low, p.high])));
-  const best = shown.filter(p => p.optimal.includes(choice)).sort((p, q) => at(p).value - at(q).value);
+  const detail = html("div", { class: "chosen", role: "status", hidden: "" });
+  const best = shown.filter(p => p.optimal.includes(choice));
   let path = "";
   best.forEach((p, i) => { path += i ? `H${a.x(at(p).value)}V${a.y(p.quality)}` : `M${a.x(at(p).value)},${a.y(p.quality)}`; });
   if (path) a.drawing.append(svg("path", { d: path, fill: "none", stroke: "var(--muted)", "stroke-width": 1.5, "stroke-dasharray": "5 4" }));
@@ -178,11 +201,27 @@ function drawFrontier(box, spec, redraw) {
     describe(mark, `${p.name}\n${spec.y_label} ${show(p.quality)} (${show(p.low)} to ${show(p.high)})\n`
       + spec.costs.map(c => `${c.label}: ${show(p.costs[c.key].value)}`).join("\n")
       + (optimal ? "\nno other point beats it" : "\nanother point is at least as good and costs less"));
+    const choose = () => { spec.picked = p; showPoint(detail, spec, p); };
+    mark.addEventListener("click", choose);
+    mark.addEventListener("keydown", event => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); } });
     a.drawing.append(mark);
   }
   const spot = p => [a.x(at(p).value), a.y(p.quality)];
-  nameBest(a, best.map(p => [p, ...spot(p)]), shown.map(spot));
-  box.append(a.drawing);
+  const named = [...best, ...shown.filter(p => !best.includes(p))];
+  namePoints(a, named.map(p => [p, ...spot(p), best.includes(p) ? "name" : "name beaten"]), shown.map(spot));
+  wireKeys(a.drawing);
+  box.append(a.drawing, detail);
+  if (spec.picked) showPoint(detail, spec, spec.picked);
+}
+
+// What a chosen point is, where its run stands in this page, and the command that runs it.
+function showPoint(place, spec, p) {
+  const name = html("strong", {}, p.name), run = html("p", {}, "run: ");
+  run.append(p.section === null ? html("code", {}, p.folder) : html("a", { href: `#section-${p.section}` }, p.folder));
+  const costs = spec.costs.map(c => `${c.label} ${show(p.costs[c.key].value)}`).join(", ");
+  place.replaceChildren(name, html("p", {}, `${spec.y_label} ${show(p.quality)} (${show(p.low)} to ${show(p.high)}); ${costs}`), run);
+  if (p.command) place.append(command(p.command));
+  place.hidden = false;
 }
 
 function drawLines(box, spec, redraw) {
@@ -200,10 +239,11 @@ function drawLines(box, spec, redraw) {
       if (i % every && i !== s.x.length - 1) return;
       const mark = symbol(index, a.x(v), a.y(s.y[i]), 3.6);
       mark.setAttribute("fill", ink);
-      describe(mark, `${s.name}\n${spec.x_label} ${show(v)}\n${spec.y_label} ${show(s.y[i])}`);
+      describe(mark, `${s.name}\n${spec.x_label} ${show(v)}\n${spec.y_label} ${show(s.y[i])}`, shown.indexOf(s), Math.ceil(i / every));
       a.drawing.append(mark);
     });
   }
+  wireKeys(a.drawing);
   box.append(a.drawing);
 }
 
@@ -223,8 +263,7 @@ function grid(box, spec, values, texts) {
       if (value === null) continue;
       const share = (value - spec.low) / (spec.high - spec.low || 1);
       const mark = svg("rect", { x: left + c * cell + 0.5, y: at(r) + 0.5, width: Math.max(1, cell - 1), height: height - 1, fill: shade(share) });
-      mark.classList.add("mark");
-      mark.dataset.tip = `${spec.row_name} ${spec.rows[r]}, ${spec.column_name} ${spec.columns[c]}\n${spec.value_name} ${show(value)}`;
+      describe(mark, `${spec.row_name} ${spec.rows[r]}, ${spec.column_name} ${spec.columns[c]}\n${spec.value_name} ${show(value)}`, up ? rows - 1 - r : r, c);
       drawing.append(mark);
       const word = texts ? texts[r][c] : (rows * columns <= 400 && cell > 34 ? (spec.high <= 1 ? value.toFixed(2) : show(Number(value.toPrecision(3)))) : null);
       if (word) drawing.append(svg("text", { x: left + (c + 0.5) * cell, y: at(r) + height / 2 + 4, "text-anchor": "middle", style: `fill:${inkOn(share)};pointer-events:none` }, word));
@@ -233,6 +272,7 @@ function grid(box, spec, values, texts) {
   for (let c = 0; c < columns; c += every) drawing.append(svg("text", { class: "tick", x: left + (c + 0.5) * cell, y: total - bottom + 15, "text-anchor": "middle" }, spec.columns[c]));
   drawing.append(svg("text", { x: left + (width - left) / 2, y: total - 6, "text-anchor": "middle" }, spec.x_label));
   drawing.append(svg("text", { x: -(top + rows * height / 2), y: 13, transform: "rotate(-90)", "text-anchor": "middle" }, spec.y_label));
+  wireKeys(drawing);
   return drawing;
 }
 
@@ -255,7 +295,6 @@ function drawBars(box, spec, redraw) {
   const shown = spec.series.filter(s => !off.has(s.name)), used = shown.length ? shown : spec.series;
   const places = spec.labels.map((_, i) => i);
   const a = axes(box, { ...spec, x_label: "" }, [-0.5, spec.labels.length - 0.5], [0, ...used.flatMap(s => s.values)]);
-  a.drawing.querySelectorAll(".tick").forEach(t => { if (t.getAttribute("text-anchor") === "middle") t.remove(); });
   const slot = (a.x(1) - a.x(0)) * 0.84, zero = a.y(0);
   for (const i of places) {
     const every = Math.max(1, Math.ceil(26 / (slot / 0.84)));
@@ -268,6 +307,7 @@ function drawBars(box, spec, redraw) {
       a.drawing.append(mark);
     });
   }
+  wireKeys(a.drawing);
   a.drawing.append(svg("text", { x: a.width / 2, y: a.height - 6, "text-anchor": "middle" }, spec.x_label));
   box.append(a.drawing);
 }

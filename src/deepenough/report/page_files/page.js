@@ -72,7 +72,7 @@ function drawTokens(box, spec) {
   const text = html("div", { class: "tokens" });
   spec.tokens.forEach((token, i) => {
     const share = spec.depth[i] === null ? null : spec.depth[i] / spec.last;
-    const button = html("button", { type: "button", "aria-label": `${token}: ${spec.depth[i] === null ? "read, not written" : `layer ${spec.depth[i]} of ${spec.last}`}` }, token);
+    const button = html(spec.lens ? "button" : "span", { ...(spec.lens ? { type: "button" } : { role: "img" }), class: "token", "aria-label": `${token}: ${spec.depth[i] === null ? "read, not written" : `layer ${spec.depth[i]} of ${spec.last}`}` }, token);
     button.dataset.tip = spec.depth[i] === null ? "part of the prompt" : `layer ${spec.depth[i]} of ${spec.last}`;
     if (share !== null) { button.style.background = shade(share); button.style.color = inkOn(share); }
     if (spec.lens) {
@@ -82,6 +82,7 @@ function drawTokens(box, spec) {
     }
     text.append(button);
   });
+  wireKeys(text);
   box.append(text);
   scaleBar(box, { low: 0, high: spec.last, value_name: spec.depth_name });
 }
@@ -105,19 +106,12 @@ function drawFigure(figure, spec) {
 
 function showData(place, spec) {
   const box = html("div", { class: "data", tabindex: "0", role: "region", "aria-label": `data of ${spec.title}` });
-  const content = TABLES[spec.kind](spec), table = html("table"), head = html("tr");
-  for (const name of content.columns) head.append(html("th", { scope: "col" }, name));
-  table.append(head);
-  for (const row of content.rows) {
-    const line = html("tr");
-    for (const value of row) line.append(html("td", {}, show(value)));
-    table.append(line);
-  }
-  box.append(table);
+  box.append(...dataTable(spec));
   place.append(box);
 }
 
 function wireData(figure, spec) {
+  figure.querySelector(".tools .command").replaceWith(...command(spec.command).children);
   const button = figure.querySelector("button.show-data");
   button.addEventListener("click", () => {
     const open = button.getAttribute("aria-expanded") === "true";
@@ -138,18 +132,19 @@ function wireTips() {
     tip.style.top = `${Math.max(4, y - box.height - 10)}px`;
   }
   const marked = event => event.target.closest?.("[data-tip]");
-  document.addEventListener("pointermove", event => {
+  for (const kind of ["pointermove", "pointerdown"]) document.addEventListener(kind, event => {
     const mark = marked(event);
     if (mark) at(event.clientX, event.clientY, mark.dataset.tip);
     else if (!document.activeElement?.dataset?.tip) tip.hidden = true;
   });
-  document.addEventListener("focusin", event => {
-    const mark = marked(event);
+  function atFocus() {
+    const mark = document.activeElement?.closest("[data-tip]");
     if (!mark) { tip.hidden = true; return; }
     const box = mark.getBoundingClientRect();
     at(box.right, box.top, mark.dataset.tip);
-  });
-  document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
+  }
+  document.addEventListener("focusin", atFocus);
+  document.addEventListener("scroll", atFocus, { passive: true });  // focus itself may scroll
   document.addEventListener("keydown", event => { if (event.key === "Escape") tip.hidden = true; });
 }
 

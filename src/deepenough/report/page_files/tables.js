@@ -27,3 +27,56 @@ const TABLES = {
   }),
   image: () => ({ columns: ["a picture of the figure beside it"], rows: [] }),
 };
+
+// A command that can be taken along.
+function command(text) {
+  const line = html("div", { class: "tools" }), code = html("code", { class: "command" }, text);
+  const button = html("button", { type: "button", class: "copy" }, "Copy");
+  button.addEventListener("click", async () => {
+    try { await navigator.clipboard.writeText(text); button.textContent = "Copied"; }
+    catch { getSelection().selectAllChildren(code); button.textContent = "Selected"; }
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  });
+  line.append(code, button);
+  return line;
+}
+
+function csv(content) {
+  const cell = v => v === null || v === undefined ? "" : /[",\n\r]/.test(v) ? `"${String(v).replaceAll('"', '""')}"` : String(v);
+  return [content.columns, ...content.rows].map(row => row.map(cell).join(",")).join("\r\n");
+}
+
+function less(a, b) {
+  if (typeof a === "number" && typeof b === "number") return a - b;
+  return String(a ?? "").localeCompare(String(b ?? ""), undefined, { numeric: true });
+}
+
+// The data of a figure as a table that a press on a column's name sorts, and as a file to save.
+function dataTable(spec) {
+  const content = TABLES[spec.kind](spec), table = html("table"), head = html("tr"), body = html("tbody");
+  function fill(rows) {
+    body.replaceChildren(...rows.map(row => {
+      const line = html("tr");
+      for (const value of row) line.append(html("td", {}, show(value)));
+      return line;
+    }));
+  }
+  content.columns.forEach((name, column) => {
+    const cell = html("th", { scope: "col" }), button = html("button", { type: "button" }, name);
+    button.addEventListener("click", () => {
+      const down = cell.getAttribute("aria-sort") === "ascending";
+      for (const other of head.children) other.removeAttribute("aria-sort");
+      cell.setAttribute("aria-sort", down ? "descending" : "ascending");
+      fill([...content.rows].sort((a, b) => (down ? -1 : 1) * less(a[column], b[column])));
+    });
+    cell.append(button);
+    head.append(cell);
+  });
+  fill(content.rows);
+  const top = html("thead");
+  top.append(head);
+  table.append(top, body);
+  const save = html("a", { class: "save", download: `${spec.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}.csv`,
+    href: `data:text/csv;charset=utf-8,${encodeURIComponent(csv(content).replace(/[\uD800-\uDFFF]/gu, "\uFFFD"))}` }, "Save as CSV");
+  return [save, table];
+}

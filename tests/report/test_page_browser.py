@@ -1,0 +1,262 @@
+"""The report in a real browser: Chromium, from a file, without a network."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from deepenough.report.page import compose, read_sources
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
+HOME, LEFT, RIGHT, DOWN = "\ue011", "\ue012", "\ue014", "\ue015"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("chromium or chromedriver is not installed: apt-get install chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    switches: tuple[str, ...] = (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+    )
+    # No name resolves; and what is scrolled to is there at once.
+    switches += ("--host-resolver-rules=MAP * ~NOTFOUND", "--force-prefers-reduced-motion")
+    for switch in (*switches, "--window-size=1200,900"):
+        options.add_argument(switch)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def file(
+    browser: Any, folders: list[Path], evil: str, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    file = tmp_path_factory.mktemp("report") / "report.html"
+    file.write_text(compose(read_sources(folders), evil))
+    return file
+
+
+@pytest.fixture
+def page(browser: Any, file: Path) -> Iterator[Any]:
+    """The report opened from a file; whatever is done to it, the console stays silent."""
+    browser.get_log("browser")
+    browser.get(file.as_uri())
+    assert browser.current_url.startswith("file://")
+    assert browser.execute_script("return document.documentElement.dataset.ready") == "true"
+    yield browser
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+def all_of(page: Any, selector: str) -> list[Any]:
+    return page.find_elements("css selector", selector)
+
+
+def figure(page: Any, title: str) -> Any:
+    return next(f for f in all_of(page, "figure") if title in f.text)
+
+
+def test_charts_are_drawn_and_markup_is_shown_as_text(page):
+    assert all(f.find_elements("css selector", "svg, img, button") for f in all_of(page, "figure"))
+    assert len(all_of(page, ".chart svg .mark")) > 40
+    assert page.execute_script("return document.images.length") == 1  # the moving picture alone
+    assert "onerror=alert" in page.find_element("tag name", "h1").text
+    for kind in ("svg path", "svg rect.mark", "svg circle.mark", "svg polygon.mark"):
+        assert all_of(page, f".chart {kind}"), kind
+
+
+def test_the_slider_moves_through_training(page):
+    frames = figure(page, "Move the slider")
+    slider = frames.find_element("css selector", "input[type=range]")
+    colors = "return [...arguments[0].querySelectorAll('rect')].map(r => r.getAttribute('fill'))"
+
+    def told() -> str:
+        return str(frames.find_element("css selector", "output").text)
+
+    assert told().startswith("400")
+    painted = page.execute_script(colors, frames)
+    slider.send_keys(HOME)
+    assert told().startswith("0, temperature 1: ")
+    assert page.execute_script(colors, frames) != painted
+    slider.send_keys(RIGHT)
+    assert told().startswith("10, ")
+    slider.send_keys(LEFT)
+    assert told().startswith("0, ")
+
+
+def test_tokens_are_shaded_and_open_their_lens(page):
+    tokens = figure(page, "Choose a token").find_elements("css selector", ".tokens button")
+    shades = {token.value_of_css_property("background-color") for token in tokens}
+    assert len(tokens) == 5 and len(shades) > 1
+    tokens[0].send_keys(RIGHT, RIGHT, RIGHT)
+    assert page.switch_to.active_element == tokens[3]
+    tokens[3].send_keys(ENTER)
+    dialog = page.find_element("id", "lens")
+    assert dialog.is_displayed() and "onerror" in dialog.text
+    rows = dialog.find_elements("css selector", "tr")
+    assert len(rows) == 1 + 4 and "w3" in rows[1].text
+    dialog.find_element("css selector", "button").click()
+    assert not dialog.is_displayed()
+    assert page.switch_to.active_element == tokens[3]
+    tokens[0].click()
+    assert dialog.is_displayed() and "after “The”" in dialog.text
+    page.switch_to.active_element.send_keys(ESCAPE)
+    assert not dialog.is_displayed()
+
+
+def test_written_tokens_are_shaded_by_depth(page):
+    tokens = figure(page, "How deep").find_elements("css selector", ".tokens .token")
+    prompt, early, late = (token.value_of_css_property("background-color") for token in tokens)
+    assert prompt == "rgba(0, 0, 0, 0)"
+    assert early == "rgba(85, 92, 111, 1)"  # a third of the way from dark to bright
+    assert late == "rgba(254, 232, 56, 1)"  # all layers: the brightest
+
+
+def test_the_frontier_changes_its_cost_and_hides_groups(page):
+    chart = figure(page, "agreement against cost")
+    assert len(chart.find_elements("css selector", "svg .mark")) == 3
+    select = chart.find_element("css selector", "select")
+    select.send_keys("blocks")
+    assert "blocks run per token" in chart.find_element("css selector", ".chart").text
+    buttons = chart.find_elements("css selector", ".legend button")
+    next(b for b in buttons if b.text == "exit").click()
+    assert len(chart.find_elements("css selector", ".chart > svg .mark")) == 1
+    pressed = [
+        b.get_attribute("aria-pressed")
+        for b in chart.find_elements("css selector", ".legend button")
+    ]
+    assert pressed == ["true", "false"]
+
+
+def test_a_point_tells_its_run_and_its_command(page, evil):
+    chart = figure(page, "agreement against cost")
+    first = chart.find_element("css selector", "svg .mark[tabindex='0']")
+    detail = chart.find_element("css selector", ".chosen")
+    assert not detail.is_displayed()
+    first.send_keys(RIGHT, ENTER)  # from the cheapest to the next
+    assert "worse" in detail.text and f"run worse {evil}" in detail.text
+    link = detail.find_element("css selector", "a")
+    target = page.find_element("css selector", link.get_dom_attribute("href"))
+    assert target.text.startswith("Shortcuts")
+    page.execute_script("arguments[0].dispatchEvent(new MouseEvent('click'))", first)
+    assert "early" in detail.text
+
+
+def test_one_tab_leaves_a_chart_and_focus_is_seen(page):
+    chart = figure(page, "How early the model knows")
+    marks = chart.find_elements("css selector", "svg .mark")
+    assert len(marks) >= 4
+    page.execute_script("arguments[0].focus()", marks[0])
+    assert marks[0].value_of_css_property("stroke-width") == "3px"
+    tip = page.find_element("css selector", ".tip")
+    assert tip.is_displayed() and "layer 0" in tip.text
+    marks[0].send_keys(RIGHT)
+    assert page.switch_to.active_element == marks[1] and "layer 1" in tip.text
+    marks[1].send_keys(TAB)
+    after = page.switch_to.active_element
+    assert after.tag_name == "button" and after.text == "Data"
+
+
+def test_cells_of_a_table_of_colours_are_reached_by_arrows(page):
+    heat = figure(page, "Tokens of the program: gate")
+    cells = heat.find_elements("css selector", "svg .mark")
+    assert len(cells) == 4
+    page.execute_script("arguments[0].focus()", cells[0])
+    cells[0].send_keys(DOWN)
+    assert page.switch_to.active_element == cells[2]
+    cells[2].send_keys(RIGHT)
+    assert page.switch_to.active_element == cells[3]
+    cells[3].send_keys(RIGHT)  # there is nothing more
+    assert page.switch_to.active_element == cells[3]
+
+
+def test_data_is_sorted_and_saved(page):
+    chart = figure(page, "agreement against cost")
+    chart.find_element("css selector", ".show-data").click()
+
+    def names() -> list[str]:
+        return [c.text for c in chart.find_elements("css selector", "tbody td:first-child")]
+
+    assert names() == ["all", "early", "worse"]
+    quality = chart.find_elements("css selector", "th button")[2]
+    assert quality.text == "agreement"
+    quality.click()
+    assert names() == ["worse", "early", "all"]
+    quality.click()
+    assert names() == ["all", "early", "worse"]
+    saved = chart.find_element("css selector", "a.save")
+    assert saved.get_dom_attribute("download") == "agreement-against-cost.csv"
+    lines = unquote(saved.get_dom_attribute("href").partition(",")[2]).split("\r\n")
+    assert lines[0].startswith("name,group,agreement,") and len(lines) == 4
+    assert lines[2].startswith("early,exit,0.94,")
+
+
+def test_data_is_behind_a_button(page):
+    chart = figure(page, "agreement against cost")
+    button = chart.find_element("css selector", ".show-data")
+    button.click()
+    rows = chart.find_elements("css selector", ".data tr")
+    assert len(rows) == 4 and "0.94" in rows[2].text
+    button.click()
+    assert not chart.find_elements("css selector", ".data")
+    for other in all_of(page, ".show-data"):  # and every figure has some
+        page.execute_script("arguments[0].click()", other)
+    assert len(all_of(page, ".data th")) > 20
+
+
+def test_the_theme_switches(page):
+    def ground() -> str:
+        return str(page.find_element("tag name", "body").value_of_css_property("background-color"))
+
+    before = ground()
+    page.find_element("id", "theme").send_keys(ENTER)
+    assert ground() != before
+    page.refresh()  # the choice is kept
+    assert ground() != before
+    page.find_element("id", "theme").click()
+    assert ground() == before
+
+
+#: Texts of one drawing that lie on one another by more than a hair.
+OVERLAPS = """
+return [...document.querySelectorAll('.chart svg')].flatMap(svg => {
+  const texts = [...svg.querySelectorAll('text')].filter(t => t.textContent);
+  const boxes = texts.map(t => t.getBoundingClientRect());
+  return texts.flatMap((t, i) => texts.slice(i + 1).filter((_, k) => {
+    const a = boxes[i], b = boxes[i + 1 + k];
+    return Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+      && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+  }).map(u => `${svg.getAttribute('aria-label')}: ${t.textContent} / ${u.textContent}`));
+});
+"""
+
+
+def test_no_label_covers_another(page):
+    assert page.execute_script(OVERLAPS) == []
+
+
+def test_a_phone_needs_no_sideways_scrolling(page):
+    metrics = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        page.refresh()
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 360
+        sizes = (
+            "return Math.min(...[...document.querySelectorAll('svg text')]"
+            ".filter(t => t.textContent).map(t => t.getBoundingClientRect().height))"
+        )
+        assert page.execute_script(sizes) >= 10
+        assert page.execute_script(OVERLAPS) == []
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
