@@ -42,6 +42,8 @@ log = logging.getLogger("deepenough")
 
 _RIDGE = 1e-3
 """Of the closed form. Training goes on from it, so that little depends on the best one."""
+_FIT_TEXTS = 512
+"""Texts to which the closed form is fitted: many more tokens than a map has columns."""
 
 
 @dataclass
@@ -190,6 +192,8 @@ def fit_start(
     adapter: Adapter, texts: Sequence[Written], scale_D: Tensor, layers: int, batch: int = 16
 ) -> Adapted:
     """Maps in closed form behind each of the first layers, which are not changed yet."""
+    number = len(texts)
+    texts = texts[:: -(-number // _FIT_TEXTS)]
     log.info("fitting maps behind the first %d layers to %d texts", layers, len(texts))
     device, width = adapter.model.device, adapter.width
     sums = [Sums.of(1, width, device) for _ in range(layers)]
@@ -205,7 +209,7 @@ def fit_start(
             f"{needed}: raise text.tokens."
         )
     maps = [each.solve(_RIDGE) for each in sums]
-    meta = {"model": adapter.identity(), "fit": {"texts": len(texts), "layers": layers}}
+    meta = {"model": adapter.identity(), "fit": {"texts": number, "layers": layers}}
     cpu = [(matrix.cpu(), bias.cpu()) for matrix, bias in maps]
     return Adapted({}, cpu, scale_D.cpu(), meta)
 

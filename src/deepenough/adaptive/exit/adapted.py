@@ -62,7 +62,8 @@ class Adapted:
                 raise ValueError(f"the map of layer {number} has the shape {tuple(matrix.shape)}")
         if not self.maps:
             raise ValueError("there is no map")
-        self._copies: dict[int, PreTrainedModel] = {}
+        self._copy: tuple[PreTrainedModel, PreTrainedModel] | None = None
+        """A model, and its first layers as they were made for it last."""
 
     @property
     def num_layers(self) -> int:
@@ -80,11 +81,11 @@ class Adapted:
 
     def layers_of(self, adapter: Adapter) -> PreTrainedModel:
         """The model's first layers, copied and changed; made once, however many drafts use it."""
-        key = id(adapter.model)
-        if key not in self._copies:
-            self._copies = {key: first_layers(adapter, self.num_layers)}
-            merge(adapt(self._copies[key]), self.changes)
-        return self._copies[key]
+        if self._copy is None or self._copy[0] is not adapter.model:
+            short = first_layers(adapter, self.num_layers)
+            merge(adapt(short), self.changes)
+            self._copy = adapter.model, short
+        return self._copy[1]
 
     # -- files -------------------------------------------------------------------------------
 
