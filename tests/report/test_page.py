@@ -44,7 +44,7 @@ def test_every_section_is_there_with_its_figures_and_commands(folders, tmp_path,
         "Frontier", "PAR search", "Language model", "Shortcuts", "Ponder", "Lazy",
     ]  # fmt: skip
     for sentence in (
-        "As good within the intervals, and 2.00 times as fast: “early”",
+        "The intervals do not tell it from “early”, which is 2.00 times as fast",
         "The search chose ad (1 attention, 1 dense)",
         "saves 25.0 % of the layers",
         "Parity harder than any of them: 90.0 % right",

@@ -177,13 +177,13 @@ def test_classifiers_over_ways_of_stopping(tmp_path, labels):
     grid = {"grid.threshold": [1.0, 0.01], "grid.passes": [3, 1], "grid.confidence": [0.6]}
     content = compared(tmp_path, labels, **grid, **{"data.limit": 16, "data.batch_size": 8})
     points = by_name(content)
-    assert list(points) == ["3 passes", "1 passes", "halt 1", "halt 0.01", "sure 0.6"]
+    assert list(points) == ["3 passes", "1 pass", "halt 1", "halt 0.01", "sure 0.6"]
     for point in points.values():
         assert point["flops"] == pytest.approx(point["flops_counted"], rel=1e-6)
     assert points["3 passes"]["layers"] == points["halt 1"]["layers"] == 3.0
     assert points["3 passes"]["quality"] == points["halt 1"]["quality"]
-    assert points["1 passes"]["layers"] == points["halt 0.01"]["layers"] == 1.0
-    assert "layers" in points["1 passes"]["optimal"]
+    assert points["1 pass"]["layers"] == points["halt 0.01"]["layers"] == 1.0
+    assert "layers" in points["1 pass"]["optimal"]
     asked = f"deepenough ponder eval {labels} --exit.exit quantile --exit.threshold 0.01"
     assert points["halt 0.01"]["command"] == asked
 
@@ -191,9 +191,9 @@ def test_classifiers_over_ways_of_stopping(tmp_path, labels):
 def test_translators_over_epsilons_and_steps(tmp_path, translator):
     grid = {"grid.epsilon": [0.0, 0.9], "grid.steps": [1]}
     points = by_name(compared(tmp_path, translator, **grid, **{"data.limit": 4}))
-    assert list(points) == ["all steps", "1 steps", "ε 0", "ε 0.9"]
+    assert list(points) == ["all steps", "1 step", "ε 0", "ε 0.9"]
     assert points["all steps"]["layers"] == points["ε 0"]["layers"] == 3.0 + 2.0
-    assert points["1 steps"]["layers"] == 1.0 + 2.0
+    assert points["1 step"]["layers"] == 1.0 + 2.0
     assert points["ε 0.9"]["flops"] < points["ε 0"]["flops"]
     for point in points.values():
         # Rows that have ended go on as padding, which torch counts.

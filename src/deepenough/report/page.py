@@ -32,6 +32,7 @@ from deepenough.runs import RunFolder
 
 MAX_BYTES = 6_000_000
 MAX_HALVINGS = 8
+SCRIPTS = ("charts.js", "frontier.js", "tables.js", "page.js")
 
 #: What can be shown of a run, in this order; None where it has no such data.
 PARTS: tuple[Callable[[Run, str, Limits], Part | None], ...] = (
@@ -173,7 +174,7 @@ def _render(sources: Sources, sections: Sequence[Section], title: str) -> str:
     return Template(_file("page.html")).substitute(
         title=html.escape(title),
         css=_file("page.css"),
-        script="\n".join(_file(name) for name in ("charts.js", "tables.js", "page.js")),
+        script="\n".join(map(_file, SCRIPTS)),
         figures=spelt,
         links="".join(
             f'<a href="#section-{n}" title="{html.escape(s.title)}">{html.escape(s.short)}</a>'

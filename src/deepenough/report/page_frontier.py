@@ -91,11 +91,11 @@ def _choice(frontier: Frontier) -> list[str]:
         said += f", {first['milliseconds'] / best['milliseconds']:.2f} times as fast as "
         said += f"“{frontier.name_of(first)}”"
     if quick is best:
-        return [f"{said}; nothing as good within the intervals is quicker."]
+        return [f"{said}; nothing that the intervals do not tell from it is quicker."]
     times = best["milliseconds"] / quick["milliseconds"]
     return [
-        f"{said}. As good within the intervals, and {times:.2f} times as fast: "
-        f"“{frontier.name_of(quick)}”, {frontier.quality} {quick['quality']:.4g}, "
+        f"{said}. The intervals do not tell it from “{frontier.name_of(quick)}”, which is "
+        f"{times:.2f} times as fast: {frontier.quality} {quick['quality']:.4g}, "
         f"{quick['layers']:.1f} blocks per {frontier.unit} instead of {best['layers']:.1f}."
     ]
 

@@ -73,7 +73,9 @@ class LabelCandidate:
     def points(self) -> Sequence[OperatingPoint]:
         last, grid = self.model.num_passes, self.entry.grid
         fixed = grid.passes or sorted({last, (last + 1) // 2, max(1, last // 4)}, reverse=True)
-        found = [OperatingPoint(f"{n} passes", {"passes": n}, "fixed depth") for n in fixed]
+        found = [
+            OperatingPoint(f"{n} pass{'es' * (n > 1)}", {"passes": n}, "fixed depth") for n in fixed
+        ]
         if self.model.has_halting:
             values = grid.threshold or [0.95, 0.8, 0.5]
             found += [OperatingPoint(f"halt {v:g}", {"threshold": v}) for v in values]

@@ -70,7 +70,9 @@ class TranslationCandidate:
             config.check_steps(each, "encoder_steps")
             told = f"{command} --search.encoder_steps {each}"
             setting = {"encoder_steps": each}
-            found.append(OperatingPoint(f"{each} steps", setting, "fixed depth", told))
+            found.append(
+                OperatingPoint(f"{each} step{'s' * (each > 1)}", setting, "fixed depth", told)
+            )
         for value in epsilons if self.mechanism == "lazy" else ():
             config.check_epsilon(value, "epsilon")
             told = f"{command} --search.epsilon {value:g}"

@@ -30,7 +30,9 @@ const TABLES = {
 
 // A command that can be taken along.
 function command(text) {
-  const line = html("div", { class: "tools" }), code = html("code", { class: "command" }, text);
+  const line = html("div", { class: "tools" }), code = html("code", { class: "command" });
+  // Word by word, so that a line ends between two of them and not within a name of an option.
+  for (const word of text.split(/(?<= )/)) code.append(html("span", {}, word));
   const button = html("button", { type: "button", class: "copy" }, "Copy");
   button.addEventListener("click", async () => {
     try { await navigator.clipboard.writeText(text); button.textContent = "Copied"; }
