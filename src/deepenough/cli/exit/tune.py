@@ -22,7 +22,8 @@ def main(argv: list[str]) -> int:
     if tuned is None:
         print(f"{settings.model.name} has written; go on with --resume and --until head")
         return 0
-    found = {"carry": tuned.meta["before"], "tuned": tuned.meta["after"]}
+    first = "carry" if settings.head.start is None else "where it began"
+    found = {first: tuned.meta["before"], "tuned": tuned.meta["after"]}
     if tuned.adapted is not None:
         layers = f"{tuned.adapted.num_layers} layers"
         found |= {layers: tuned.adapted.meta["before"], "adapted": tuned.adapted.meta["after"]}
