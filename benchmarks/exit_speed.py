@@ -14,7 +14,7 @@ the fastest.
 The tokens of every way are compared with those of `generate` on the timed prompts. Where they
 differ, the first difference is looked at: if the model's two best logits there are closer than
 0.001, it is rounding that decides, and it is counted apart. `--checked 200` times nothing but
-compares on so many prompts, `generate` in batches of eight; it needs no quiet machine.
+compares on so many prompts, all ways in batches of `--checked-at-once`; it needs no quiet machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ from deepenough.train.allocator import keep_freed_memory
 
 PROMPT_TOKENS = 32
 TIE = 1e-3
-CHECKED_AT_ONCE = 8
 ORDERS = (
     "Explain {} to a child.",
     "Write a short story about {}.",
@@ -61,7 +61,16 @@ THINGS = (
     *("the Roman army", "paper", "mountain goats", "telescopes", "singing", "winter", "maps"),
 )
 
-Way = Callable[[dict[str, Any]], Any]
+
+@dataclass
+class Way:
+    """A model that generates, and with which options."""
+
+    model: Any
+    options: dict[str, Any]
+
+    def __call__(self, prompt: dict[str, Any]) -> Any:
+        return self.model.generate(**prompt, **self.options)
 
 
 def main() -> None:
@@ -72,9 +81,8 @@ def main() -> None:
     parser.add_argument("--fit-tokens", type=int, default=30_000)
     parser.add_argument("--corpus", default="wikitext-2-raw")
     parser.add_argument("--prompts", type=int, default=6, help="prompts that are timed")
-    parser.add_argument(
-        "--checked", type=int, default=0, help="compare only, on so many"
-    )
+    parser.add_argument("--checked", type=int, default=0, help="compare only, on so many")
+    parser.add_argument("--checked-at-once", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2])
@@ -102,8 +110,8 @@ def main() -> None:
         "tuned": None if tuned is None else facts(tuned),
     }
     if arguments.checked:
-        checked = list(islice(texts, arguments.checked))
-        result |= {"prompts": len(checked), "ways": equal_tokens(model, ways, checked, arguments)}
+        checked, at_once = list(islice(texts, arguments.checked)), arguments.checked_at_once
+        result |= {"prompts": len(checked), "ways": equal_tokens(model, ways, checked, at_once)}
     else:
         timed = list(islice(texts, arguments.prompts))
         result |= {"prompts": len(timed), "rounds": arguments.rounds}
@@ -129,7 +137,7 @@ def make_ways(
     options = greedy(model, arguments.new_tokens)
 
     def way(generator: Any, **more: Any) -> Way:
-        return lambda prompt: generator.generate(**prompt, **options, **more)
+        return Way(generator, options | more)
 
     ways = {
         "generate": way(model),
@@ -264,36 +272,46 @@ def guesses(outputs: list[Any]) -> dict[str, float]:
 
 
 def equal_tokens(
-    model: Any, ways: dict[str, Way], checked: list[dict[str, Tensor]], arguments: Any
+    model: Any, ways: dict[str, Way], checked: list[dict[str, Tensor]], at_once: int
 ) -> dict[str, Any]:
-    expected = []
-    for first in range(0, len(checked), CHECKED_AT_ONCE):
-        expected += generated(model, checked[first : first + CHECKED_AT_ONCE], arguments.new_tokens)
-        print(f"generate: {len(expected)} of {len(checked)}", flush=True)
+    batches = [checked[first : first + at_once] for first in range(0, len(checked), at_once)]
+    expected: list[Tensor] = []
     result = {}
-    for name in (name for name in ways if name not in TRANSFORMERS):
-        outputs = [ways[name]({**prompt, "return_dict_in_generate": True}) for prompt in checked]
-        found = [output.sequences for output in outputs]
-        result[name] = equality(model, expected, found) | guesses(outputs)
+    for name, way in ways.items():
+        outputs = [way(padded(batch) | {"return_dict_in_generate": True}) for batch in batches]
+        found = [
+            text
+            for batch, output in zip(batches, outputs, strict=True)
+            for text in without_padding(model, batch, output.sequences)
+        ]
+        expected = expected or found  # `generate` comes first
+        result[name] = equality(model, expected, found)
+        if name not in TRANSFORMERS:
+            result[name] |= guesses(outputs)
         print(name, result[name], flush=True)
     return result
 
 
-def generated(model: Any, prompts: list[dict[str, Tensor]], new_tokens: int) -> list[Tensor]:
-    """Prompts with what transformers' own `generate` adds, as one batch padded on the left."""
-    rows = [prompt["input_ids"][0] for prompt in prompts]
-    width = max(map(len, rows))
-    padded = torch.stack([F.pad(row, (width - len(row), 0)) for row in rows])
-    mask = torch.stack([F.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
-    outputs = model.generate(input_ids=padded, attention_mask=mask, **greedy(model, new_tokens))
+def padded(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Prompts as one, padded on the left."""
+    width = max(prompt["input_ids"].shape[1] for prompt in batch)
+    return {
+        name: torch.cat([F.pad(p[name], (width - p[name].shape[1], 0)) for p in batch])
+        for name in batch[0]
+    }
+
+
+def without_padding(
+    model: Any, batch: list[dict[str, Tensor]], sequences: Tensor
+) -> Iterator[Tensor]:
+    """Every row's prompt and new tokens, up to and with its end."""
+    width = max(prompt["input_ids"].shape[1] for prompt in batch)
     ends = torch.tensor(end_tokens(model))
-    texts = []
-    for row, output in zip(rows, outputs, strict=True):
-        new = output[width:]
+    for prompt, row in zip(batch, sequences, strict=True):
+        new = row[width:]
         ended = torch.isin(new, ends).nonzero()
         new = new[: int(ended[0]) + 1] if len(ended) else new
-        texts.append(torch.cat([row, new])[None])
-    return texts
+        yield torch.cat([prompt["input_ids"], new[None]], dim=1)
 
 
 def equality(model: Any, expected: list[Tensor], found: list[Tensor]) -> dict[str, int]:

@@ -238,6 +238,27 @@ def test_writers_over_exits_agree_with_the_model_where_they_are_lossless(tmp_pat
     assert f"--mode exit --shortcuts {writer}/shortcuts" in points["exit 0"]["command"]
 
 
+def test_a_draft_head_takes_part_where_it_is_given(tmp_path, writer):
+    model, tuned = writer.parent / "llama", tmp_path / "tuned"
+    words = ["--text.tokens", "200", "--text.prompt_tokens", "8", "--text.new_tokens", "8"]
+    words += ["--text.min_chars", "10", "--text.instructions", "false", "--until", "head"]
+    words += ["--head.held_out", "2", "--head.epochs", "1", "--data", str(writer.parent)]
+    assert main(["exit", "tune", str(model), *words, "--folder", str(tuned)]) == 0
+    shape = {"data.limit": 3, "data.prompt_tokens": 8, "data.new_tokens": 6}
+    entry = {"run": str(writer), "mechanisms": ["full", "tuned"], "tuned": str(tuned)}
+    points = by_name(compared(tmp_path, entries=[entry], **shape))
+    assert list(points) == ["full", "tuned"]
+    assert points["tuned"]["quality"] == 1.0
+    assert points["tuned"]["flops"] > points["full"]["flops"]
+    assert f"--mode speculative --tuned {tuned}" in points["tuned"]["command"]
+
+
+def test_drafts_that_are_not_there_are_asked_for(tmp_path, writer):
+    entry = {"run": str(writer), "mechanisms": ["tuned"]}
+    with pytest.raises(UserError, match="give the folder that deepenough exit tune wrote"):
+        compared(tmp_path, entries=[entry])
+
+
 def test_one_run_twice_under_two_names_and_grids(tmp_path, language):
     entries = [
         {"run": str(language), "name": "long", "grid": {"mem_len": [8]}},

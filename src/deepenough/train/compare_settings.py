@@ -55,6 +55,9 @@ class Entry:
     mechanisms: list[str] | None = None
     """Which of its ways to run are measured, such as full, speculative and exit; by default all."""
 
+    tuned: str | None = None
+    """Writing: folder of deepenough exit tune for the same model; its drafts take part."""
+
     grid: Grid = field(default_factory=Grid)
 
 
@@ -90,7 +93,11 @@ class CompareSettings:
     """Folders of finished runs."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
-    """The same with more to say, in a file: each has a run and may have name, mechanisms, grid."""
+    """The same with more to say, in a file: each has a run and may have name, mechanisms, tuned,
+    grid."""
+
+    tuned: str | None = None
+    """Writing: folder of deepenough exit tune for the same model; its drafts take part."""
 
     out: str = "runs/compare"
     """Folder for frontier.json and its pictures."""
@@ -153,6 +160,7 @@ class CompareSettings:
                 "deepenough compare runs/first runs/second."
             )
         for entry in named:
+            entry.tuned = entry.tuned or self.tuned
             for name, values in vars(self.grid).items():
                 if getattr(entry.grid, name) is None:
                     setattr(entry.grid, name, values)

@@ -1,8 +1,8 @@
 """Models that write, with the shortcuts fitted for them, as candidates: agreement, over exits.
 
 Every way writes greedily after the same prompts, one text at a time: the model's own `generate`,
-the same faster (`full`), guesses that are verified (`speculative`), tokens that leave early
-(`exit`). A token agrees if it is the one that the whole model finds likeliest after the text that
+the same faster (`full`), guesses that are verified (`speculative`, and `tuned` where a draft head
+was trained), tokens that leave early (`exit`). A token agrees if it is the one that the whole model finds likeliest after the text that
 stands before it, whoever wrote that: one early difference does not count for all that follows.
 """
 
@@ -36,8 +36,9 @@ PROMPTS = 8
 PLAIN: Final = "transformers"
 FULL: Final = "full"
 SPECULATIVE: Final = "speculative"
+TUNED: Final = "tuned"
 EXIT: Final = "exit"
-MECHANISMS = (PLAIN, FULL, SPECULATIVE, EXIT)
+MECHANISMS = (PLAIN, FULL, SPECULATIVE, TUNED, EXIT)
 #: A prompt's worth of lines, and more than enough of them.
 MIN_CHARS = 400
 
@@ -61,6 +62,11 @@ class WordsCandidate:
             raise UserError(
                 f"There is no mechanism {unknown[0]!r} for {entry.run}: choose from "
                 f"{', '.join(MECHANISMS)}."
+            )
+        if entry.tuned is None and TUNED in (entry.mechanisms or []):
+            raise UserError(
+                f"{TUNED} needs drafts: give the folder that deepenough exit tune wrote for the "
+                "model, as --tuned."
             )
         fitted = resolve(ShortcutFit, overrides=_without_provenance(read_config(entry.run)))
         self.folder = Path(entry.run) / "shortcuts"
@@ -102,6 +108,9 @@ class WordsCandidate:
             for name in (PLAIN, FULL, SPECULATIVE)
             if name in self.asked
         ]
+        if self.entry.tuned is not None and TUNED in self.asked:
+            drafts = f"--mode speculative --tuned {shlex.quote(self.entry.tuned)}"
+            found.append(OperatingPoint(TUNED, {"mode": TUNED}, TUNED, f"{command} {drafts}"))
         command += f" --mode exit --shortcuts {shlex.quote(str(self.folder))} --threshold"
         values = self.entry.grid.exit or [0.99, 0.9, 0.7, 0.5]
         found += [
@@ -119,6 +128,8 @@ class WordsCandidate:
         mode = str(point.settings["mode"])
         if mode == PLAIN:
             return self.model
+        if mode == TUNED:
+            return accelerate(self.model, mode=SPECULATIVE, tuned=self.entry.tuned)
         if mode != EXIT:
             return accelerate(self.model, mode=mode)  # type: ignore[arg-type]
         policy = ConfidenceGap(float(point.settings["exit"]), float(self.num_new))
