@@ -2,8 +2,9 @@
 
 Every way writes greedily after the same prompts, one text at a time: the model's own `generate`,
 the same faster (`full`), guesses that are verified (`speculative`, and `tuned` where a draft head
-was trained), tokens that leave early (`exit`). A token agrees if it is the one that the whole model finds likeliest after the text that
-stands before it, whoever wrote that: one early difference does not count for all that follows.
+was trained), tokens that leave early (`exit`). A token agrees if it is the one that the whole model
+finds likeliest after the text that stands before it, whoever wrote that: one early difference does
+not count for all that follows.
 """
 
 from __future__ import annotations
