@@ -118,7 +118,9 @@ def main() -> None:
         result["ways"] = compare(model, ways, timed, arguments.rounds)
         result["milliseconds"] = breakdown(model, arguments.rounds)
     kind = "equal" if arguments.checked else "speed"
-    name = Path(arguments.model).name.lower() + ("" if tuned is None else "_tuned")
+    place = Path(arguments.model)
+    name = (place.parent if place.name == "model" else place).name.lower()
+    name += "" if tuned is None else "_tuned"
     save_result(f"exit_{kind}_{name}", result, arguments.save)
 
 
