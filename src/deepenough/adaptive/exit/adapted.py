@@ -15,7 +15,6 @@ Shapes: D width, R rank, I inputs and O outputs of a map.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,18 +90,15 @@ class Adapted:
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write `lora.json` and `lora.safetensors`."""
-        path = Path(folder) / TENSORS
-        tensors = {"scale": self.scale.cpu()}
+        tensors = {"scale": self.scale}
         for name, change in self.changes.items():
-            tensors |= {f"A.{name}": change.down_RI.cpu(), f"B.{name}": change.up_OR.cpu()}
+            tensors |= {f"A.{name}": change.down_RI, f"B.{name}": change.up_OR}
         for number, (matrix, bias) in enumerate(self.maps, start=1):
-            tensors |= {f"M.{number}": matrix.cpu(), f"m.{number}": bias.cpu()}
+            tensors |= {f"M.{number}": matrix, f"m.{number}": bias}
+        index = {"format": FORMAT, "version": VERSION, "layers": self.num_layers}
+        index |= {"changes": list(self.changes), "meta": self.meta}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.save_tensors(path, tensors)
-            index = {"format": FORMAT, "version": VERSION, "layers": self.num_layers}
-            index |= {"changes": list(self.changes), "meta": self.meta}
-            files.write_json(path.with_name(INDEX), index | {"sha256": files.sha256(path)})
+            files.write_described(Path(folder) / TENSORS, tensors, index)
         except (OSError, SafetensorError) as error:
             raise UserError(f"Adapted layers cannot be written to {folder}: {error}.") from error
 
@@ -116,12 +112,7 @@ class Adapted:
                 "deepenough exit tune --lora.layers wrote."
             )
         try:
-            index = json.loads(index_path.read_text(encoding="utf-8"))
-            if index["format"] != FORMAT or index["version"] > VERSION:
-                raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
-            if files.sha256(path) != index["sha256"]:
-                raise ValueError(f"{TENSORS} is not the file it describes")
-            tensors, _ = files.load_tensors(path)
+            tensors, index = files.read_described(path, FORMAT, VERSION)
             changes = {
                 name: Change(tensors[f"A.{name}"], tensors[f"B.{name}"])
                 for name in index["changes"]

@@ -18,7 +18,6 @@ Shapes: B rows, D width, S shortlist.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,16 +87,12 @@ class Carry:
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write `carry.json` and `carry.safetensors`; shortcuts in the same folder stay."""
-        path = Path(folder) / TENSORS
-        tensors = {"shortlist": self.shortlist.cpu()}
+        tensors = {"shortlist": self.shortlist}
         for number, (matrix, bias) in enumerate(self.maps, start=1):
-            tensors |= {f"B.{number}": matrix.cpu(), f"b.{number}": bias.cpu()}
+            tensors |= {f"B.{number}": matrix, f"b.{number}": bias}
+        index = {"format": FORMAT, "version": VERSION, "maps": len(self.maps), "meta": self.meta}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.save_tensors(path, tensors)
-            index = {"format": FORMAT, "version": VERSION, "maps": len(self.maps)}
-            index |= {"meta": self.meta, "sha256": files.sha256(path)}
-            files.write_json(path.with_name(INDEX), index)
+            files.write_described(Path(folder) / TENSORS, tensors, index)
         except (OSError, SafetensorError) as error:
             raise UserError(f"Carry maps cannot be written to {folder}: {error}.") from error
 
@@ -111,12 +106,7 @@ class Carry:
                 "Carry.save_pretrained wrote."
             )
         try:
-            index = json.loads(index_path.read_text(encoding="utf-8"))
-            if index["format"] != FORMAT or index["version"] > VERSION:
-                raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
-            if files.sha256(path) != index["sha256"]:
-                raise ValueError(f"{TENSORS} is not the file it describes")
-            tensors, _ = files.load_tensors(path)
+            tensors, index = files.read_described(path, FORMAT, VERSION)
             numbers = range(1, int(index["maps"]) + 1)
             maps = [(tensors[f"B.{number}"], tensors[f"b.{number}"]) for number in numbers]
             return cls(maps, tensors["shortlist"], index["meta"])

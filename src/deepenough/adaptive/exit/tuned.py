@@ -59,10 +59,8 @@ class Tuned:
         self.carry.save_pretrained(folder)
         path = Path(folder) / TENSORS
         try:
-            files.save_tensors(path, {k: v.cpu() for k, v in self.head.state_dict().items()})
             index = {"format": FORMAT, "version": VERSION, "shape": asdict(self.head.shape)}
-            index |= {"meta": self.meta, "sha256": files.sha256(path)}
-            files.write_json(path.with_name(INDEX), index)
+            files.write_described(path, self.head.state_dict(), index | {"meta": self.meta})
             if self.choice:
                 self.save_choice(folder)
             if self.shortcuts is not None:
@@ -93,13 +91,9 @@ class Tuned:
         layers = place / ADAPTED
         adapted = Adapted.from_pretrained(layers) if layers.is_dir() else None
         try:
-            index = json.loads((place / INDEX).read_text(encoding="utf-8"))
-            if index["format"] != FORMAT or index["version"] > VERSION:
-                raise ValueError(f"its format is not {FORMAT}, version {VERSION}")
-            if files.sha256(place / TENSORS) != index["sha256"]:
-                raise ValueError(f"{TENSORS} is not the file it describes")
+            tensors, index = files.read_described(place / TENSORS, FORMAT, VERSION)
             head = DraftHead(HeadShape(**index["shape"]))
-            head.load_state_dict(files.load_tensors(place / TENSORS)[0])
+            head.load_state_dict(tensors)
             choice = place / CHOICE
             chosen = json.loads(choice.read_text(encoding="utf-8")) if choice.is_file() else {}
             head.eval().requires_grad_(False)

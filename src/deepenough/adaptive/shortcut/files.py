@@ -126,6 +126,23 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise UserError(f"{path} is damaged ({error}): delete it and make it anew.") from error
 
 
+def write_described(path: Path, tensors: Mapping[str, Tensor], index: Mapping[str, Any]) -> None:
+    """One safetensors file, and beside it a JSON file of that name with the index and its hash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_tensors(path, {name: tensor.cpu() for name, tensor in tensors.items()})
+    write_json(path.with_suffix(".json"), {**index, "sha256": sha256(path)})
+
+
+def read_described(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and index of what `write_described` wrote; a `ValueError` says what is wrong."""
+    index = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    if index["format"] != kind or index["version"] > version:
+        raise ValueError(f"its format is not {kind}, version {version}")
+    if sha256(path) != index["sha256"]:
+        raise ValueError(f"{path.name} is not the file it describes")
+    return load_tensors(path)[0], index
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """One JSON file, complete or absent."""
     partial = path.with_name(path.name + ".tmp")
