@@ -31,6 +31,7 @@ GROUP_LOOKS = {
 }
 OTHER_LOOKS = (
     (style.GREEN, "^"), (style.VERMILION, "v"), (style.PURPLE, "P"), (style.SKY, "X"),
+    (style.BLACK, "D"), (style.BLUE, "o"), (style.ORANGE, "s"),
 )  # fmt: skip
 LINE_LOOK: dict[str, Any] = {"color": style.FAINT, "linewidth": 1.4}
 MARKER_LOOK: dict[str, Any] = {
