@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from exit_prompts import end_tokens, new_tokens_of, options_of, padded
 from record import save_result
 from torch import Tensor
-from torch.nn import functional as F
 
 from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.carry import INDEX, Carry
@@ -136,7 +136,7 @@ def facts(tuned: Tuned) -> dict[str, Any]:
 def make_ways(
     model: Any, carry: Carry, tuned: Tuned | None, arguments: argparse.Namespace
 ) -> dict[str, Way]:
-    options = greedy(model, arguments.new_tokens)
+    options = options_of(model, arguments.new_tokens)
 
     def way(generator: Any, **more: Any) -> Way:
         return Way(generator, options | more)
@@ -158,17 +158,6 @@ def make_ways(
     if tuned is not None and tuned.choice:
         ways["chosen"] = way(accelerate(model, **given))
     return {name: each for name, each in ways.items() if name not in arguments.without}
-
-
-def greedy(model: Any, new_tokens: int) -> dict[str, Any]:
-    end, pad = end_tokens(model), model.generation_config.pad_token_id
-    pad = end[0] if pad is None and end else pad
-    return {"do_sample": False, "max_new_tokens": new_tokens, "pad_token_id": pad}
-
-
-def end_tokens(model: Any) -> list[int]:
-    end = model.generation_config.eos_token_id
-    return end if isinstance(end, list) else [] if end is None else [end]
 
 
 def prompts(tokenizer: Any, corpus: str, split: str, test: bool) -> Iterator[dict[str, Tensor]]:
@@ -276,44 +265,25 @@ def guesses(outputs: list[Any]) -> dict[str, float]:
 def equal_tokens(
     model: Any, ways: dict[str, Way], checked: list[dict[str, Tensor]], at_once: int
 ) -> dict[str, Any]:
-    batches = [checked[first : first + at_once] for first in range(0, len(checked), at_once)]
+    rows = [prompt["input_ids"][0].tolist() for prompt in checked]
+    batches = [rows[first : first + at_once] for first in range(0, len(rows), at_once)]
+    ends = end_tokens(model)
     expected: list[Tensor] = []
     result = {}
     for name, way in ways.items():
         outputs = [way(padded(batch) | {"return_dict_in_generate": True}) for batch in batches]
-        found = [
-            text
+        new = [
+            row
             for batch, output in zip(batches, outputs, strict=True)
-            for text in without_padding(model, batch, output.sequences)
+            for row in new_tokens_of(output.sequences, max(map(len, batch)), ends)
         ]
+        found = [torch.tensor([[*row, *more]]) for row, more in zip(rows, new, strict=True)]
         expected = expected or found  # `generate` comes first
         result[name] = equality(model, expected, found)
         if name not in TRANSFORMERS:
             result[name] |= guesses(outputs)
         print(name, result[name], flush=True)
     return result
-
-
-def padded(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Prompts as one, padded on the left."""
-    width = max(prompt["input_ids"].shape[1] for prompt in batch)
-    return {
-        name: torch.cat([F.pad(p[name], (width - p[name].shape[1], 0)) for p in batch])
-        for name in batch[0]
-    }
-
-
-def without_padding(
-    model: Any, batch: list[dict[str, Tensor]], sequences: Tensor
-) -> Iterator[Tensor]:
-    """Every row's prompt and new tokens, up to and with its end."""
-    width = max(prompt["input_ids"].shape[1] for prompt in batch)
-    ends = torch.tensor(end_tokens(model))
-    for prompt, row in zip(batch, sequences, strict=True):
-        new = row[width:]
-        ended = torch.isin(new, ends).nonzero()
-        new = new[: int(ended[0]) + 1] if len(ended) else new
-        yield torch.cat([prompt["input_ids"], new[None]], dim=1)
 
 
 def equality(model: Any, expected: list[Tensor], found: list[Tensor]) -> dict[str, int]:
