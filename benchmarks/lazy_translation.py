@@ -3,11 +3,14 @@
     python benchmarks/lazy_translation.py measure --runs runs [--save]
 
 Measures every finished run in a folder that is called `lazy-<mechanism>-<seed>` on test 2016, with
-beam 4: at the steps of training; with one and a half times the encoder steps; and for lazy models
-with equilibrium exit. Its epsilon and patience are chosen on the valid split, as the cheapest whose
-loss there is at most `--loss`; the test split only sees what was chosen. Encoder seconds are those
-of batches of 32, full and stopping runs taking turns. What has been measured is kept in the folder,
-so that an interrupted command goes on.
+beam 4: at the steps of training; with one and a half times and half the encoder steps; and for lazy
+models with equilibrium exit. Its epsilon and patience are chosen on the valid split, as the
+cheapest whose loss there is at most `--loss`; the test split only sees what was chosen. Beside it
+stands the same model with as many steps for all tokens as the stopping ones make on average.
+Encoder seconds are those of batches of 32, full and stopping runs taking turns.
+
+Every run is compared with the first universal one by paired bootstrap over sentences. What has been
+measured is kept in the folder, translations included, so that an interrupted command goes on.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any
 
 import torch
 from record import save_result
+from sacrebleu.metrics import BLEU
+from sacrebleu.significance import PairedTest
 
 from deepenough.data.translation_pairs import EncodedPairs
 from deepenough.train.lazy_use import (
@@ -56,8 +61,10 @@ def main() -> None:
         if (folder / "model" / "config.json").is_file() and folder.name.count("-") == 2
     )
     kept = Kept(arguments.runs / "lazy_translation.json")
-    rows = [Measured(folder, kept).figures(arguments.loss) for folder in folders]
+    measured = [Measured(folder, kept) for folder in folders]
+    rows = [run.figures(arguments.loss) for run in measured]
     result = {"test": TEST, "beams": 4, "runs": rows, "spread": spread(rows)}
+    result["paired_bootstrap"] = paired(measured)
     save_result("lazy_translation", result, arguments.save)
 
 
@@ -72,8 +79,12 @@ class Kept:
         if key not in self.values:
             self.values[key] = make()
             self.path.write_text(json.dumps(self.values, indent=1))
-            print(key, self.values[key], flush=True)
+            print(key, self.shown(key), flush=True)
         return self.values[key]
+
+    def shown(self, key: str) -> Any:
+        value = self.values[key]
+        return value["bleu"] if isinstance(value, dict) and "bleu" in value else value
 
 
 class Measured:
@@ -99,10 +110,8 @@ class Measured:
         row["bleu"] = self.bleu("test", {})
         row["signature"] = self.signature
         if config.mechanism != "transformer":
-            more = config.encoder_steps * 3 // 2
-            row["more_steps"] = {"encoder_steps": more} | {
-                "bleu": self.bleu("test", {"encoder_steps": more})
-            }
+            row["more_steps"] = self.with_steps(config.encoder_steps * 3 // 2)
+            row["half_steps"] = self.with_steps(config.encoder_steps // 2)
         if config.mechanism == "lazy":
             row["equilibrium"] = self.equilibrium(row["bleu"], most_lost)
         return row
@@ -118,8 +127,12 @@ class Measured:
         setting = {name: chosen[name] for name in ("epsilon", "patience")}
         score = self.bleu("test", setting)
         cost = self.kept.get(f"{self.name} cost {setting}", lambda: self.cost("test", setting))
-        lost = full_bleu - score
-        return table | {"chosen": setting, "bleu": score, "bleu_lost": lost, **cost}
+        table |= {"chosen": setting, "bleu": score, "bleu_lost": full_bleu - score, **cost}
+        return table | {"same_steps_for_all": self.with_steps(round(cost["mean_steps"]))}
+
+    def with_steps(self, encoder_steps: int) -> dict[str, Any]:
+        score = self.bleu("test", {"encoder_steps": encoder_steps})
+        return {"encoder_steps": encoder_steps, "bleu": score}
 
     def tried(self, point: dict[str, Any]) -> dict[str, Any]:
         setting = {name: point[name] for name in ("epsilon", "patience")}
@@ -149,14 +162,15 @@ class Measured:
         model, pairs = self.translator.model, self.split(split)
         searches = {"full": SearchSettings(epsilon=0.0), "exit": SearchSettings(**setting)}
         seconds: dict[str, list[float]] = {"full": [], "exit": []}
-        flops = {}
+        flops, steps = {}, {}
         for _ in range(ROUNDS):
             for name, search in searches.items():
                 values = measure_encoder(model, pairs, search, BATCH)
                 seconds[name].append(values["encoder_seconds"])
-                flops[name] = values["encoder_flops"]
+                flops[name], steps[name] = values["encoder_flops"], values["encoder_depth"]
         ratios = [b / a for a, b in zip(seconds["full"], seconds["exit"], strict=True)]
         return {
+            "mean_steps": steps["exit"],
             "flops_share": flops["exit"] / flops["full"],
             "time_share": statistics.median(ratios),
             "time_shares": ratios,
@@ -170,10 +184,12 @@ class Measured:
             pairs = self.split(split)
             written = translate_pairs(*self.translator, pairs, search)
             score = bleu(written, [pair.target for pair in pairs.pairs])
-            return {"bleu": score.score, "signature": score.signature}
+            return {"bleu": score.score, "signature": score.signature, "written": written}
 
         found = self.kept.get(f"{self.name} {split} {setting}", make)
         self.signature = found["signature"]
+        if split == "test" and not setting:
+            self.written = found["written"]
         return float(found["bleu"])
 
     def split(self, name: str) -> EncodedPairs:
@@ -193,6 +209,21 @@ def spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
                "seeds": len(scores)}
         for name, scores in found.items()
     }  # fmt: skip
+
+
+def paired(runs: list[Measured]) -> dict[str, Any]:
+    """BLEU with its 95 % interval over sentences, and how likely chance is to differ as much."""
+    first = next((run for run in runs if run.config.mechanism == "universal"), None)
+    if first is None:
+        return {}
+    systems = [first, *(run for run in runs if run is not first)]
+    named = [(run.folder.name, run.written) for run in systems]
+    references = [[pair.target for pair in first.split("test").pairs]]
+    _, found = PairedTest(named, {"BLEU": BLEU()}, references, "bs")()
+    return {
+        name: {"interval": [score.mean - score.ci, score.mean + score.ci], "p": score.p_value}
+        for name, score in zip(found["System"], found["BLEU"], strict=True)
+    }
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deepenough.adaptive.lazy.config import LazyTransformerConfig
 from deepenough.adaptive.lazy.sight import Sight
 from deepenough.models.dropout import Dropout
+from deepenough.models.linear import Linear
 
 
 class Block(nn.Module):
@@ -22,17 +23,17 @@ class Block(nn.Module):
         d = config.d_model
         self.index = index
         self.attention_norm = nn.LayerNorm(d)
-        self.attention_in = nn.Linear(d, 3 * d, bias=False)
-        self.attention_out = nn.Linear(d, d, bias=False)
+        self.attention_in = Linear(d, 3 * d, bias=False)
+        self.attention_out = Linear(d, d, bias=False)
         self.with_source = with_source
         if with_source:
             self.source_norm = nn.LayerNorm(d)
-            self.source_query = nn.Linear(d, d, bias=False)
-            self.source_memory = nn.Linear(d, 2 * d, bias=False)
-            self.source_out = nn.Linear(d, d, bias=False)
+            self.source_query = Linear(d, d, bias=False)
+            self.source_memory = Linear(d, 2 * d, bias=False)
+            self.source_out = Linear(d, d, bias=False)
         self.ff_norm = nn.LayerNorm(d)
-        self.ff_in = nn.Linear(d, config.d_ff)
-        self.ff_out = nn.Linear(config.d_ff, d)
+        self.ff_in = Linear(d, config.d_ff)
+        self.ff_out = Linear(config.d_ff, d)
         self.ff_dropout = Dropout(config.ff_dropout)
 
     def forward(self, state: Tensor, signal: Tensor, sight: Sight, step: int) -> Tensor:

@@ -16,6 +16,7 @@ from deepenough.adaptive.lazy.base import IGNORED, LazyPreTrainedModel
 from deepenough.adaptive.lazy.config import LazyTransformerConfig
 from deepenough.adaptive.lazy.decoder import LazyDecoder
 from deepenough.adaptive.lazy.output import LazyOutput
+from deepenough.models.linear import Linear
 
 
 class LazyTransformerForCausalLM(LazyPreTrainedModel, GenerationMixin):
@@ -29,7 +30,7 @@ class LazyTransformerForCausalLM(LazyPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.decoder = LazyDecoder(config, self.embedding, with_source=False)
-        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output = Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(

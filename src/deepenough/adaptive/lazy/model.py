@@ -23,6 +23,7 @@ from deepenough.adaptive.lazy.decoder import LazyDecoder
 from deepenough.adaptive.lazy.encoder import LazyEncoder
 from deepenough.adaptive.lazy.output import LazyEncoderOutput, LazyOutput
 from deepenough.adaptive.lazy.sight import Source, padding_mask
+from deepenough.models.linear import Linear
 
 
 class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, GenerationMixin):
@@ -37,7 +38,7 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, GenerationMix
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.encoder = LazyEncoder(config, self.embedding)
         self.decoder = LazyDecoder(config, self.embedding, with_source=True)
-        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output = Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(
