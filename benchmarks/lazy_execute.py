@@ -1,7 +1,7 @@
 """Learning to Execute: Lazy, Universal Transformer and Transformer with equally many parameters.
 
-    python benchmarks/lazy_execute.py train --runs runs/lazy-execute
-    python benchmarks/lazy_execute.py measure --runs runs/lazy-execute [--save]
+    python benchmarks/lazy_execute.py train --runs runs/lazy-execute [--seeds 0 1]
+    python benchmarks/lazy_execute.py measure --runs runs/lazy-execute [--seeds 0 1] [--save]
 
 All read the same programs (additions and copies of up to three digits, programs of up to two nested
 operations), as many of them, in the same order, and write their answers last digit first. The
@@ -36,26 +36,22 @@ def main() -> None:
     parser.add_argument("action", choices=["train", "measure"])
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--mechanisms", nargs="*", choices=list(WIDTHS), default=list(WIDTHS))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
+    pairs = [(mechanism, seed) for seed in arguments.seeds for mechanism in arguments.mechanisms]
+    folders = [arguments.runs / f"{mechanism}-{seed}" for mechanism, seed in pairs]
     if arguments.action == "train":
-        for mechanism in arguments.mechanisms:
-            train_programs(settings_of(arguments, mechanism))
+        for folder, (mechanism, seed) in zip(folders, pairs, strict=True):
+            train_programs(settings_of(folder, mechanism, seed, arguments.steps))
         return
-    found = [m for m in arguments.mechanisms if (folder_of(arguments, m) / "model").is_dir()]
-    table = [figures(folder_of(arguments, mechanism)) for mechanism in found]
+    table = [figures(folder) for folder in folders if (folder / "model").is_dir()]
     save_result("lazy_execute", {"models": table}, arguments.save)
 
 
-def folder_of(arguments: argparse.Namespace, mechanism: str) -> Path:
-    folder: Path = arguments.runs / f"{mechanism}-{arguments.seed}"
-    return folder
-
-
-def settings_of(arguments: argparse.Namespace, mechanism: str) -> ProgramTraining:
-    folder, width = folder_of(arguments, mechanism), WIDTHS[mechanism]
+def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramTraining:
+    width = WIDTHS[mechanism]
     return ProgramTraining(
         run=RunSettings(str(folder), resume=folder.exists()),
         data=ProgramData(
@@ -71,12 +67,12 @@ def settings_of(arguments: argparse.Namespace, mechanism: str) -> ProgramTrainin
             decoder_steps=STEPS,
         ),
         train=TrainSettings(
-            steps=arguments.steps,
+            steps=steps,
             lr=1.5e-3,
             warmup=400,
             betas=[0.9, 0.98],
             threads=1,
-            seed=arguments.seed,
+            seed=seed,
             valid_every=1000,
             save_every=500,
             log_every=100,
