@@ -69,7 +69,7 @@ def draw_rest(run: Run) -> Figure | None:
         )
     mean = float((steps * share).sum())
     top = 1.2 * float(share.max())
-    axes.plot([mean], [top], marker="v", markersize=9, color=style.VERMILION, clip_on=False)
+    axes.plot([mean], [0.95 * top], marker="v", markersize=9, color=style.VERMILION)
     axes.set_title(
         f"epsilon {many['epsilon']:g}, patience {many['patience']}: "
         f"{mean:.1f} of {len(counts)} steps on average (triangle)",
