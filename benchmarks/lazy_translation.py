@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=["measure"])
     parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--loss", type=float, default=0.2, help="BLEU that may be lost on valid")
+    parser.add_argument("--loss", type=float, default=0.3, help="BLEU that may be lost on valid")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
