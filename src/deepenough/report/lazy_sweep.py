@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
@@ -67,12 +69,29 @@ def draw_epsilon_curve(run: Run) -> Figure | None:
         shares = [100.0 * point[cost] / full[cost] for point in points]
         scores = [point["bleu"] for point in points]
         axes.plot(shares, scores, color=color, marker="o", markersize=4)
-        for share, point in zip(shares, points, strict=True):
-            axes.annotate(f"{point['epsilon']:g}", (share, point["bleu"]), (-5, 4),
+        for index, point in enumerate(points):
+            offset, side = _beside_the_line(shares, scores, index)
+            axes.annotate(f"{point['epsilon']:g}", (shares[index], scores[index]), offset,
                           textcoords="offset points", fontsize=style.LABEL_SIZE,
-                          ha="right", color=style.MUTED)  # fmt: skip
+                          ha=side, color=style.MUTED)  # fmt: skip
         axes.set_xlabel(f"{name}, % of the full model's")
         axes.margins(x=0.1, y=0.15)
     left.set_ylabel("BLEU")
     left.set_title("numbers: epsilon", fontsize=style.SMALL_SIZE)
     return figure
+
+
+def _beside_the_line(
+    xs: Sequence[float], ys: Sequence[float], index: int
+) -> tuple[tuple[float, float], str]:
+    """Where a point's label crosses no line: how far from the point, in points, and on which side.
+
+    Below a valley, above and left of a line that goes on rising, above and right of all others.
+    """
+    order = sorted(range(len(xs)), key=lambda i: xs[i])
+    place = order.index(index)
+    comes_down = place > 0 and ys[order[place - 1]] > ys[index]
+    goes_up = place + 1 < len(order) and ys[order[place + 1]] > ys[index]
+    if comes_down and goes_up:
+        return (0, -12), "center"
+    return ((-5, 4), "right") if goes_up else ((5, 4), "left")
