@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from deepenough import Shortcuts
 from deepenough.__main__ import main
 from deepenough.cli.exit.shading import shade, shaded
-from deepenough.measure.exit_generation import pieces
+from deepenough.measure.exit_generation import pieces, prompt_ids
 from deepenough.models.hf import adapt
 
 WORDS = 30
@@ -104,10 +104,10 @@ def test_ctrl_c_leaves_what_there_is(model, capsys, monkeypatch) -> None:
     count = 0
     after = rows.Stops.after
 
-    def interrupted(self: Any, some: Any) -> None:
+    def interrupted(self: Any, some: Any, scores: Any) -> None:
         nonlocal count
         count += 1
-        after(self, some)
+        after(self, some, scores)
         if count == 4:
             raise KeyboardInterrupt
 
@@ -145,7 +145,14 @@ def test_calibrate_then_generate(model, shortcuts, text, capsys, tmp_path) -> No
         (["generate", "w3", "--mode", "exit"], "needs shortcuts"),
         (["generate", "w3", "--threshold", "0.5"], "give --mode exit"),
         (["generate", "w3", "--mode", "exit", "--threshold", "1.5"], "between 0 and 1"),
-        (["generate", "w3", "--mode", "exit", "--policy", "layer"], "--threshold LAYER"),
+        (
+            ["generate", "w3", "--mode", "exit", "--policy", "layer"],
+            "policy layer needs to know which",
+        ),
+        (
+            ["generate", "w3", "--mode", "exit", "--policy", "top", "--mean_length", "9"],
+            "mean_length is of use with the policy gap alone",
+        ),
         (["generate", "w3", "--chat"], "no chat template"),
     ],
 )
@@ -189,3 +196,18 @@ def test_characters_of_several_tokens_stay_whole() -> None:
     new = list("né!".encode())
     assert pieces(Bytes, list(b"a"), new) == ["n", "", "é", "!"]
     assert "".join(pieces(Bytes, list(b"a"), new[:2])) == "n\ufffd"
+
+
+def test_a_chat_template_brings_its_own_first_token() -> None:
+    def encode(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}
+
+    class Chatty:
+        chat_template = "{{ bos_token }}..."
+        __call__ = staticmethod(encode)
+
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            return "\x01" + messages[0]["content"]
+
+    assert prompt_ids(Chatty(), "a", chat=True).tolist() == [[1, ord("a")]]
+    assert prompt_ids(Chatty(), "a").tolist() == [[1, ord("a")]]

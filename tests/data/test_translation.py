@@ -68,6 +68,20 @@ def test_two_files_of_one_stem_are_divided_into_splits(tmp_path):
     assert {pair.source for part in parts.values() for pair in part} == set(lines)
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_too_few_pairs_to_hold_some_out(tmp_path, num):
+    write(tmp_path, few_en="a\n" * num, few_de="b\n" * num)
+    text = open_parallel(TranslationData(corpus=str(tmp_path / "few")))
+    with pytest.raises(UserError, match="too few to keep some for valid and test: give such files"):
+        list(text.pairs("train"))
+
+
+def test_other_test_files_are_of_folders_only(tmp_path):
+    write(tmp_path, news_en="a\n" * 60, news_de="b\n" * 60)
+    with pytest.raises(UserError, match=r"news is no folder with several test files: leave out"):
+        open_parallel(TranslationData(corpus=str(tmp_path / "news"), test="other"))
+
+
 def test_files_of_different_lengths_are_named_with_their_counts(tmp_path):
     folder = write(tmp_path, train_en="a\nb\nc\nd\n", train_de="a\nb\n")
     text = open_parallel(TranslationData(corpus=str(folder)))

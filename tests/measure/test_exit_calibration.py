@@ -192,6 +192,20 @@ def test_own_texts_are_what_the_exiting_model_writes(model, shortcuts) -> None:
         calibrate(fast, tokens, make_texts(40), **limits, text="mine")
 
 
+def test_penalties_of_the_models_own_config_are_no_loss(model, shortcuts, monkeypatch) -> None:
+    monkeypatch.setattr(model.generation_config, "repetition_penalty", 1.8)
+    fast = exiting(model, shortcuts, "shortcut", TopProbability(1.0))
+    prompts = [tokens(text)["input_ids"][:5] for text in make_texts(4)]
+    ids = torch.tensor(prompts)
+    written = fast.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)[:, 5:]
+    likeliest = losses_in_use(fast, fast._exit_early, prompts, 8)
+    assert likeliest.losses_N.sum() == 0
+    plain = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, repetition_penalty=1.0
+    )[:, 5:]
+    assert not torch.equal(written, plain)  # or this would show nothing
+
+
 def test_that_none_holds_is_said(model, shortcuts) -> None:
     """A loss that is always 1."""
 

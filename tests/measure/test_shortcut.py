@@ -226,3 +226,18 @@ def test_prompts_that_cannot_be_looked_at(make_model: Make, words: Any, texts: l
         lens(model, words, shortcuts, "  ")
     with pytest.raises(UserError, match="41 tokens and the model reads 40"):
         lens(model, words, shortcuts, "w5 " * 41)
+
+
+def test_maps_of_some_layers_alone_are_measured_there(
+    make_model: Make, words: Any, texts: list[str]
+) -> None:
+    model = make_model("gpt2")
+    shortcuts = fit(model, words, texts)
+    shortcuts.tuned = {1: (torch.eye(16), torch.zeros(16))}
+    evaluation = evaluate(model, words, shortcuts, texts[:4])
+    measured = by_place(evaluation.records())
+    assert [layer for mode, layer in measured if mode == "tuned"] == [1, 3]
+    assert measured["tuned", 1]["kl"] == pytest.approx(measured["id", 1]["kl"], abs=1e-5)
+    assert "tuned" not in evaluation.exit_modes and "mat" in evaluation.exit_modes
+    found = lens(model, words, shortcuts, "w5 w9 w7", "tuned").values
+    assert found["layers"] == [1, 3] and len(found["words"]) == 2

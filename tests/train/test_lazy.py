@@ -12,6 +12,7 @@ from deepenough.errors import UserError
 from deepenough.runs import read_records
 from deepenough.settings import resolve
 from deepenough.train.lazy import LazyTraining, train
+from deepenough.train.lazy_use import LazyEvaluation, evaluate
 from deepenough.train.translate_score import SearchSettings, bleu
 
 WORDS = {"red": "rot", "dog": "hund", "man": "mann", "big": "gross", "runs": "rennt"}
@@ -118,6 +119,9 @@ def test_epochs_become_steps(tiny, tmp_path):
         ({"fewest_encoder_steps": 3}, r"from 1 to model.encoder_steps \(2\): got 3"),
         ({"model__encoder_steps": 0}, "encoder_steps must be at least 1: got 0"),
         ({"search__beams": 0}, "search.beams must be at least 1"),
+        ({"search__epsilon": 2.0}, r"epsilon must be in \[0, 1\]"),
+        ({"model__mechanism": "universal", "search__epsilon": 0.1}, "Only lazy models have gates"),
+        ({"model__mechanism": "transformer", "search__decoder_steps": 3}, "shares no block"),
         ({"data__target": "fr"}, "has no training text"),
     ],
 )
@@ -133,6 +137,18 @@ def test_bleu_needs_as_many_references():
         bleu(["a"], [])
     with pytest.raises(UserError, match="2 translations but 1 references"):
         bleu(["a", "b"], ["a"])
+
+
+def test_a_model_without_capitals_is_measured_without_them(tiny, tmp_path):
+    upper = ["Red Dog Runs", "Big Man Runs Now"]
+    lower = [line.lower() for line in upper]
+    assert bleu(lower, upper).score < 10.0
+    measured = bleu(lower, upper, lowercase=True)
+    assert measured.score == pytest.approx(100.0) and "case:lc" in measured.signature
+    settings = tiny(tmp_path / "run", data__lowercase=True, train__steps=1)
+    train(settings)
+    values = evaluate(LazyEvaluation(settings.run.folder, search=SearchSettings(beams=1)))
+    assert "case:lc" in values["signature"]
 
 
 def test_search_settings_leave_to_the_model_what_is_not_given():

@@ -68,6 +68,8 @@ def test_a_split_or_steps_that_cannot_be_are_refused(run):
         eval_command.main([str(run), "--split", "dev"])
     with pytest.raises(UserError, match="steps must be at least 1: got 0"):
         eval_command.main([str(run), "--decoder_steps", "0"])
+    with pytest.raises(UserError, match="patience must be at least 1: got 0"):
+        eval_command.main([str(run), "--decoder_epsilon", "0.5", "--patience", "0"])
 
 
 def test_a_language_model_does_not_translate(run):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deepenough.adaptive.lazy.settings import LazySettings
+from deepenough.cli.lazy import eval as eval_command
 from deepenough.cli.lazy import plot as plot_command
 from deepenough.cli.lazy import sweep as sweep_command
 from deepenough.data.encoding import save_tokenizer
@@ -17,7 +18,7 @@ from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import joint_tokenizer
 from deepenough.errors import UserError
 from deepenough.report.lazy import write_lazy_figures
-from deepenough.report.lazy_source import epsilon_points, last_look, last_rest
+from deepenough.report.lazy_source import epsilon_points, last_look, last_rest, step_grid
 from deepenough.report.source import read_run
 from deepenough.runs import Record, append_record, read_records
 from deepenough.settings import dump
@@ -183,3 +184,49 @@ def test_a_damaged_look_is_left_out_of_the_pictures(programs, tmp_path):
     assert last_look(run) is None and last_rest(run) is None and epsilon_points(run) == []
     with pytest.raises(UserError, match="nothing of a Lazy Transformer"):
         write_lazy_figures(run, tmp_path)
+
+
+def test_sweeps_that_do_not_compare_are_not_drawn_together(make_run):
+    run = make_run("lazy")
+    words = ["--beams", "1", "--decoder_steps", "[2]"]
+    few, more = ["--sentences", "2"], ["--sentences", "4"]
+    sweep_command.main([str(run), *words, *more, "--encoder_steps", "[2,4]", "--epsilons", "[0,1]"])
+    sweep_command.main([str(run), *words, *few, "--encoder_steps", "[3]", "--epsilons", "[0.5]"])
+    assert set(step_grid(read_run(run))) == {(3, 2)}
+    assert [point["epsilon"] for point in epsilon_points(read_run(run))] == [0.5]
+    sweep_command.main([str(run), *words, *more, "--encoder_steps", "[3]", "--epsilons", "[0.5]"])
+    assert set(step_grid(read_run(run))) == {(2, 2), (3, 2), (4, 2)}
+    points = epsilon_points(read_run(run))
+    assert [point["epsilon"] for point in points] == [0.0, 0.5, 1.0]
+    flops = [point["encoder_flops"] for point in points]
+    assert flops == sorted(flops, reverse=True)
+
+
+def test_a_baseline_is_swept_without_epsilons(make_run, capsys):
+    words = ["--beams", "1", "--sentences", "2", "--decoder_steps", "[1]"]
+    assert sweep_command.main([str(make_run("universal")), *words, "--encoder_steps", "[2]"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    unshared = make_run("transformer")
+    with pytest.raises(UserError, match="shares no block and has 4"):
+        sweep_command.main([str(unshared), *words, "--encoder_steps", "[2,5]"])
+    assert {record.kind for record in read_records(unshared / "metrics.jsonl")[0]} == {"train"}
+
+
+def test_a_sweep_is_for_translators(programs):
+    with pytest.raises(UserError, match="was trained on programs, but a sweep measures BLEU"):
+        sweep_command.main([str(programs)])
+
+
+def test_the_model_of_a_run_is_drawn_into_the_run(run, tmp_path, capsys):
+    assert plot_command.main([str(run / "model")]) == 0
+    assert str(run / "plots" / "lazy_tokens.png") in capsys.readouterr().out
+    shutil.copytree(run / "model", tmp_path / "alone" / "model")
+    with pytest.raises(UserError, match="is not a run folder"):
+        plot_command.main([str(tmp_path / "alone" / "model")])
+
+
+def test_a_settings_file_may_name_the_run(programs, tmp_path, capsys):
+    config = tmp_path / "eval.yaml"
+    config.write_text(f"run: {programs}\nlength: 1\n")
+    assert eval_command.main(["--config", str(config)]) == 0
+    assert "exact" in capsys.readouterr().out

@@ -65,10 +65,25 @@ def test_a_line_beyond_the_limit_is_cut(run, caplog):
 
 
 def test_the_command_reads_standard_input(run, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("a man\n\ntwo dogs\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a man\n\ntwo dogs\n")))
     assert translate_command.main([str(run), "--beams", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[1] == ""
+
+
+@pytest.mark.parametrize("way", ["file", "standard input"])
+def test_a_line_is_a_line_whatever_stands_in_it(run, tmp_path, monkeypatch, capsys, caplog, way):
+    text = "\ufefftwo dogs\r\n".encode() + b"a man\rrides\n\xdcbel dog\n\xff\n"
+    (tmp_path / "lines").write_bytes(text)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    given = [str(tmp_path / "lines")] if way == "file" else []
+    assert translate_command.main([str(run), *given, "--beams", "1"]) == 0
+    written = capsys.readouterr().out.split("\n")
+    assert len(written) == 5 and written[-1] == ""
+    alone = translate_lines(load_translator(str(run)), ["two dogs"], SearchSettings(beams=1))
+    assert written[0] == next(alone)
+    replaced = [line for line in caplog.messages if "not UTF-8" in line]
+    assert len(replaced) == 1 and "line 3: what is not UTF-8 was replaced" in replaced[0]
 
 
 def test_a_model_without_a_run_folder_translates(run):
@@ -116,7 +131,9 @@ def test_the_eval_command(run, capsys):
     [
         (["--encoder_steps", "[0]"], "encoder_steps must be at least 1"),
         (["--epsilons", "[3.0]"], r"epsilon must be in \[0, 1\]"),
+        (["--encoder_steps", "[2,0]"], "encoder_steps must be at least 1"),
         (["--sentences", "0"], "sentences must be at least 1"),
+        (["--batch_size", "0"], "batch_size must be at least 1"),
     ],
 )
 def test_sweeps_that_cannot_be_are_refused_before_they_begin(run, words, sentence):
@@ -127,6 +144,10 @@ def test_sweeps_that_cannot_be_are_refused_before_they_begin(run, words, sentenc
 def test_what_is_missing_is_said(run, tmp_path):
     with pytest.raises(UserError, match="There is no model in"):
         load_translator(str(tmp_path))
+    with pytest.raises(UserError, match="batch_size must be at least 1: got 0"):
+        evaluate(LazyEvaluation(str(run), batch_size=0))
+    with pytest.raises(UserError, match="the valid split was asked for: leave one of them out"):
+        evaluate(LazyEvaluation(str(run), split="valid", test="test_b"))
     with pytest.raises(UserError, match="has no split 'train2'"):
         evaluate(LazyEvaluation(str(run), split="train2"))
     with pytest.raises(UserError, match="rows must be at least 1"):

@@ -128,12 +128,20 @@ def open_parallel(data: TranslationData) -> ParallelText:
     sources = None if data.corpus.startswith("hf:") else _find_files(data, languages)
     if sources is None:
         sources = _from_hub(data, languages)
+    if data.test is not None and not _is_folder(data.corpus):
+        raise UserError(
+            f"{data.corpus} is no folder with several test files: leave out test ({data.test!r})."
+        )
     missing = [split for split in ("valid", "test") if split not in sources]
     if missing:
         train = sources["train"]
         for split in ("train", *missing):
             sources[split] = partial(_held_out, train, split, missing)
     return ParallelText(data.corpus, sources)
+
+
+def _is_folder(corpus: str) -> bool:
+    return not corpus.startswith("hf:") and any(place.is_dir() for place in candidates(corpus))
 
 
 def _find_files(data: TranslationData, languages: tuple[str, str]) -> dict[str, Pairs] | None:
@@ -248,8 +256,16 @@ def _hub_pairs(rows: Any, languages: tuple[str, str], name: str) -> Iterator[Pai
 
 
 def _held_out(pairs: Pairs, wanted: str, missing: list[str]) -> Iterator[Pair]:
-    for number, pair in enumerate(pairs()):
-        place = number % HELD_OUT_EVERY
+    num_pairs = num_wanted = 0
+    for pair in pairs():
+        place = num_pairs % HELD_OUT_EVERY
+        num_pairs += 1
         split = missing[place] if place < len(missing) else "train"
         if split == wanted:
+            num_wanted += 1
             yield pair
+    if num_pairs and not num_wanted:
+        raise UserError(
+            f"{num_pairs} training pair{'s are' if num_pairs > 1 else ' is'} too few to keep some "
+            f"for {' and '.join(missing)}: give such files, or more pairs."
+        )

@@ -77,7 +77,8 @@ def prompt_ids(tokenizer: Any, prompt: str, chat: bool = False) -> Tensor:
             raise UserError("This model's tokenizer has no chat template: leave out chat.")
         message = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    return torch.tensor([tokenizer(prompt)["input_ids"]])
+    # A template has the special tokens in it.
+    return torch.tensor([tokenizer(prompt, add_special_tokens=not chat)["input_ids"]])
 
 
 def generate_told(

@@ -60,8 +60,7 @@ class AcceleratedLM(HFLM):
             model, tokenizer = load_model(pretrained, "causal", dtype)
             given: dict[str, Any] = {"mode": mode, "guarantee": guarantee, "fill": fill}
             if threshold is not None or policy is not None:
-                value = 0.9 if threshold is None else float(threshold)
-                given["policy"] = make_policy(policy or "gap", value)
+                given["policy"] = make_policy(policy or "gap", threshold)
             maps = None if shortcuts is None else Shortcuts.from_pretrained(shortcuts)
             pretrained = accelerate(model, maps, **given)
         elif not isinstance(pretrained, Accelerated):

@@ -29,10 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from deepenough.adaptive.exit.early import decode_early
 from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.leaving import EarlyExit, ExitTest
 from deepenough.adaptive.exit.own_text import Written
 from deepenough.adaptive.exit.policies import Look, ThresholdPolicy
+from deepenough.adaptive.exit.request import greedy_request
 from deepenough.adaptive.exit.scoring import ExitPass
 
 #: `loss(found, expected)` of the words `[T]` of one text, between 0 and 1.
@@ -149,43 +151,42 @@ def losses_in_use(
 ) -> ExitLosses:
     """One loss a text that the exiting model writes itself, leaving by `early`: its words against
     what the full model would have said at each place."""
-    engine, before = fast._exit_engine, fast._exit_early
+    engine = fast._exit_engine
     written: list[Written] = []
     depths: list[Tensor] = []
-    try:
-        fast._exit_early = early
-        for start in range(0, len(prompts), batch):
-            texts, depth = _written_early(fast, prompts[start : start + batch], new_tokens)
-            written += texts
-            depths += depth
-    finally:
-        fast._exit_early = before
+    with fast._exit_lock:
+        engine.refresh()
+        try:
+            for start in range(0, len(prompts), batch):
+                part = prompts[start : start + batch]
+                texts, depth = _written_early(engine, early, part, new_tokens)
+                written += texts
+                depths += depth
+        finally:
+            engine.release()
     words = [text.ids_T[text.prompt :] for text in written]
     return _losses(words, depths, full_words(engine, written, batch), loss)
 
 
 def _written_early(
-    fast: Any, prompts: Sequence[Sequence[int]], new_tokens: int
+    engine: Engine, early: EarlyExit, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> tuple[list[Written], list[Tensor]]:
-    width = max(map(len, prompts))
+    width, model = max(map(len, prompts)), engine.adapter.model
     rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    output = fast.generate(
-        input_ids=torch.tensor(rows, device=fast.device),
-        attention_mask=torch.tensor(masks, device=fast.device),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        pad_token_id=fast.generation_config.pad_token_id or 0,
+    request = greedy_request(
+        model,
+        torch.tensor(rows, device=model.device),
+        torch.tensor(masks, device=model.device),
+        new_tokens,
+        engine.adapter.max_length,
     )
-    texts, depths = [], []
-    for prompt, ids_T, depth_T in zip(
-        prompts, output.sequences.cpu(), output.trace.depth, strict=True
-    ):
-        new = int(depth_T.gt(0).sum())
-        texts.append(Written(ids_T[width - len(prompt) : width + new], torch.empty(0), len(prompt)))
-        depths.append(depth_T[:new])
-    return texts, depths
+    made = decode_early(engine, request, early).rows
+    texts = [
+        Written(torch.tensor(row.context), torch.empty(0), len(prompt))
+        for row, prompt in zip(made, prompts, strict=True)
+    ]
+    return texts, [torch.tensor(row.depths) for row in made]
 
 
 @dataclass

@@ -98,7 +98,8 @@ def evaluate(
     return evaluation
 
 
-Way = Callable[[Tensor, int], Tensor]
+#: Takes states of a layer to the last one; None where there is no map.
+Way = Callable[[Tensor, int], Tensor | None]
 
 
 def _ways(given: Sequence[Shortcuts]) -> dict[str, Way]:
@@ -106,7 +107,13 @@ def _ways(given: Sequence[Shortcuts]) -> dict[str, Way]:
 
     def way(shortcuts: Shortcuts, mode: str) -> Way:
         last = shortcuts.num_layers
-        return lambda hidden, layer: shortcuts.apply(hidden, layer, last, mode)
+
+        def take(hidden: Tensor, layer: int) -> Tensor | None:
+            if mode == "tuned" and layer not in shortcuts.tuned:  # some layers alone can be tuned
+                return None
+            return shortcuts.apply(hidden, layer, last, mode)
+
+        return take
 
     if not given:
         raise UserError("There are no shortcuts to measure: give at least one.")
@@ -212,8 +219,10 @@ class _Measuring:
             keep(mode, last, own)
         for layer in range(last):
             for mode, way in self.ways.items():
-                hidden = way(block["", layer], layer)
-                keep(mode, layer, reference.score(self.adapter.logits(hidden)))
+                mapped = way(block["", layer], layer)
+                if mapped is None:
+                    continue
+                keep(mode, layer, reference.score(self.adapter.logits(mapped)))
             for kind in self.kinds:
                 hidden = self._replaced(kind, layer, block)
                 keep(kind, layer, reference.score(self.adapter.logits(hidden)))

@@ -69,7 +69,12 @@ class Evaluation:
     @property
     def exit_modes(self) -> list[str]:
         """Modes whose confidences are known at every layer."""
-        return list(dict.fromkeys(mode for mode, _ in self.gaps))
+        modes = dict.fromkeys(mode for mode, _ in self.gaps)
+        return [
+            mode
+            for mode in modes
+            if all((mode, layer) in self.gaps for layer in range(self.num_layers + 1))
+        ]
 
     def add(self, mode: str, layer: int, scores: Scores, exits: bool) -> None:
         """Count the scores of more tokens; `exits`: keep what early exit needs of each of them."""

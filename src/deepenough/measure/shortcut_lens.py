@@ -25,18 +25,21 @@ def lens(
     prompt: str,
     mode: str | None = None,
 ) -> Record:
-    """For layers 0 to L and every token of the prompt: the likeliest word, its probability, and
-    whether it is the last layer's. A causal model predicts the next token, a masked model the token
-    itself (put its mask token where it shall guess)."""
+    """For all layers (with tuned maps: that have one) and every token of the prompt: the likeliest
+    word, its probability, and whether it is the last layer's. A causal model predicts the next
+    token, a masked model the token itself (put its mask token where it shall guess)."""
     adapter = model if isinstance(model, Adapter) else adapt(model)
     shortcuts.check_model(adapter)
     mode = mode or shortcuts.mode
     ids = _encode(adapter, tokenizer, prompt)
     states = adapter.states(ids, attention_mask=torch.ones_like(ids))
     last = adapter.num_layers
+    layers = list(range(last + 1))
+    if mode == "tuned" and shortcuts.tuned:  # perhaps of some layers alone
+        layers = sorted({*shortcuts.tuned, last})
     tokens, probabilities = [], []
-    for layer, state in enumerate(states):
-        hidden = shortcuts.apply(state[0], layer, last, mode)
+    for layer in layers:
+        hidden = shortcuts.apply(states[layer][0], layer, last, mode)
         probability, token = adapter.logits(hidden).float().softmax(-1).max(-1)
         tokens.append(token.cpu())
         probabilities.append(probability.tolist())
@@ -47,7 +50,7 @@ def lens(
             "prompt": prompt,
             "mode": mode,
             "tokens": _words(tokenizer, ids[0].tolist()),
-            "layers": list(range(last + 1)),
+            "layers": layers,
             "words": [_words(tokenizer, row.tolist()) for row in tokens],
             "probability": probabilities,
             "agrees": [(row == tokens[-1]).tolist() for row in tokens],

@@ -118,7 +118,8 @@ class Adapter:
         if flat:
             hidden_BTD = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1])
         logits_BTV = self._run_head(hidden_BTD)
-        return logits_BTV.view(*normed.shape[:-1], -1) if flat else logits_BTV
+        # Not -1 for the last: of no states at all it could be anything.
+        return logits_BTV.view(*normed.shape[:-1], logits_BTV.shape[-1]) if flat else logits_BTV
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the model would predict if `hidden` were the output of its last layer."""

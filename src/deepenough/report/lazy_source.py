@@ -100,20 +100,26 @@ def last_rest(run: Run) -> dict[str, Any] | None:
 
 def step_grid(run: Run) -> dict[tuple[int, int], float]:
     """BLEU by encoder and decoder steps, the latest of each."""
+    records = _with(run, STEPS, "encoder_steps", "decoder_steps", "bleu")
     return {
-        (record.values["encoder_steps"], record.values["decoder_steps"]): record.values["bleu"]
-        for record in _with(run, STEPS, "encoder_steps", "decoder_steps", "bleu")
+        (values["encoder_steps"], values["decoder_steps"]): values["bleu"]
+        for values in _like_the_last(records, "epsilon", "patience")
     }
 
 
 def epsilon_points(run: Run) -> list[dict[str, Any]]:
     """The measurements of the sweep over epsilons, the latest of each, in order."""
-    needed = ("epsilon", "patience", "bleu", "encoder_flops", "encoder_seconds")
-    found = {
-        (record.values["epsilon"], record.values["patience"]): record.values
-        for record in _with(run, EPSILON, *needed)
-    }
-    return [found[key] for key in sorted(found)]
+    records = _with(run, EPSILON, "epsilon", "bleu", "encoder_flops", "encoder_seconds")
+    same = ("encoder_steps", "decoder_steps", "patience")
+    found = {values["epsilon"]: values for values in _like_the_last(records, *same)}
+    return [found[epsilon] for epsilon in sorted(found)]
+
+
+def _like_the_last(records: Sequence[Record], *names: str) -> list[dict[str, Any]]:
+    """Those measured on the same sentences in the same way as the last: others do not compare."""
+    same = ("split", "test", "sentences", "beams", "decoder_epsilon", *names)
+    ways = [tuple(record.values.get(name) for name in same) for record in records]
+    return [record.values for record, way in zip(records, ways, strict=True) if way == ways[-1]]
 
 
 def _with(run: Run, kind: str, *names: str) -> list[Record]:

@@ -52,8 +52,8 @@ def _layer_lines(run: Run, command: str, limits: Limits) -> list[Shown]:
     for name, title, caption in (
         ("precision_1", "How early the model knows", "Share of tokens whose word is already the "
          "last layer's, when the layer is mapped to the last by each kind of map."),
-        ("surprisal", "Surprisal of the last layer's word", "In nats; the lower, the nearer a "
-         "layer's prediction is to the last one's."),
+        ("surprisal", "How surprised the last layer is", "At each layer's word, in nats; the "
+         "lower, the nearer a layer's prediction is to the last one's."),
     ):  # fmt: skip
         curves = layer_curves(run, name)
         if not curves:

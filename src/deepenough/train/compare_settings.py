@@ -69,7 +69,7 @@ class ComparedData:
     """A text, or a data set, named as for training; by default what the runs were trained on."""
 
     split: str | None = None
-    """Part of it; by default test, else valid."""
+    """Part of it; by default test, else valid; prompts to write after are taken from valid."""
 
     limit: int | None = None
     """At most so many segments, examples, sentences or prompts; by default as many as a minute or

@@ -18,6 +18,7 @@ import sacrebleu
 import torch
 
 from deepenough.adaptive.trace import DepthTrace
+from deepenough.data.encoding import lowers_case
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.errors import UserError
@@ -55,7 +56,7 @@ class TranslationCandidate:
         return _sentences(run, self.translator.tokenizer, data)
 
     def _quality(self, texts: list[str]) -> Interval:
-        return _bleu(texts, self.references)
+        return _bleu(texts, self.references, lowers_case(self.translator.tokenizer))
 
     def points(self) -> Sequence[OperatingPoint]:
         config, grid = self.translator.model.config, self.entry.grid
@@ -150,9 +151,10 @@ def _steps(traces: Sequence[DepthTrace]) -> float:
     return ran / real if real else 0.0
 
 
-def _bleu(translations: list[str], references: list[str]) -> Interval:
+def _bleu(translations: list[str], references: list[str], lowercase: bool) -> Interval:
     """BLEU with sacrebleu's own bootstrap over sentences."""
-    score: Any = sacrebleu.BLEU().corpus_score(translations, [references], n_bootstrap=RESAMPLES)
+    metric = sacrebleu.BLEU(lowercase=lowercase)
+    score: Any = metric.corpus_score(translations, [references], n_bootstrap=RESAMPLES)
     value = float(score.score)
     # sacrebleu gives the middle of the resampled scores and half the width of their 95 %.
     middle, half = float(score._mean), float(score._ci)

@@ -21,6 +21,7 @@ from transformers import GenerationConfig
 
 from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.costs import Costs
+from deepenough.adaptive.exit.filling import Fill
 from deepenough.adaptive.exit.policies import ConfidenceGap
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.trace import DepthTrace
@@ -77,6 +78,7 @@ class WordsCandidate:
                 "on), or leave it out."
             )
         self.shortcuts = Shortcuts.from_pretrained(self.folder)
+        self.fill: Fill = "shortcut" if self.shortcuts.targets == "all" else "copy"
         with without_bars():
             self.model, self.tokenizer = fitted.model.load()
         if not self.model.can_generate():
@@ -112,7 +114,8 @@ class WordsCandidate:
         if self.entry.tuned is not None and TUNED in self.asked:
             drafts = f"--mode speculative --tuned {shlex.quote(self.entry.tuned)}"
             found.append(OperatingPoint(TUNED, {"mode": TUNED}, TUNED, f"{command} {drafts}"))
-        command += f" --mode exit --shortcuts {shlex.quote(str(self.folder))} --threshold"
+        command += f" --mode exit --shortcuts {shlex.quote(str(self.folder))} --fill {self.fill}"
+        command += f" --max_new_tokens {self.num_new} --mean_length {self.num_new} --threshold"
         values = self.entry.grid.exit or [0.99, 0.9, 0.7, 0.5]
         found += [
             OperatingPoint(
@@ -134,16 +137,21 @@ class WordsCandidate:
         if mode != EXIT:
             return accelerate(self.model, mode=mode)  # type: ignore[arg-type]
         policy = ConfidenceGap(float(point.settings["exit"]), float(self.num_new))
-        fill: Any = "shortcut" if self.shortcuts.targets == "all" else "copy"
-        return accelerate(self.model, self.shortcuts, EXIT, policy=policy, fill=fill)
+        return accelerate(self.model, self.shortcuts, EXIT, policy=policy, fill=self.fill)
 
     @torch.inference_mode()
     def run(self, point: OperatingPoint) -> Written:
         model, made = self.models[point.name], Written()
         end = self.model.generation_config.eos_token_id
         pad = end[0] if isinstance(end, list) else end
+        # Without the penalties of the model's own config: agreement is with its likeliest word.
         config = GenerationConfig(
-            max_new_tokens=self.num_new, do_sample=False, eos_token_id=end, pad_token_id=pad
+            max_new_tokens=self.num_new,
+            do_sample=False,
+            eos_token_id=end,
+            pad_token_id=pad,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
         )
         for prompt in self.prompts:
             ids = model.generate(

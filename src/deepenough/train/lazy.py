@@ -41,7 +41,7 @@ class LazyTraining:
     )
     search: SearchSettings = field(default_factory=SearchSettings)
     epochs: float | None = 30.0
-    """Rounds over the training pairs; null to count train.steps instead."""
+    """Rounds over the training pairs, which decide train.steps; null to count these instead."""
 
     fewest_encoder_steps: int | None = None
     """Let every batch draw its encoder steps, from these to model.encoder_steps; by default all
@@ -70,6 +70,7 @@ def train(settings: LazyTraining) -> RunFolder:
     pairs = encode_splits(text, tokenizer, settings.data.max_length)
     torch.manual_seed(settings.train.seed)
     model = make_model(settings.model, tokenizer, settings.data.max_length)
+    settings.search.check_for(model)
     settings, task = _task(settings, model, tokenizer, pairs, accelerator)
     with training(settings, task, accelerator) as trainer:
         trainer.fit()

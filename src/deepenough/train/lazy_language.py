@@ -123,9 +123,14 @@ class LanguageEvaluation:
     patience: int | None = None
     """Steps in a row for which the gate must be below."""
 
+    def check(self) -> None:
+        if self.patience is not None and self.patience < 1:
+            raise UserError(f"patience must be at least 1: got {self.patience}.")
+
 
 def evaluate(settings: LanguageEvaluation) -> dict[str, Any]:
     """Perplexity, bits per byte and FLOPs per token; recorded in the run."""
+    settings.check()
     folder = model_folder(settings.run)
     try:
         with without_bars():

@@ -7,11 +7,13 @@ recorded as it is found, so that a sweep that is stopped has not been in vain.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from deepenough.adaptive.lazy.config import LAZY
 from deepenough.errors import UserError
+from deepenough.train.lazy_tasks import TRANSLATION, task_of_run
 from deepenough.train.lazy_use import (
     LazyEvaluation,
     keep_record,
@@ -23,6 +25,7 @@ from deepenough.train.translate_score import SearchSettings
 
 STEPS, EPSILON = "steps", "epsilon"
 """Kinds of the records of the two sweeps."""
+EPSILONS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 
 
 @dataclass
@@ -35,24 +38,33 @@ class LazySweep(LazyEvaluation):
     decoder_steps: list[int] = field(default_factory=lambda: [2, 3, 4, 5, 6])
     """Decoder steps of the grid."""
 
-    epsilons: list[float] = field(default_factory=lambda: [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3])
-    """Gates below which source tokens stop, each measured with the steps of training."""
+    epsilons: list[float] | None = None
+    """Gates below which source tokens stop, each measured with the steps of training; by default
+    seven from 0 to 0.3 for lazy models and none for others, which have no gates."""
 
     sentences: int | None = None
     """Sentences to measure on; by default all of the split."""
 
+    def check(self) -> None:
+        super().check()
+        if self.sentences is not None and self.sentences < 1:
+            raise UserError(f"sentences must be at least 1: got {self.sentences}.")
+        if (task := task_of_run(self.run)) != TRANSLATION:
+            raise UserError(
+                f"{self.run} was trained on {task}, but a sweep measures BLEU: give the run of a "
+                "translator."
+            )
+
 
 def sweep(settings: LazySweep) -> Iterator[dict[str, Any]]:
     """One point after another, each with `kind` beside its values."""
-    if settings.sentences is not None and settings.sentences < 1:
-        raise UserError(f"sentences must be at least 1: got {settings.sentences}.")
+    settings.check()
     translator = load_translator(settings.run)
-    config = translator.model.config
-    searches = list(_searches(settings))
+    usual = EPSILONS if translator.model.config.mechanism == LAZY else ()
+    epsilons = usual if settings.epsilons is None else settings.epsilons
+    searches = list(_searches(settings, epsilons))
     for _, search in searches:  # all refused before the first is measured
-        config.check_steps(search.encoder_steps or config.encoder_steps, "encoder_steps")
-        config.check_steps(search.decoder_steps or config.decoder_steps, "decoder_steps")
-        config.check_epsilon(search.epsilon or 0.0, "epsilon")
+        search.check_for(translator.model)
     pairs = measured_pairs(settings, translator).head(settings.sentences)
     for kind, search in searches:
         values = measure(translator, pairs, search, settings.batch_size)
@@ -61,9 +73,11 @@ def sweep(settings: LazySweep) -> Iterator[dict[str, Any]]:
         yield {"kind": kind} | values
 
 
-def _searches(settings: LazySweep) -> Iterator[tuple[str, SearchSettings]]:
+def _searches(
+    settings: LazySweep, epsilons: Sequence[float]
+) -> Iterator[tuple[str, SearchSettings]]:
     for encoder in settings.encoder_steps:
         for decoder in settings.decoder_steps:
             yield STEPS, replace(settings.search, encoder_steps=encoder, decoder_steps=decoder)
-    for epsilon in settings.epsilons:
+    for epsilon in epsilons:
         yield EPSILON, replace(settings.search, epsilon=epsilon)

@@ -55,13 +55,23 @@ def task_named(name: str) -> LazyTask:
 
 def task_in(config: Path) -> str:
     """The task that a settings file names; translation where it names none."""
+    return str(_content(config).get("task", TRANSLATION))
+
+
+def run_in(config: Path) -> str | None:
+    """The run that a settings file names."""
+    run = _content(config).get("run")
+    return run if isinstance(run, str) else None
+
+
+def _content(config: Path) -> dict[str, Any]:
     if not config.is_file():
-        return TRANSLATION
+        return {}
     try:
         content = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return TRANSLATION  # what is wrong with the file is said by whoever reads its settings
-    return str(content.get("task", TRANSLATION)) if isinstance(content, dict) else TRANSLATION
+        return {}  # what is wrong with the file is said by whoever reads its settings
+    return content if isinstance(content, dict) else {}
 
 
 def task_of_run(run: str) -> str:

@@ -17,6 +17,7 @@ from deepenough.adaptive.lazy import (
     LazyTransformerForConditionalGeneration,
 )
 from deepenough.adaptive.trace import DepthTrace
+from deepenough.data.encoding import lowers_case
 from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.translation import Pair, TranslationData, open_parallel
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
@@ -99,9 +100,19 @@ class LazyEvaluation:
 
     search: SearchSettings = field(default_factory=SearchSettings)
 
+    def check(self) -> None:
+        if self.batch_size < 1:
+            raise UserError(f"batch_size must be at least 1: got {self.batch_size}.")
+        if self.test is not None and self.split != "test":
+            raise UserError(
+                f"test names other test files, but the {self.split} split was asked for: leave one "
+                "of them out."
+            )
+
 
 def evaluate(settings: LazyEvaluation) -> dict[str, Any]:
     """BLEU, depth and cost on a split; recorded in the run."""
+    settings.check()
     translator = load_translator(settings.run)
     pairs = measured_pairs(settings, translator)
     values = measure(translator, pairs, settings.search, settings.batch_size)
@@ -130,7 +141,8 @@ def measure(
     started = time.perf_counter()
     translations = translate_pairs(*translator, pairs, search)
     seconds = time.perf_counter() - started
-    score = bleu(translations, [pair.target for pair in pairs.pairs])
+    references = [pair.target for pair in pairs.pairs]
+    score = bleu(translations, references, lowers_case(translator.tokenizer))
     chosen = {name: value for name, value in asdict(search).items() if value is not None}
     names = ("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon", "patience")
     setting = {name: chosen.get(name, getattr(config, name)) for name in names}

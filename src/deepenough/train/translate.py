@@ -13,6 +13,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from deepenough.adaptive.lazy import LazyTransformerForConditionalGeneration
+from deepenough.data.encoding import lowers_case
 from deepenough.data.translation import TranslationData
 from deepenough.data.translation_batches import TokenBatches
 from deepenough.data.translation_pairs import EncodedPairs
@@ -61,7 +62,8 @@ class TranslationTask(PairsTask):
         search = SearchSettings(beams=1) if split == "valid" else self.search
         translations = translate_pairs(self.model, self.tokenizer, pairs, search)
         self.model.train(was_training)
-        measured = bleu(translations, [pair.target for pair in pairs.pairs])
+        references = [pair.target for pair in pairs.pairs]
+        measured = bleu(translations, references, lowers_case(self.tokenizer))
         logger.info("BLEU %.2f on the %s split (%s)", measured.score, split, measured.signature)
         return values | {"bleu": measured.score}
 

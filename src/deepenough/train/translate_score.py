@@ -51,6 +51,16 @@ class SearchSettings:
             if value is not None and value < 1:
                 raise UserError(f"search.{name} must be at least 1: got {value}.")
 
+    def check_for(self, model: Any) -> None:
+        """Refuse what this model cannot do, before anything is computed."""
+        self.check()
+        for name, part in (("encoder_steps", model.encoder), ("decoder_steps", model.decoder)):
+            if (steps := getattr(self, name)) is not None:
+                part.stack.check(steps, name)
+        for name in ("epsilon", "decoder_epsilon"):
+            if (epsilon := getattr(self, name)) is not None:
+                model.config.check_epsilon(epsilon, name)
+
     def arguments(self) -> dict[str, Any]:
         """For `generate()`, what is left to the model left out."""
         names = ("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon", "patience")
@@ -66,8 +76,11 @@ class Bleu(NamedTuple):
     signature: str
 
 
-def bleu(translations: Sequence[str], references: Sequence[str]) -> Bleu:
-    """Corpus BLEU on text as people write it; sacrebleu splits words itself."""
+def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Bleu:
+    """Corpus BLEU on text as people write it; sacrebleu splits words itself.
+
+    `lowercase` is for models that write no capitals; the signature tells it (`case:lc`).
+    """
     if not references:
         raise UserError("BLEU needs references: give a split with a target side.")
     if len(translations) != len(references):
@@ -75,7 +88,7 @@ def bleu(translations: Sequence[str], references: Sequence[str]) -> Bleu:
             f"There are {len(translations)} translations but {len(references)} references: BLEU "
             "compares them one by one."
         )
-    metric = sacrebleu.BLEU()
+    metric = sacrebleu.BLEU(lowercase=lowercase)
     score = metric.corpus_score(list(translations), [list(references)])
     return Bleu(float(score.score), str(metric.get_signature()))
 
@@ -88,7 +101,7 @@ def translate_pairs(
     advance: Callable[[int], None] | None = None,
 ) -> list[str]:
     """The translation of every source, in order; `advance` hears how many have been made."""
-    search.check()
+    search.check_for(model)
     translations = [""] * len(pairs)
     for rows in _batches(pairs, search.tokens):
         for row, text in zip(rows, _translate(model, tokenizer, pairs, rows, search), strict=True):

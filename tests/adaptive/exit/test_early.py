@@ -187,6 +187,28 @@ def test_a_shortlist_lets_nobody_go_earlier(small, prompts, shortcuts, policy) -
     assert bool((few.trace.depth >= depth)[:, 1:][same].all())
 
 
+def test_patience_looks_at_all_words(small, prompts, shortcuts) -> None:
+    """Among few words the best stays the same sooner."""
+    options = {"mode": "exit", "policy": Patience(2), "exits": [1, 2]}
+    fast = accelerate(small, shortcuts, **options)
+    few = accelerate(small, shortcuts, **options, shortlist=torch.arange(3, 8))
+    expected = fast.generate(**prompts(3), **GREEDY)
+    assert torch.equal(few.generate(**prompts(3), **GREEDY), expected)
+    assert torch.equal(few.trace.depth, fast.trace.depth)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox"])
+def test_a_shortlist_that_lets_nobody_go(make_model, prompts, shortcuts, name) -> None:
+    model, words = make_model(name), torch.arange(3, 20)
+    options = {"policy": TopProbability(1.0), "exits": [1, 2], "shortlist": words}
+    fast = accelerate(model, shortcuts, mode="exit", **options)
+    assert torch.equal(
+        fast.generate(**prompts(2), **GREEDY), model.generate(**prompts(2), **GREEDY)
+    )
+    first = torch.tensor([[5]])  # has nothing that may leave
+    assert torch.allclose(fast(first).logits, model(first).logits, atol=1e-5)
+
+
 def look(probabilities: list[list[float]], place: int = 0, streak: int = 1) -> Look:
     rows = len(probabilities)
     return Look(
@@ -200,6 +222,8 @@ def test_policies_by_name() -> None:
     assert make_policy("entropy", 0.5) == LowEntropy(0.5)
     assert make_policy("patience", 2) == Patience(2)
     assert make_policy("layer", 4) == FixedLayer(4)
+    assert make_policy("gap") == ConfidenceGap(0.9)
+    assert make_policy("patience") == Patience(2)
 
 
 def test_policies_by_hand() -> None:
@@ -239,6 +263,13 @@ def test_bad_settings_are_refused(small, make_model, shortcuts) -> None:
         accelerate(small, shortcuts, mode="exit", exits=[3])
     with pytest.raises(UserError, match="two token ids"):
         accelerate(small, shortcuts, mode="exit", shortlist=torch.tensor([1]))
+    for given in ({"policy": Patience(2)}, {"exits": [1]}, {"guarantee": "/nowhere"}):
+        with pytest.raises(UserError, match='mode="exit" alone'):
+            accelerate(small, shortcuts, **given)
+    with pytest.raises(UserError, match="mean_length must be above 0"):
+        ConfidenceGap(0.5, 0)
+    with pytest.raises(UserError, match="layer needs to know which"):
+        make_policy("layer")
     with pytest.raises(UserError, match="no policy 'guess'"):
         make_policy("guess", 0.5)
     with pytest.raises(UserError, match="whole number"):

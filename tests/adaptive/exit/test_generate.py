@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MistralConfig,
@@ -22,6 +23,7 @@ from deepenough import UserError
 from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.general import GeneralEngine
 from deepenough.adaptive.exit.llama_layout import rms_norm
+from deepenough.adaptive.exit.policies import TopProbability
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 WAYS = {
@@ -69,6 +71,13 @@ def test_padding_on_the_right_is_as_good(small, prompts) -> None:
     fast = accelerate(small)
     new = [fast.generate(**given, **GREEDY)[:, 7:] for given in (left, right)]
     assert torch.equal(*new)
+
+
+@pytest.mark.parametrize("mode", ["full", "speculative"])
+def test_padding_is_known_without_a_mask(model, prompts, mode) -> None:
+    ids = prompts(3)["input_ids"]
+    expected = model.generate(ids, **GREEDY)
+    assert torch.equal(accelerate(model, mode=mode).generate(ids, **GREEDY), expected)
 
 
 def test_weights_are_not_held_twice(make_model, prompts) -> None:
@@ -181,6 +190,35 @@ def test_own_processors_and_criteria(small, prompts, rows) -> None:
         assert torch.equal(found, expected)
 
 
+class Sure(StoppingCriteria):
+    """Ends where the best word's score is high enough, as kept scores tell."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return scores[-1].max(-1).values > 4.0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_criteria_see_the_scores_that_are_kept(small, prompts, rows) -> None:
+    options = {
+        **GREEDY,
+        "stopping_criteria": StoppingCriteriaList([Sure()]),
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    expected = small.generate(**prompts(rows), **options)
+    found = accelerate(small).generate(**prompts(rows), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert len(found.scores) == len(expected.scores) < 16
+
+
+def test_strings_to_stop_at_may_be_the_models_own(make_model, prompts) -> None:
+    model = make_model()
+    model.generation_config.stop_strings = ["a"]
+    config = GenerationConfig(max_new_tokens=4, do_sample=False)
+    with pytest.raises(UserError, match="stop_strings need the tokenizer"):
+        accelerate(model).generate(**prompts(1), generation_config=config)
+
+
 class Collected:
     def __init__(self) -> None:
         self.parts, self.ended = [], False
@@ -216,6 +254,47 @@ def test_calls_from_several_threads_wait_for_each_other(small, prompts) -> None:
     assert all(torch.equal(found[seed], expected[seed]) for seed in range(4))
 
 
+@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("mode", ["full", "exit"])
+def test_other_threads_may_use_the_same_weights(make_model, prompts, shortcuts, name, mode) -> None:
+    model = make_model(name)
+    given = {**prompts(2), **GREEDY}
+    options = {"policy": TopProbability(0.3), "exits": [1, 2]} if mode == "exit" else {}
+    makers = [model, *(accelerate(model, shortcuts, mode=mode, **options) for _ in range(2))]
+    ids = given["input_ids"]
+    expected = [(maker.generate(**given), maker(ids).logits) for maker in makers]
+    found: list[list] = [[] for _ in makers]
+
+    def work(number: int) -> None:
+        for _ in range(6):
+            found[number].append((makers[number].generate(**given), makers[number](ids).logits))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for wanted, made in zip(expected, found, strict=True):
+        assert len(made) == 6
+        for sequences, logits in made:
+            assert torch.equal(sequences, wanted[0])
+            assert torch.allclose(logits, wanted[1], atol=1e-4)
+
+
+def test_a_processor_may_call_the_model(small, prompts, shortcuts) -> None:
+    """As guidance does: it must not wait for the generation that it is a part of."""
+    fast = accelerate(small, shortcuts, mode="exit", policy=TopProbability(0.3), exits=[1, 2])
+    found = []
+
+    def work() -> None:
+        found.append(fast.generate(**prompts(1), **GREEDY, guidance_scale=1.5))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert len(found) == 1 and found[0].shape[1] > 7
+
+
 class Interrupt(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         if input_ids.shape[1] == 12:
@@ -243,6 +322,7 @@ def test_interrupted_generation_returns_what_it_has(small, prompts) -> None:
         ({"custom_generate": "x"}, "custom_generate"),
         ({"stop_strings": ["a"]}, "tokenizer"),
         ({"max_new_tokens": 60}, "at most 57 new tokens"),
+        ({"position_ids": torch.arange(5, 12)[None]}, "leave out position_ids"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(small, prompts, options, words) -> None:

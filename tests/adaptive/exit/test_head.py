@@ -94,6 +94,21 @@ def test_with_other_sources_and_without_fusing(small, prompts) -> None:
         assert torch.equal(found.sequences, expected) and found.drafted > 0
 
 
+def test_one_head_serves_models_of_different_numbers(make_model, prompts) -> None:
+    single, double = make_model(), make_model().double()
+    head = make_head(single)
+    fast = {
+        model: accelerate(model, mode="speculative", drafts=[HeadDraft(head, WORDS, 2)])
+        for model in (single, double)
+    }
+    for model in (single, double, single):
+        expected = model.generate(**prompts(2), **GREEDY)
+        assert torch.equal(fast[model].generate(**prompts(2), **GREEDY), expected)
+    single.double()
+    expected = single.generate(**prompts(2), **GREEDY)
+    assert torch.equal(fast[single].generate(**prompts(2), **GREEDY), expected)
+
+
 def test_the_second_prediction_by_hand(small) -> None:
     """A token at a time: what it sees before it as it was, itself as predicted."""
     head = make_head(small)

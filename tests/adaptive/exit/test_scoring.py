@@ -49,6 +49,14 @@ def test_padding_changes_nothing(small, shortcuts) -> None:
         assert fast.trace.depth[mask == 0].sum() == 0
 
 
+def test_a_mask_may_come_second(small, shortcuts) -> None:
+    fast = accelerate(small, shortcuts, mode="exit", policy=TopProbability(0.3), exits=[1, 2])
+    ids, mask = torch.arange(3, 12)[None], torch.tensor([[0] * 3 + [1] * 6])
+    expected = fast(ids, attention_mask=mask).logits
+    assert torch.equal(fast(ids, mask).logits, expected)
+    assert fast.trace.depth[mask == 0].sum() == 0
+
+
 def test_what_never_leaves_is_the_models_own(small, shortcuts) -> None:
     ids = torch.arange(3, 15)[None]
     expected = small(ids, labels=ids)

@@ -96,6 +96,16 @@ def test_every_source_with_every_architecture(model, prompts, name) -> None:
     assert int(found.trace.depth.gt(0).sum()) == int((found.trace.flops > 0).sum())
 
 
+@pytest.mark.parametrize("name", ["carry", "shortlisted"])
+def test_a_model_may_be_cast_between_two_generations(make_model, prompts, name) -> None:
+    model = make_model()
+    fast = accelerate(model, mode="speculative", drafts=[sources()[name]])
+    fast.generate(**prompts(2), **GREEDY)
+    model.double()
+    expected = model.generate(**prompts(2), **GREEDY)
+    assert torch.equal(fast.generate(**prompts(2), **GREEDY), expected)
+
+
 def test_processors_see_the_same_history(small, prompts) -> None:
     options = {**GREEDY, "repetition_penalty": 1.3, "min_new_tokens": 10}
     expected = small.generate(**prompts(3), **options)

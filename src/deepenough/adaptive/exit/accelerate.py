@@ -16,9 +16,10 @@ Modes:
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -90,6 +91,12 @@ def accelerate(
         raise UserError(f"The mode is full, speculative or exit, not {mode!r}.")
     if mode != "speculative" and (drafts is not None or tuned is not None):
         raise UserError('Drafts are of use in mode="speculative" alone: give that mode, or none.')
+    leaving = (policy, exits, fill, shortlist, guarantee)
+    if mode != "exit" and any(each is not None for each in leaving):
+        raise UserError(
+            'policy, exits, fill, shortlist and guarantee are of use in mode="exit" alone: give '
+            "that mode, or none of them."
+        )
     if isinstance(model, Accelerated):
         raise UserError("The model is accelerated already: give the one it was made of.")
     engine = make_engine(model, fused)
@@ -112,11 +119,25 @@ def accelerate(
     fast = copy.copy(model)
     own = type(model)
     # Under the same name: it is what a saved config says the architecture is.
-    fast.__class__ = type(own.__name__, (Accelerated, own), {"__module__": own.__module__})
+    fast.__class__ = type(
+        own.__name__,
+        (Accelerated, own),
+        {"__module__": own.__module__, "forward": _forward_like(own)},
+    )
     fast._exit_engine, fast._exit_source = engine, source  # type: ignore[assignment]
     fast._exit_early = early  # type: ignore[assignment]
-    fast._exit_lock = threading.Lock()  # type: ignore[assignment]
+    fast._exit_lock = threading.RLock()  # type: ignore[assignment]
     return fast
+
+
+def _forward_like(own: type[PreTrainedModel]) -> Callable[..., Any]:
+    """transformers reads the signature: only a model that takes a mask gets one made of padding."""
+
+    @functools.wraps(own.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ExitForward.forward(self, *args, **kwargs)
+
+    return forward
 
 
 class Accelerated(ExitForward):
@@ -125,7 +146,8 @@ class Accelerated(ExitForward):
     _exit_engine: Any
     _exit_source: DraftSource | None
     _exit_early: EarlyExit | None
-    _exit_lock: threading.Lock
+    _exit_lock: threading.RLock
+    """Whoever generates may call the model in between, as guidance does."""
     trace: DepthTrace | None = None
     """Of the last call of `generate`, which returns it itself with `return_dict_in_generate`."""
 
@@ -140,7 +162,8 @@ class Accelerated(ExitForward):
         if "custom_generate" in kwargs:
             raise UserError("An accelerated model has its own loop: leave out custom_generate.")
         check_prompt(kwargs.get("input_ids", inputs), kwargs)
-        kwargs = _with_stop_strings(kwargs, generation_config or self.generation_config)  # type: ignore[attr-defined]
+        strings = getattr(generation_config, "stop_strings", None)
+        kwargs = _with_stop_strings(kwargs, strings or self.generation_config.stop_strings)  # type: ignore[attr-defined]
         engine, source, early = self._exit_engine, self._exit_source, self._exit_early
 
         def loop(
@@ -199,11 +222,11 @@ def _kept(tensors: list[Tensor], wanted: bool | None) -> tuple[Tensor, ...] | No
     return tuple(tensor.clone() for tensor in tensors) if wanted else None
 
 
-def _with_stop_strings(kwargs: dict[str, Any], config: Any) -> dict[str, Any]:
+def _with_stop_strings(kwargs: dict[str, Any], usual: Any) -> dict[str, Any]:
     """transformers does not hand the tokenizer on to a loop of one's own, which strings need."""
     kwargs = dict(kwargs)
     tokenizer = kwargs.pop("tokenizer", None)
-    strings = kwargs.pop("stop_strings", None) or config.stop_strings
+    strings = kwargs.pop("stop_strings", None) or usual
     if not strings:
         return kwargs
     if tokenizer is None:

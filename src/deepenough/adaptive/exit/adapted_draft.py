@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepenough.adaptive.exit.adapted import Adapted, guess
-from deepenough.adaptive.exit.carry import shortlist_head
+from deepenough.adaptive.exit.carry import is_like, shortlist_head
 from deepenough.adaptive.exit.costs import Costs
 from deepenough.adaptive.exit.drafts import DraftSource, Proposal
 from deepenough.adaptive.exit.engine import Engine
@@ -62,7 +62,7 @@ class AdaptedDraft(DraftSource):
             if (own.device, own.dtype) != (model.device, model.dtype):
                 own.to(model.device, model.dtype)  # type: ignore[arg-type]
             self.engine.refresh()
-        if self._words is None or self._words[0].device != model.device:
+        if self._words is None or not is_like(self._words[0], model):
             matrix, bias = self.adapted.maps[self.layer - 1]
             like = torch.empty(0, dtype=model.dtype, device=model.device)
             self._map, self._scale = (matrix.to(like), bias.to(like)), self.adapted.scale.to(like)

@@ -126,7 +126,7 @@ class CarryDraft(DraftSource):
 
     def begin(self, engine: Engine) -> None:
         model = engine.adapter.model
-        if self._words is None or self._words[0].device != model.device:
+        if self._words is None or not is_like(self._words[0], model):
             self.carry = self.carry.to(model.device, model.dtype)
             self._words = shortlist_head(engine.adapter, self.carry.shortlist)
 
@@ -144,6 +144,11 @@ class CarryDraft(DraftSource):
             places.append(latest_B.tolist())
             flops += 2.0 * self.carry.maps[number - 1][0].numel() + 2.0 * self._words[0].numel()
         return Proposal([list(drafts) for drafts in zip(*places, strict=True)], flops=flops)
+
+
+def is_like(words: Tensor, model: Any) -> bool:
+    """Whether words of the head are where and of what the model is, which may have been moved."""
+    return bool(words.device == model.device and words.dtype == model.dtype)
 
 
 def shortlist_head(adapter: Adapter, shortlist: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -69,7 +69,8 @@ class Chooser:
             row.append(self.request.pad if row.done else token)
         if self.request.streamer is not None:
             self.request.streamer.put(torch.tensor([row.tokens[-1] for row in rows]))
-        self.stops.after(rows)
+        keeps = self.request.keeps_scores and self.request.config.output_scores
+        self.stops.after(rows, tuple(self.scores) if keeps else None)
 
     def _tokens(self, rows: list[Row], logits_BV: Tensor, drafts: list[int | None]) -> list[int]:
         logits_BV = logits_BV.to(torch.float32, copy=True)

@@ -16,13 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from deepenough.adaptive.exit.decode import decode
 from deepenough.adaptive.exit.engine import Engine
-from deepenough.adaptive.exit.request import Request
+from deepenough.adaptive.exit.request import Request, greedy_request
 from deepenough.adaptive.exit.sources import Drafting, Workshop
 
 _NUM_DRAFTS = (1, 2, 3)
@@ -161,16 +158,9 @@ def _plain(drafting: Drafting) -> dict[str, Any]:
 
 
 def _request(engine: Engine, prompt: Sequence[int], new_tokens: int) -> Request:
-    model: Any = engine.adapter.model
-    ids_BT: Tensor = torch.tensor([list(prompt)], device=model.device)
-    limit = engine.adapter.max_length
-    length = len(prompt) + new_tokens
-    length = length if limit is None else min(length, limit)
-    criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
-    if model.generation_config.eos_token_id is not None:
-        criteria.append(EosTokenCriteria(model.generation_config.eos_token_id))
-    config = GenerationConfig(do_sample=False)
-    return Request(ids_BT, None, LogitsProcessorList(), criteria, config, None, length)
+    model = engine.adapter.model
+    ids_BT = torch.tensor([list(prompt)], device=model.device)
+    return greedy_request(model, ids_BT, None, new_tokens, engine.adapter.max_length)
 
 
 def machine_facts() -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from deepenough.adaptive.exit.engine import Engine, Step, row_lengths
-from deepenough.adaptive.shortcut.partial_run import hidden_of, tensor_of
+from deepenough.adaptive.shortcut.partial_run import hidden_of, in_this_thread, tensor_of
 from deepenough.models.hf import Adapter
 
 
@@ -106,7 +106,9 @@ class GeneralEngine(Engine):
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise _AtTheDoor(args, kwargs)
 
-        handle = self.adapter.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+        handle = self.adapter.layers[0].register_forward_pre_hook(
+            in_this_thread(stop), with_kwargs=True
+        )
         try:
             self.adapter.trunk(
                 input_ids=tokens_BT, past_key_values=self._cache, use_cache=True, **given

@@ -9,13 +9,14 @@ Shapes: B rows, T tokens, D width, S shortlist.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepenough.adaptive.exit.carry import shortlist_head
+from deepenough.adaptive.exit.carry import is_like, shortlist_head
 from deepenough.adaptive.exit.drafts import DraftSource, Proposal
 from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.head import DraftHead, position_codes
@@ -43,8 +44,10 @@ class HeadDraft(DraftSource):
 
     def begin(self, engine: Engine) -> None:
         model, shape = engine.adapter.model, self.head.shape
-        if self._words is None or self._words[0].device != model.device:
-            self.head = self.head.to(model.device, model.dtype)
+        if self._words is None or not is_like(self._words[0], model):
+            if not is_like(self.head.scale, model):
+                # A copy: others may draft with the same head for a model of other numbers.
+                self.head = copy.deepcopy(self.head).to(model.device, model.dtype)
             self.shortlist = self.shortlist.to(model.device)
             weight, bias = shortlist_head(engine.adapter, self.shortlist)
             self._words = weight * self.head.scale, bias
@@ -114,7 +117,8 @@ class HeadDraft(DraftSource):
     def _make_room(self, tokens: int, like: Tensor) -> None:
         capacity = _PIECE * (1 + tokens // _PIECE)
         self._slots.grow(capacity)
-        if len(self._codes[0]) < capacity or self._codes[0].device != like.device:
+        codes = self._codes[0]
+        if len(codes) < capacity or codes.device != like.device or codes.dtype != like.dtype:
             self._codes = position_codes(torch.arange(capacity), self.head.shape, like)
 
     def _best(self, state_BD: Tensor) -> list[int]:

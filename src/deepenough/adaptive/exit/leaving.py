@@ -4,7 +4,8 @@ At a layer where exits are checked, a state is taken to the last layer by its sh
 projected on the vocabulary, and a policy looks at the probabilities. Where a shortlist of words is
 given, the policy first looks at these alone. Only a token that would leave pays for the whole
 vocabulary, which it needs anyway to be chosen, and is then asked again: so nothing leaves that
-would not leave without the shortlist. For the policies of confidence the shortlist costs little:
+would not leave without the shortlist. (Where a policy counts how long the best word has been the
+same, it always looks at all words.) For the policies of confidence the shortlist costs little:
 probabilities among fewer words are larger, so what is sure among all words is sure among those of
 the shortlist, if the word is one of them.
 
@@ -110,6 +111,8 @@ class ExitTest:
         self.engine, self.early = engine, early
         self.last, self.map_mode = engine.num_layers, early.map_mode
         words, device = early.shortlist, engine.adapter.model.device
+        if early.policy.watches_streaks:  # the best of few words stays the same sooner
+            words = None
         self.words = None if words is None else shortlist_head(engine.adapter, words.to(device))
         width = engine.adapter.width
         listed = 0.0 if self.words is None else 2.0 * self.words[0].numel()

@@ -69,6 +69,11 @@ class ConfidenceGap(ThresholdPolicy):
 
     mean_length: float = 128.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.mean_length > 0:
+            raise UserError(f"mean_length must be above 0: got {self.mean_length}.")
+
     def confidence(self, look: Look) -> Tensor:
         best = look.probabilities_BS.topk(2, dim=-1).values
         decay = torch.exp(-4.0 * look.place_B / self.mean_length)
@@ -110,6 +115,8 @@ class Patience(ExitPolicy):
 class FixedLayer(ExitPolicy):
     """Every token leaves at the first checked layer from `layer` on."""
 
+    watches_streaks = False
+
     layer: int
 
     def leaves(self, look: Look) -> Tensor:
@@ -130,10 +137,17 @@ POLICIES: dict[str, type[ExitPolicy]] = {
 }
 
 
-def make_policy(name: str, value: float) -> ExitPolicy:
+#: Where a policy stands without a threshold of its own.
+_USUAL = {"gap": 0.9, "top": 0.9, "entropy": 0.9, "patience": 2}
+
+
+def make_policy(name: str, value: float | None = None) -> ExitPolicy:
     """A policy by name; `value` is its threshold, its number of layers, or its layer."""
     if name not in POLICIES:
         raise UserError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
+    value = _USUAL.get(name) if value is None else float(value)
+    if value is None:
+        raise UserError(f"The policy {name} needs to know which: give it as the threshold.")
     made: ExitPolicy
     if name in ("patience", "layer"):
         if value != int(value):

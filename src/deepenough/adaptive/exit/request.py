@@ -135,6 +135,19 @@ def make_request(
     return Request(ids_BT, mask_BT, processors, criteria, config, streamer, min(lengths))
 
 
+def greedy_request(
+    model: Any, ids_BT: Tensor, mask_BT: Tensor | None, new_tokens: int, context: int | None
+) -> Request:
+    """The likeliest words and nothing else, whatever penalties the model's own config has."""
+    length = ids_BT.shape[1] + new_tokens
+    length = length if context is None else min(length, context)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
+    if model.generation_config.eos_token_id is not None:
+        criteria.append(EosTokenCriteria(model.generation_config.eos_token_id))
+    config = GenerationConfig(do_sample=False)
+    return Request(ids_BT, mask_BT, LogitsProcessorList(), criteria, config, None, length)
+
+
 def _check(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
@@ -164,6 +177,11 @@ def check_prompt(ids: Tensor | None, given: dict[str, Any]) -> None:
     """Refuse a call without a prompt, which transformers would begin by itself."""
     if given.get("inputs_embeds") is not None:
         raise UserError("Accelerated models take input_ids, not inputs_embeds.")
+    if given.get("position_ids") is not None:
+        raise UserError(
+            "Accelerated models count positions themselves: leave out position_ids, or use the "
+            "model's own generate()."
+        )
     if ids is None or ids.numel() == 0:
         raise UserError("The prompt is empty: give input_ids with at least one token a row.")
     if ids.ndim != 2 or ids.dtype not in (torch.long, torch.int):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -62,8 +63,12 @@ class Stops:
             elif type(criterion) is not MaxLengthCriteria:
                 self.others.append(criterion)
 
-    def after(self, rows: list[Row]) -> None:
-        """Mark the rows that their last token has ended; all have just got one."""
+    def after(self, rows: list[Row], scores: tuple[Tensor, ...] | None = None) -> None:
+        """Mark the rows that their last token has ended; all have just got one.
+
+        `scores` are those of all tokens so far, where they are kept, for criteria that look at
+        them.
+        """
         for row in rows:
             row.done = row.done or row.tokens[-1] in self.ends
             row.done = row.done or len(row.prompt) + len(row.tokens) >= self.max_length
@@ -71,7 +76,7 @@ class Stops:
             return
         for group in groups_of_one_length(rows):
             ids = torch.tensor([row.ids for row in group], device=self.device)
-            ended = self.others(ids, None)  # type: ignore[arg-type]
+            ended = self.others(ids, scores)  # type: ignore[arg-type]
             for row, end in zip(group, ended.tolist(), strict=True):
                 row.done = row.done or end
 

@@ -16,6 +16,7 @@ Shapes: B texts, T tokens, D width, N positions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from deepenough.adaptive.exit.costs import Costs
 from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.leaving import EarlyExit, ExitTest, Streaks
-from deepenough.adaptive.shortcut.partial_run import hidden_of
+from deepenough.adaptive.shortcut.partial_run import hidden_of, in_this_thread
 from deepenough.adaptive.trace import DepthTrace
 
 #: Positions whose probabilities are held at once.
@@ -131,10 +132,10 @@ class ExitPass:
             return self.ends(output)
 
         handles = [
-            layer.register_forward_pre_hook(before(index), with_kwargs=True)
+            layer.register_forward_pre_hook(in_this_thread(before(index)), with_kwargs=True)
             for index, layer in enumerate(layers)
         ]
-        handles.append(layers[-1].register_forward_hook(after))
+        handles.append(layers[-1].register_forward_hook(in_this_thread(after)))
         try:
             yield
         finally:
@@ -162,15 +163,17 @@ class ExitForward:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own; of an exiting model, with the logits of every position's exit."""
         early = self._exit_early
-        ids_BT = args[0] if args else kwargs.get("input_ids")
+        own = super().forward  # type: ignore[misc]
+        given = {} if early is None else inspect.signature(own).bind(*args, **kwargs).arguments
+        ids_BT = given.get("input_ids")
         if early is None or ids_BT is None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        cache = kwargs.get("past_key_values")
+            return own(*args, **kwargs)
+        cache = given.get("past_key_values")
         past = 0 if cache is None else cache.get_seq_length()
-        place_BT = places(ids_BT, kwargs.get("attention_mask"), past)
+        place_BT = places(ids_BT, given.get("attention_mask"), past)
         with self._exit_lock, torch.no_grad():
             way = ExitPass(self._exit_engine, early, place_BT)
             with way.put_in():
-                output = super().forward(*args, **kwargs)  # type: ignore[misc]
+                output = own(*args, **kwargs)
         self.trace = way.trace(len(ids_BT))
         return output

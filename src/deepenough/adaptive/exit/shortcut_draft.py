@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepenough.adaptive.exit.carry import shortlist_head
+from deepenough.adaptive.exit.carry import is_like, shortlist_head
 from deepenough.adaptive.exit.drafts import DraftSource, Proposal
 from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.rows import Row
@@ -42,10 +42,11 @@ class ShortcutDraft(DraftSource):
         self._words: tuple[Tensor, Tensor | None] | None = None
 
     def begin(self, engine: Engine) -> None:
-        device = engine.adapter.model.device
-        if self.shortlist is not None:
-            self.shortlist = self.shortlist.to(device)
-            self._words = self._words or shortlist_head(engine.adapter, self.shortlist)
+        model = engine.adapter.model
+        if self.shortlist is None or (self._words is not None and is_like(self._words[0], model)):
+            return
+        self.shortlist = self.shortlist.to(model.device)
+        self._words = shortlist_head(engine.adapter, self.shortlist)
 
     def propose(self, rows: list[Row], state_BD: Tensor, engine: Engine) -> Proposal:
         last = engine.num_layers

@@ -104,8 +104,8 @@ class StepStack(nn.Module):
         of_step = self.signals.step(step, positions)
         return positions if of_step is None else positions + of_step
 
-    def check(self, num_steps: int) -> None:
-        self.config.check_steps(num_steps, "The number of steps")
+    def check(self, num_steps: int, name: str = "The number of steps") -> None:
+        self.config.check_steps(num_steps, name)
         if self.config.mechanism == TRANSFORMER and num_steps > len(self.transitions):
             raise UserError(
                 f"{num_steps} steps were asked for, but this Transformer shares no block and has "

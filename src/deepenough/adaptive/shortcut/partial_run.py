@@ -9,6 +9,7 @@ Shapes: B texts, T tokens, D width.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,16 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 def tensor_of(output: Any) -> Tensor:
     """The hidden states in what a layer or a module in it returns."""
     return output[0] if isinstance(output, tuple) else output
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that leaves alone what other threads do with the same modules."""
+    here = threading.get_ident()
+
+    def hook_here(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == here else None
+
+    return hook_here
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rich.console import Console
@@ -13,9 +13,6 @@ from rich.table import Table
 from deepenough.cli.exit.shading import legend, shaded
 from deepenough.cli.parse import parse
 from deepenough.errors import UserError
-
-#: Where a policy stands without a threshold of its own.
-_USUAL = {"gap": 0.9, "top": 0.9, "entropy": 0.9, "patience": 2}
 
 
 @dataclass
@@ -50,6 +47,9 @@ class ExitGenerateSettings:
 
     threshold: float | None = None
     """Confidence between 0 and 1; for patience the number of exits, for layer the layer."""
+
+    mean_length: float | None = None
+    """Tokens over which the policy gap grows less careful, 128 by default."""
 
     exits: list[int] | None = None
     """Layers after which a token may leave; by default those that pay."""
@@ -111,19 +111,20 @@ def main(argv: list[str]) -> int:
 
 def _options(settings: ExitGenerateSettings) -> dict[str, Any]:
     """What `accelerate` is given beside model and shortcuts, checked before a model is loaded."""
-    from deepenough.adaptive.exit.policies import make_policy
+    from deepenough.adaptive.exit.policies import ConfidenceGap, make_policy
 
     options: dict[str, Any] = {"mode": settings.mode}
-    leaving = ("guarantee", "policy", "threshold", "exits", "fill", "shortlist")
+    leaving = ("guarantee", "policy", "threshold", "mean_length", "exits", "fill", "shortlist")
     for name in leaving:
         if settings.mode != "exit" and getattr(settings, name) is not None:
             raise UserError(f"{name} is of use in mode exit alone: give --mode exit, or leave it.")
     if settings.policy is not None or settings.threshold is not None:
-        name = settings.policy or "gap"
-        value = _USUAL.get(name) if settings.threshold is None else settings.threshold
-        if value is None:
-            raise UserError("The policy layer needs to know which: give --threshold LAYER.")
-        options["policy"] = make_policy(name, value)
+        options["policy"] = make_policy(settings.policy or "gap", settings.threshold)
+    if settings.mean_length is not None:
+        policy = options.get("policy", make_policy("gap"))
+        if not isinstance(policy, ConfidenceGap):
+            raise UserError("mean_length is of use with the policy gap alone: leave it out.")
+        options["policy"] = replace(policy, mean_length=settings.mean_length)
     for name in ("guarantee", "exits", "fill"):
         if getattr(settings, name) is not None:
             options[name] = getattr(settings, name)

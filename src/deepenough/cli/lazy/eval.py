@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from deepenough.cli.parse import parse
-from deepenough.train.lazy_tasks import TRANSLATION, task_named, task_of_run
+from deepenough.train.lazy_tasks import TRANSLATION, run_in, task_named, task_of_run
 
 
 def main(argv: list[str]) -> int:
@@ -16,7 +17,8 @@ def main(argv: list[str]) -> int:
         argv,
         description="Measure a model at the task it was trained for: BLEU with its signature,\n"
         "encoder steps, FLOPs and seconds of a translator; exact match of one that executes\n"
-        "programs; perplexity of a language model.",
+        "programs; perplexity of a language model. The options are those of the run's task:\n"
+        "deepenough lazy eval RUN --help.",
         example="deepenough lazy eval runs/lazy-multi30k --search.epsilon 0.05",
         positional=["run"],
     )
@@ -29,10 +31,13 @@ def _run(argv: list[str]) -> str | None:
     """The run, which decides which options there are."""
     if argv and not argv[0].startswith("-"):
         return argv[0]
+    given = {}
     for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        if word.partition("=")[0] == "--run":
-            return word.partition("=")[2] or following
-    return None
+        flag, equals, value = word.partition("=")
+        given[flag] = value if equals else following
+    if "--run" in given or "--config" not in given:
+        return given.get("--run")
+    return run_in(Path(given["--config"]))
 
 
 def _show(name: str, value: Any) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepenough.cli.parse import parse
+from deepenough.runs import RunFolder
 from deepenough.train.lazy_look import LazyPlot, look
+from deepenough.train.use import model_folder
 
 
 @dataclass
@@ -28,13 +30,13 @@ def main(argv: list[str]) -> int:
         example='deepenough lazy plot runs/lazy-multi30k --source "A dog runs on the beach."',
         positional=["run"],
     )
-    look(settings)
-
     # Here, not above: matplotlib takes a second to load, which --help need not wait for.
     from deepenough.report import read_run
     from deepenough.report.lazy import write_lazy_figures
-    from deepenough.runs import RunFolder
 
-    folder = Path(settings.out) if settings.out else RunFolder(Path(settings.run)).plots
-    print(*write_lazy_figures(read_run(settings.run), folder), sep="\n")
+    # What is no run is refused before anything is looked at.
+    run = RunFolder.open(model_folder(settings.run).parent)
+    look(settings)
+    folder = Path(settings.out) if settings.out else run.plots
+    print(*write_lazy_figures(read_run(run.path), folder), sep="\n")
     return 0

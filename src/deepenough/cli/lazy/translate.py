@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from deepenough.cli.parse import parse
 from deepenough.errors import UserError
 from deepenough.train.lazy_use import load_translator, translate_lines
 from deepenough.train.translate_score import SearchSettings
+
+logger = logging.getLogger("deepenough")
 
 
 @dataclass
@@ -46,10 +50,22 @@ def main(argv: list[str]) -> int:
 
 def _lines(file: str | None) -> Iterator[str]:
     if file is None:
-        yield from (line.rstrip("\n") for line in sys.stdin)
+        yield from _decoded(sys.stdin.buffer, "standard input")
         return
     try:
-        with open(file, encoding="utf-8", errors="replace") as lines:
-            yield from (line.rstrip("\n") for line in lines)
+        with open(file, "rb") as lines:
+            yield from _decoded(lines, file)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+def _decoded(lines: Iterable[bytes], name: str) -> Iterator[str]:
+    """One for every line, whatever stands in it; what is no UTF-8 is replaced, and told once."""
+    told = False
+    for number, raw in enumerate(lines, start=1):
+        raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+        line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+        if not told and "\ufffd" in line:
+            told = True
+            logger.warning("%s, line %d: what is not UTF-8 was replaced.", name, number)
+        yield line
