@@ -82,3 +82,13 @@ def test_detach_frees_the_graph():
     trace = make_trace(flops=flops)
     assert trace.flops.requires_grad
     assert not trace.detach().flops.requires_grad
+
+
+def test_one_unit_is_a_trace_too():
+    ran = torch.tensor([[True, False], [True, True]])
+    trace = DepthTrace(
+        torch.tensor([1, 2]), ran, torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0])
+    )
+    assert (trace[0].seconds, trace[1].seconds) == (1.0, 3.0)
+    joined = DepthTrace.join([trace[0], trace[1]])
+    assert torch.equal(joined.ran, ran) and joined.depth.tolist() == [1, 2]

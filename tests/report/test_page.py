@@ -185,3 +185,17 @@ def test_thinning_keeps_both_ends():
     assert thin(range(101), 3) == [0, 50, 100]
     assert Limits().halved().frames == Limits().frames // 2
     assert [Limits(pictures=n).halved().pictures for n in (60, 16, 15, 0)] == [30, 8, 0, 0]
+
+
+def test_a_file_among_the_folders_is_left_out_with_a_note(search_run, tmp_path, capsys):
+    """As a report that an earlier call has written, where a pattern names all that is there."""
+    run, other = search_run(tmp_path / "run"), tmp_path / "report.html"
+    other.write_text("earlier")
+    out = tmp_path / "my report.md"
+    assert main(["report", str(run), str(other), "-o", str(out)]) == 0
+    assert "is a file and no run, and was left out" in capsys.readouterr().err
+    text = out.read_text()
+    assert text.startswith("# Report: run, derived")
+    assert "](my%20report-figures/" in text
+    assert main(["report", str(run), "-o", str(tmp_path)]) == 2
+    assert "is a folder: name a file" in capsys.readouterr().err

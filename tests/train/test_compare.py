@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -184,8 +185,8 @@ def test_classifiers_over_ways_of_stopping(tmp_path, labels):
     assert points["3 passes"]["quality"] == points["halt 1"]["quality"]
     assert points["1 pass"]["layers"] == points["halt 0.01"]["layers"] == 1.0
     assert "layers" in points["1 pass"]["optimal"]
-    asked = f"deepenough ponder eval {labels} --exit.exit quantile --exit.threshold 0.01"
-    assert points["halt 0.01"]["command"] == asked
+    asked = f"deepenough ponder eval {labels} --split valid --exit.exit quantile"
+    assert points["halt 0.01"]["command"] == f"{asked} --exit.threshold 0.01"
 
 
 def test_translators_over_epsilons_and_steps(tmp_path, translator):
@@ -337,7 +338,7 @@ def test_a_damaged_line_is_counted_and_said(tmp_path, language, capsys):
         (["{run}", "--rounds", "0"], "rounds must be at least 1"),
         (["{run}", "--mem_len", "[-1]"], "must not be negative"),
         (["{run}", "--split", "third"], "no split 'third'"),
-        (["{run}", "{run}"], "is named twice"),
+        (["{run}", "{run}"], "Two runs are called"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(tmp_path, language, capsys, words, sentence):
@@ -353,3 +354,27 @@ def test_nothing_is_written_into_the_runs(tmp_path, language):
     compared(tmp_path, language, **{"data.limit": 2, "grid.mem_len": [8]})
     assert read_records(language / "metrics.jsonl") == before
     assert sorted(path.name for path in language.iterdir()) == files
+
+
+def test_runs_that_held_out_other_examples_are_refused(tmp_path, labels):
+    """Of one file, though as many, and under the same name."""
+    rows = [f"{word} {number},{label}" for number in range(40) for label, word in enumerate("ab")]
+    file = tmp_path / "reviews.csv"
+    file.write_text("\n".join(["text,label", *rows]))
+    runs = []
+    for share in (0.1, 0.3):
+        runs.append(tmp_path / f"run-{share}")
+        shutil.copytree(labels, runs[-1])
+        config = yaml.safe_load((runs[-1] / "config.yaml").read_text())
+        config["data"] |= {"dataset": str(file), "valid_fraction": share}
+        (runs[-1] / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(UserError, match="but differ in content"):
+        compared(tmp_path, *runs, **{"data.limit": 6})
+
+
+def test_points_that_are_none_are_refused(tmp_path, labels):
+    with pytest.raises(UserError, match=r"so that 99 cannot be compared: lower grid\.passes"):
+        compared(tmp_path, labels, **{"grid.passes": [99]})
+    entry = {"run": str(labels), "mechanisms": ["confidence"]}
+    with pytest.raises(UserError, match="chosen for runs of shortcuts alone"):
+        compared(tmp_path, entries=[entry])

@@ -1,7 +1,9 @@
 """Search, derive, train: what each leaves, what each refuses, and what a refusal leaves alone."""
 
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from deepenough.adaptive.par.derive import BlockCosts
 from deepenough.errors import UserError
 from deepenough.runs import Record, RunFolder, append_record, read_records
 from deepenough.settings import resolve
-from deepenough.train import par
+from deepenough.train import par, use
 from deepenough.train.par import ParSearch, ParTraining, derive_run, search, train
 from deepenough.train.use import evaluate, load_model
 
@@ -312,4 +314,81 @@ def test_a_finished_search_resumed_is_left_as_it_is(tiny: Tiny, searched: Path) 
     before = content(searched)
     run_search(tiny(searched, FLOPS | {"run.resume": True}, steps=2))
     changed = {name for name, data in content(searched).items() if before.get(name) != data}
-    assert changed == {"config.yaml", "training.log"}  # the folder's new name, and a line
+    assert changed == {"training.log"}
+
+
+def test_fixed_blocks_are_kept_within_a_budget(tmp_path: Path, tiny: Tiny) -> None:
+    changes = FLOPS | {"model.pattern": "a**", "search.budget": 0.99}
+    found = run_search(tiny(tmp_path / "run", changes, steps=2))
+    assert found.pattern[0] == "a"
+    assert derive_run(RunFolder.open(tmp_path / "run"), 0.9).pattern[0] == "a"
+    with pytest.raises(UserError, match="needs a budget of"):
+        run_search(tiny(tmp_path / "no", changes | {"search.budget": 0.2}, steps=2))
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_longer_memory_is_seen(trained: Path, tiny: Tiny) -> None:
+    """As by a model that was made with that memory."""
+    data = resolve(ParTraining, None, tiny(trained)).data
+    model = load_model(str(trained))
+    own = model.config.mem_len
+    found = evaluate(str(trained), data, "valid", 4 * own)["loss"]
+    assert found != evaluate(str(trained), data, "valid")["loss"]
+    config = json.loads((trained / "model" / "config.json").read_text())
+    (trained / "model" / "config.json").write_text(json.dumps(config | {"mem_len": 4 * own}))
+    assert evaluate(str(trained), data, "valid")["loss"] == pytest.approx(found)
+
+
+def test_a_model_is_measured_as_it_was_trained(trained: Path, tiny: Tiny) -> None:
+    data = resolve(ParTraining, None, tiny(trained)).data
+    as_trained = evaluate(str(trained), data, "valid")["loss"]
+    assert evaluate(str(trained), replace(data, length=0), "valid")["loss"] == as_trained
+    assert evaluate(str(trained / "model"), data, "valid")["loss"] == as_trained
+    with pytest.raises(UserError, match="batch_size must be at least 1"):
+        evaluate(str(trained), replace(data, batch_size=0), "valid")
+
+
+def test_models_of_another_kind_are_refused(trained: Path) -> None:
+    config = json.loads((trained / "model" / "config.json").read_text())
+    (trained / "model" / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(UserError, match="is of type gpt2, not one of deepenough train or search"):
+        load_model(str(trained))
+
+
+def test_lines_are_written_as_lines(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(trained / "model")
+    end = tokenizer.eos_token_id
+    asked = []
+
+    def generate(self: Any, ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        asked.append(ids[0].tolist())
+        return torch.cat([ids, torch.tensor([[end, *tokenizer.encode("the")]])], 1)
+
+    monkeypatch.setattr(use.ParForCausalLM, "generate", generate)
+    text = use.continue_text(str(trained), "a line\nthe next", 5, 0.0, 0, 0)
+    assert asked[0].count(end) == 1
+    assert text.split("\n")[0] == "a line" and text.count("\n") == 2
+    with pytest.raises(UserError, match="top_k must not be negative"):
+        use.continue_text(str(trained), "a", 5, 1.0, -1, 0)
+
+
+def test_prompts_of_several_lengths_are_padded_before_them(trained: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(trained / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(trained / "model")
+    both = tokenizer(["the", "the function returns a"], padding=True, return_tensors="pt")
+    alone = tokenizer(["the"], return_tensors="pt")
+    options = {"do_sample": False, "max_new_tokens": 6}
+    found = model.generate(**both, **options)[0, -6:]
+    assert torch.equal(found, model.generate(**alone, **options)[0, -6:])
+
+
+def test_a_finished_training_stays_described_as_it_was(
+    trained: Path, tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = (trained / "config.yaml").read_bytes()
+    changes = {"model.pattern": "da", "train.lr": 0.5, "run.resume": True}
+    run_training(tiny(trained, changes, steps=1))
+    assert (trained / "config.yaml").read_bytes() == before
+    assert "nothing is trained" in caplog.text
+    with pytest.raises(UserError, match="is of another configuration"):
+        run_training(tiny(trained, changes, steps=1), start=trained)

@@ -1,5 +1,6 @@
 """Classifiers that ponder, from a file of texts to answers: in small, but end to end."""
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,14 @@ from deepenough.adaptive.ponder import (
     PonderEncoderForSequenceClassification,
 )
 from deepenough.adaptive.ponder.model import PonderClassifier
-from deepenough.data.classification import Example
+from deepenough.adaptive.ponder.policies import (
+    ConfidenceExit,
+    FixedExit,
+    PatienceExit,
+    QuantileExit,
+)
+from deepenough.cli.ponder import predict as predict_command
+from deepenough.data.classification import ClassificationData, Example, open_classification
 from deepenough.data.encoded_examples import EncodedExamples
 from deepenough.errors import UserError
 from deepenough.measure.ponder import all_passes
@@ -303,3 +311,57 @@ def test_processes_share_the_measuring(trained: Path) -> None:
     logits, halts = (sum(parts) for parts in zip(*(share.parts for share in shares), strict=True))
     torch.testing.assert_close(logits, alone.step_logits)
     torch.testing.assert_close(halts[:, :-1].logit(), alone.halt_logits)
+
+
+def test_an_option_names_its_exit(trained: Path) -> None:
+    model, _ = load_classifier(str(trained))
+    assert isinstance(ExitSettings(passes=1).policy(model), FixedExit)
+    assert isinstance(ExitSettings(patience=1).policy(model), PatienceExit)
+    assert isinstance(ExitSettings(threshold=0.7).policy(model), QuantileExit)
+    assert isinstance(ExitSettings("confidence", 0.7).policy(model), ConfidenceExit)
+    with pytest.raises(UserError, match=r"exit\.passes is of use with the exit fixed, not"):
+        ExitSettings("confidence", passes=2).policy(model)
+    with pytest.raises(UserError, match=r"leave it out, or give --exit\.exit"):
+        ExitSettings(patience=1, passes=2).policy(model)
+
+
+def test_predictions_cut_texts_where_training_did(small: Make, tmp_path: Path) -> None:
+    """So that the accuracy that was measured is that of predictions."""
+    run = train(small(**{"data.max_length": 4}))
+    long = "good " * 3
+    found = list(predict(str(run.path), [long + "bad " * 20, long + "good " * 20]))
+    assert found[0] == found[1]
+
+
+def test_a_line_that_is_not_utf8_is_labelled(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = io.TextIOWrapper(io.BytesIO(b"good caf\xe9\r\nbad\n"))
+    monkeypatch.setattr("sys.stdin", given)
+    assert predict_command.main([str(trained)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_examples_with_secret_labels_or_of_one_class(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "train.tsv").write_text("sentence\tlabel\na\t0\nb\t1\n")
+    (folder / "dev.tsv").write_text("sentence\tlabel\na\t0\n")
+    (folder / "test.tsv").write_text("sentence\tlabel\nc\t-1\n")
+    texts = open_classification(ClassificationData(dataset=str(folder)))
+    assert set(texts.splits) == {"train", "valid"}
+    (folder / "train.tsv").write_text("sentence\tlabel\na\t1\nb\t1\n")
+    with pytest.raises(UserError, match="the same label"):
+        open_classification(ClassificationData(dataset=str(folder)))
+    (tmp_path / "two.csv").write_text("text,label\na,0\nb,1\n")
+    with pytest.raises(UserError, match=r"No training example of .* is left"):
+        open_classification(
+            ClassificationData(dataset=str(tmp_path / "two.csv"), valid_fraction=0.99)
+        )
+
+
+def test_half_a_character_is_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "cut.jsonl"
+    file.write_text('{"text": "good \\ud83d", "label": 0}\n{"text": "bad", "label": 1}\n')
+    texts = open_classification(ClassificationData(dataset=str(file), valid_fraction=0.0))
+    assert texts.split("train")[0].text == "good ?"

@@ -67,7 +67,7 @@ class DepthTrace:
         """Sum of the measured latencies of the blocks that ran for at least one unit."""
         if self.block_seconds is None:
             return None
-        ran_at_all = self.ran.flatten(0, -2).any(0)
+        ran_at_all = self.ran.reshape(-1, self.ran.shape[-1]).any(0)
         return float(self.block_seconds[ran_at_all].sum())
 
     def detach(self) -> DepthTrace:
@@ -80,7 +80,7 @@ class DepthTrace:
             raise ValueError("there is no trace to join")
         return cls(
             depth=torch.cat([t.depth.flatten() for t in traces]),
-            ran=torch.cat([t.ran.flatten(0, -2) for t in traces]),
+            ran=torch.cat([t.ran.reshape(-1, t.ran.shape[-1]) for t in traces]),
             flops=torch.cat([t.flops.flatten() for t in traces]),
             block_seconds=traces[0].block_seconds,
         )

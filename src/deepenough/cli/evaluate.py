@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from deepenough.cli.parse import parse
 from deepenough.data.settings import DataSettings
+from deepenough.errors import UserError
 
 
 @dataclass
@@ -25,7 +26,7 @@ class EvaluateSettings:
     json: bool = False
     """Print one JSON object instead of a table."""
 
-    data: DataSettings = field(default_factory=DataSettings)
+    data: DataSettings = field(default_factory=lambda: DataSettings(length=0))
 
 
 def main(argv: list[str]) -> int:
@@ -33,9 +34,13 @@ def main(argv: list[str]) -> int:
         "evaluate",
         EvaluateSettings,
         argv,
-        description="Perplexity per token and per word, bits per byte, tokens a second, on a text.",
+        description="Perplexity per token and per word, bits per byte, tokens a second, on a\n"
+        "text, with the model's own tokenizer, in segments as long as in training unless\n"
+        "--length says otherwise.",
         example="deepenough evaluate --run runs/mine --corpus mytext.txt --split valid",
     )
+    if settings.data.tokenizer is not None:
+        raise UserError("A model is measured with its own tokenizer: leave out --data.tokenizer.")
     from deepenough.train.use import evaluate
 
     values = evaluate(settings.run, settings.data, settings.split, settings.mem_len)

@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
     from deepenough.report.page import read_sources, write_page
     from deepenough.report.page_markdown import write_markdown
 
+    if given.out is not None and given.out.is_dir():
+        raise UserError(f"{given.out} is a folder: name a file, as in -o {given.out}/report.html.")
     sources = read_sources(folders)
     for note in sources.notes:
         print(f"deepenough: note: {note}", file=sys.stderr)

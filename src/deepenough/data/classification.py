@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from deepenough.data.babi import BABI, read_babi
 from deepenough.data.corpus import GOLDEN_RATIO, candidates
 from deepenough.data.hub import open_splits
-from deepenough.data.labels import find_labels, label_number
+from deepenough.data.labels import as_number, find_labels, label_number
 from deepenough.data.table_rows import TABLE_SUFFIXES, Row, read_table
 from deepenough.data.text_files import group_by_split
 from deepenough.errors import UserError
@@ -101,7 +101,7 @@ def open_classification(
     for split, rows in tables.items():
         columns = Columns.choose(data)
         read = [columns.read(row) for row in rows]
-        if split != "train" and all(raw == UNLABELLED for *_, raw in read):
+        if split != "train" and all(as_number(raw) == UNLABELLED for *_, raw in read):
             continue  # a test split whose labels are secret
         splits[split] = read
     if not any(splits.values()):
@@ -168,7 +168,8 @@ class Columns:
             raise UserError(
                 f"The text in column {column!r} is empty in {row.place}: fill it or remove the row."
             )
-        return str(value).strip()
+        # A lone half of a character, which JSON allows, is none for a tokenizer.
+        return str(value).strip().encode("utf-8", "replace").decode("utf-8")
 
 
 def _find(
@@ -234,6 +235,11 @@ def _complete(
         if valid:
             examples = examples | {"valid": valid}
             train = [example for example, out in zip(train, held, strict=True) if not out]
+    if not train:
+        raise UserError(
+            f"No training example of {data.dataset} is left when {data.valid_fraction:g} of them "
+            "are held out: give more, or lower data.valid_fraction."
+        )
     return examples | {"train": train[: data.limit]}
 
 

@@ -49,8 +49,9 @@ class Corpus:
         first = next(lines, None)
         if first is None:
             raise UserError(
-                f"The {split} split of the corpus {self.name} is empty: give a longer text, "
-                "or files named train, valid and test."
+                f"The {split} split of the corpus {self.name} is empty: give a text "
+                "of more lines or files named train, valid and test, or set valid_fraction and "
+                "test_fraction to 0."
             )
         return _prepend(first, lines)
 

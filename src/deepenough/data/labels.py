@@ -26,9 +26,10 @@ def find_labels(raw: Iterable[tuple[str, Any]], num_labels: int | None = None) -
         raise UserError("There are no training examples: give a file with at least one row.")
     if as_number(pairs[0][1]) is None:
         names = sorted({_name(value, place) for place, value in pairs})
+        num_found = len(names)
     else:
         values = {_number(value, place) for place, value in pairs}
-        highest = max(values)
+        highest, num_found = max(values), len(values)
         if num_labels is None and highest > GAPS_PER_LABEL * len(values) + GAPS_ALLOWED:
             place = next(place for place, value in pairs if as_number(value) == highest)
             raise UserError(
@@ -40,7 +41,7 @@ def find_labels(raw: Iterable[tuple[str, Any]], num_labels: int | None = None) -
         raise UserError(
             f"data.num_labels is {num_labels}, but the training examples have {len(names)} labels."
         )
-    if len(names) < 2:
+    if num_found < 2:
         raise UserError("All training examples have the same label: there is nothing to learn.")
     return tuple(names)
 

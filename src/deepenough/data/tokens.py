@@ -61,10 +61,14 @@ class TokenFile:
 
     @classmethod
     def open(cls, folder: Path) -> TokenFile:
-        counts = Counts(**json.loads((folder / COUNTS_FILE).read_text("utf-8")))
-        size = counts.num_tokens * np.dtype(id_type(counts.vocab_size)).itemsize
-        if (folder / IDS_FILE).stat().st_size != size:
-            raise UserError(f"The token file in {folder} is damaged: delete that folder.")
+        damaged = UserError(f"The token file in {folder} is damaged: delete that folder.")
+        try:
+            counts = Counts(**json.loads((folder / COUNTS_FILE).read_text("utf-8")))
+            num_bytes = (folder / IDS_FILE).stat().st_size
+        except (OSError, ValueError, TypeError) as error:
+            raise damaged from error
+        if num_bytes != counts.num_tokens * np.dtype(id_type(counts.vocab_size)).itemsize:
+            raise damaged
         return cls(folder, counts)
 
     @property
@@ -111,6 +115,11 @@ def token_file(
 ) -> TokenFile:
     """The tokens of a split: from the cache, or encoded now."""
     eos = tokenizer.eos_token_id if end_of_line else None
+    if end_of_line and eos is None:
+        raise UserError(
+            "Line ends cannot be tokens with a tokenizer that has no end token: set end_of_line to "
+            "false, or give another tokenizer."
+        )
     key = key_of(FORMAT, corpus.fingerprint(split), tokenizer_fingerprint(tokenizer), str(eos))
     folder = cache_folder(cache_dir) / "tokens" / key
     return TokenFile.open(entry(folder, partial(_write, corpus, split, tokenizer, eos)))

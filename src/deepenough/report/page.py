@@ -62,6 +62,9 @@ def read_sources(paths: Sequence[Path | str]) -> Sources:
     notes: list[str] = []
     for path in paths:
         place = Path(path)
+        if place.is_file() and place.name != FILE:
+            notes.append(f"{path} is a file and no run, and was left out.")
+            continue
         compared = place.name == FILE or (place / FILE).is_file()
         if compared:
             frontiers.append(read_frontier(place))
@@ -99,7 +102,7 @@ def _derived(place: Path, paths: Sequence[Path | str]) -> tuple[Path, Run] | Non
 def write_page(sources: Sources, path: Path | str, title: str = "") -> Path:
     """The report as one HTML file, thinned until it is small enough."""
     file = Path(path)
-    content = compose(sources, title or _title(sources))
+    content = compose(sources, title or title_of(sources))
     with style.writing(file.parent):
         file.write_text(content, encoding="utf-8")
     return file
@@ -151,7 +154,7 @@ def _name(path: str) -> str:
     return "/".join(parts[-2:])
 
 
-def _title(sources: Sources) -> str:
+def title_of(sources: Sources) -> str:
     names = [frontier.name for frontier in sources.frontiers]
     names += [Path(path).resolve().name for path, _ in sources.runs]
     shown = ", ".join(dict.fromkeys(names[:4]))

@@ -10,12 +10,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 from deepenough.errors import UserError
 from deepenough.report import style
 from deepenough.report.figures import write_figures
 from deepenough.report.frontier_file import write_frontier_figures
-from deepenough.report.page import Sources, make_sections
+from deepenough.report.page import Sources, make_sections, title_of
 from deepenough.report.page_parts import Limits, Section
 
 
@@ -24,7 +25,7 @@ def write_markdown(sources: Sources, path: Path | str, title: str = "") -> list[
     file = Path(path)
     folder = file.with_name(f"{file.stem}-figures")
     written: list[Path] = []
-    lines = [f"# {_escaped(title or 'Report')}", ""]
+    lines = [f"# {_escaped(title or title_of(sources))}", ""]
     lines += [f"> {_escaped(note)}\n" for note in sources.notes]
     for number, (source, draw) in enumerate(_each(sources), start=1):
         pictures = _pictures(draw, folder, number)
@@ -57,7 +58,7 @@ def _section(section: Section, pictures: Sequence[str]) -> list[str]:
     if part.summary:
         lines += [*(f"- {_escaped(text)}" for text in part.summary), ""]
     for picture in pictures:
-        lines += [f"![{_escaped(Path(picture).stem)}]({picture})", ""]
+        lines += [f"![{_escaped(Path(picture).stem)}]({quote(picture)})", ""]
     commands = dict.fromkeys(" ".join(figure.command.split()) for figure in part.figures)
     return [*lines, "Made by", "", *(f"    {command}" for command in commands), ""]
 

@@ -107,8 +107,12 @@ def parity_part(run: Run, path: str, limits: Limits) -> Part | None:
     command = f"deepenough ponder parity --config {shlex.quote(f'{path}/config.yaml')}"
     part = Part(
         "Ponder",
-        about="Is the number of entries that are not zero odd? The network itself decides how many "
-        "passes it takes.",
+        about="Is the number of ones among the entries 1, 0 and -1 odd?"
+        + (
+            ""
+            if bands[0].mechanism == "fixed"
+            else " The network itself decides how many passes it takes."
+        ),
     )
     for name, title in (("accuracy", "Accuracy by difficulty"), ("passes", "Passes by difficulty")):
         seen = [plain(getattr(b, name)) if not b.beyond else None for b in bands]

@@ -63,6 +63,12 @@ def compare(settings: CompareSettings, advance: Advance | None = None) -> dict[s
         _opener(entry.run)(entry, name, settings.data)
         for entry, name in zip(entries, names, strict=True)
     ]
+    for entry, candidate in zip(entries, candidates, strict=True):
+        if entry.mechanisms and not isinstance(candidate, WordsCandidate):
+            raise UserError(
+                f"mechanisms are chosen for runs of shortcuts alone: {entry.run} is none; choose "
+                "its points with grid."
+            )
     check_one_task(candidates, [entry.run for entry in entries])
     loading = time.perf_counter() - started
     found, clock = measure(candidates, settings.rules(), advance)
@@ -146,7 +152,8 @@ def _names(entries: Sequence[Entry]) -> list[str]:
         names = [entry.name or end for entry, end in zip(entries, ends, strict=True)]
         if len(set(names)) == len(names):
             return names
-    raise UserError(f"The run {entries[0].run} is named twice: name every run once.")
+    twice = next(name for place, name in enumerate(names) if name in names[:place])
+    raise UserError(f"Two runs are called {twice}: name every run once.")
 
 
 def _folder(path: str) -> Path:

@@ -30,7 +30,7 @@ from deepenough.errors import UserError
 from deepenough.measure.compare import Judged, OperatingPoint, Task
 from deepenough.measure.compare_intervals import share_interval
 from deepenough.settings import resolve
-from deepenough.train.compare_settings import ComparedData, Entry, read_section
+from deepenough.train.compare_settings import ComparedData, Entry, content_of, read_section
 from deepenough.train.ponder import token_limit
 from deepenough.train.ponder_use import load_classifier
 
@@ -55,7 +55,8 @@ class LabelCandidate:
         self.name, self.entry = name, entry
         self.model, tokenizer = load_classifier(entry.run)
         trained = resolve(ClassificationData, overrides=read_section(entry.run, "data"))
-        asked = trained if data.data is None else with_dataset(trained, data.data)
+        same = data.data in (None, trained.dataset)
+        asked = trained if same else with_dataset(trained, str(data.data))
         names: Any = self.model.config.id2label
         labels = [names[number] for number in range(self.model.num_labels)]
         texts = open_classification(asked, labels)
@@ -68,22 +69,33 @@ class LabelCandidate:
         ]
         self.labels: Tensor = torch.cat([batch.pop("labels") for batch in self.batches])
         detail = {"examples": len(rows), "batch_size": size, "labels": labels}
+        detail["content"] = content_of((row.text, row.pair, row.label) for row in rows)
+        self.where = f" --split {split}"
+        if asked is not trained:
+            self.where = f" --dataset {shlex.quote(asked.dataset)}{self.where}"
         self.task = Task("classification", texts.name, split, "example", "accuracy", True, detail)
 
     def points(self) -> Sequence[OperatingPoint]:
         last, grid = self.model.num_passes, self.entry.grid
-        fixed = grid.passes or sorted({last, (last + 1) // 2, max(1, last // 4)}, reverse=True)
+        usual = sorted({last, (last + 1) // 2, max(1, last // 4)}, reverse=True)
+        fixed = usual if grid.passes is None else grid.passes
+        if too_many := [n for n in fixed if n > last]:
+            raise UserError(
+                f"{self.entry.run} makes {last} passes, so that {too_many[0]} cannot be compared: "
+                "lower grid.passes."
+            )
         found = [
             OperatingPoint(f"{n} pass{'es' * (n > 1)}", {"passes": n}, "fixed depth") for n in fixed
         ]
         if self.model.has_halting:
-            values = grid.threshold or [0.95, 0.8, 0.5]
+            values = [0.95, 0.8, 0.5] if grid.threshold is None else grid.threshold
             found += [OperatingPoint(f"halt {v:g}", {"threshold": v}) for v in values]
-        values = grid.confidence or [0.99, 0.9]
+        values = [0.99, 0.9] if grid.confidence is None else grid.confidence
         found += [OperatingPoint(f"sure {v:g}", {"confidence": v}, "confidence") for v in values]
         for point in found:
             _policy(point)  # refused before the first is measured
-        return [replace(point, command=_command(self.entry.run, point)) for point in found]
+        run = f"{shlex.quote(self.entry.run)}{self.where}"
+        return [replace(point, command=_command(run, point)) for point in found]
 
     @torch.inference_mode()
     def run(self, point: OperatingPoint) -> list[PonderOutput]:
@@ -115,7 +127,7 @@ def _split(texts: LabelledTexts, asked: str | None) -> str:
 def _command(run: str, point: OperatingPoint) -> str:
     ((kind, value),) = point.settings.items()
     flags = FLAGS[kind].format(value=value)
-    return f"deepenough ponder eval {shlex.quote(run)} {flags}"
+    return f"deepenough ponder eval {run} {flags}"
 
 
 def _policy(point: OperatingPoint) -> ExitPolicy:

@@ -23,7 +23,13 @@ from deepenough.measure.compare import Judged, OperatingPoint, Task
 from deepenough.measure.compare_intervals import perplexity_interval
 from deepenough.runs import RunFolder
 from deepenough.settings import resolve
-from deepenough.train.compare_settings import ComparedData, Entry, read_config, read_section
+from deepenough.train.compare_settings import (
+    ComparedData,
+    Entry,
+    content_of,
+    read_config,
+    read_section,
+)
 from deepenough.train.language import evaluation_lanes
 from deepenough.train.use import load_model, model_folder
 
@@ -124,7 +130,8 @@ def _text(run: str, data: ComparedData) -> tuple[list[dict[str, Tensor]], Task]:
     kept = [segments[place] for place in range(min(len(segments), data.limit or SEGMENTS))]
     shape = {"lanes": lanes, "length": trained.length, "segments": len(kept)}
     fingerprint = tokenizer_fingerprint(tokenizer)
-    detail = {**shape, "tokenizer": fingerprint}
+    content = content_of(segment["input_ids"].tolist() for segment in kept)
+    detail = {**shape, "tokenizer": fingerprint, "content": content}
     name = data.data or trained.corpus
     task = Task("language modelling", name, split, "token", "perplexity", False, detail)
     return kept, task

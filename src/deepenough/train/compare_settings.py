@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +71,7 @@ class ComparedData:
     """A text, or a data set, named as for training; by default what the runs were trained on."""
 
     split: str | None = None
-    """Part of it; by default test, else valid; prompts to write after are taken from valid."""
+    """Part of it; by default test, else valid, but valid first for classifiers and for prompts."""
 
     limit: int | None = None
     """At most so many segments, examples, sentences or prompts; by default as many as a minute or
@@ -186,3 +188,11 @@ def read_section(run: str, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"The settings of {run} have no section {name}: leave the run out.")
     return found
+
+
+def content_of(parts: Iterable[object]) -> str:
+    """What tells one set of data from another: runs may have held out other parts of one file."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(repr(part).encode())
+    return digest.hexdigest()

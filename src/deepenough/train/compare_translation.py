@@ -25,7 +25,13 @@ from deepenough.errors import UserError
 from deepenough.measure.compare import Judged, OperatingPoint, Task
 from deepenough.measure.compare_intervals import Interval, share_interval
 from deepenough.settings import resolve
-from deepenough.train.compare_settings import ComparedData, Entry, read_config, read_section
+from deepenough.train.compare_settings import (
+    ComparedData,
+    Entry,
+    content_of,
+    read_config,
+    read_section,
+)
 from deepenough.train.lazy_use import load_translator
 from deepenough.train.programs_pairs import held_out_pairs
 from deepenough.train.translate_score import SearchSettings, translate_pairs
@@ -140,7 +146,8 @@ def _sentences(run: str, tokenizer: Any, data: ComparedData) -> tuple[EncodedPai
     name = f"{text.name}, {split}"
     pairs = encode_pairs(text.pairs(split), tokenizer, trained.max_length, name, keep=True)
     kept = pairs.head(min(len(pairs), data.limit or SENTENCES))
-    detail = {"sentences": len(kept)}
+    detail = {"sentences": len(kept), "languages": f"{trained.source} to {trained.target}"}
+    detail |= {"lowercase": lowers_case(tokenizer), "content": content_of(kept.pairs)}
     return kept, Task("translation", text.name, split, "sentence", "BLEU", True, detail)
 
 

@@ -24,6 +24,8 @@ class LanguageTask(PlainTask):
     """Next-token prediction over lanes of text, memory carried from batch to batch."""
 
     unit = "tokens"
+    is_warm = False
+    """Whether the model began with the weights of another."""
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class LanguageTask(PlainTask):
             # The folder's name is a hash of the text and its tokenizer.
             | {split: f"{len(file)} tokens ({file.folder.name})" for split, file in tokens},
             "train": self.train.identity(),
+            "start": {"warm": self.is_warm},
         }
 
     def save(self, folder: Path) -> None:
@@ -122,6 +125,10 @@ class LanguageTask(PlainTask):
 
 def save_model(model: ParForCausalLM, prepared: Prepared, folder: Path) -> None:
     """The model and its tokenizer, as transformers loads them."""
+    # Of several prompts the shorter ones are padded before their first word, not behind the last.
+    prepared.tokenizer.padding_side = prepared.tokenizer.init_kwargs["padding_side"] = "left"
+    if model.generation_config is not None:
+        model.generation_config.pad_token_id = prepared.tokenizer.pad_token_id
     with without_bars():
         model.save_pretrained(folder)
     save_tokenizer(prepared.tokenizer, folder)
@@ -162,6 +169,9 @@ def evaluate_language(
 
 def evaluation_lanes(tokens: TokenFile, data: DataSettings, split: str = "given") -> int:
     """As many lanes as in training, or as many as a short text fills."""
+    for name in ("length", "batch_size"):
+        if getattr(data, name) < 1:
+            raise UserError(f"data.{name} must be at least 1: got {getattr(data, name)}.")
     lanes = min(data.batch_size, (len(tokens) - 1) // data.length)
     if lanes < 1:
         raise UserError(

@@ -6,14 +6,13 @@ is prepared, the model built and a checkpoint compared first.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 
 from deepenough.adaptive.par import ParForCausalLM
@@ -25,12 +24,10 @@ from deepenough.data import DataSettings, Prepared, prepare
 from deepenough.errors import UserError
 from deepenough.measure.latency import count_block_costs, measure_block_costs
 from deepenough.runs import Record, RunFolder, append_record, read_records
-from deepenough.settings import dump
 from deepenough.train.checkpoint import list_names
 from deepenough.train.language import LanguageTask
-from deepenough.train.log import log_to
-from deepenough.train.loop import Trainer
 from deepenough.train.processes import is_main_process, make_accelerator, on_main
+from deepenough.train.runner import check_folder, training
 from deepenough.train.settings import RunSettings, TrainSettings
 from deepenough.train.supernet import SearchTask
 from deepenough.train.use import load_model
@@ -81,7 +78,7 @@ def search(settings: ParSearch) -> Derived:
         )
     closes = settings.search.decide_at < 1.0
     accelerator = make_accelerator(settings.train, closes or bool(settings.model.cutoffs))
-    _check_folder(settings.run, accelerator)
+    check_folder(settings.run, accelerator)
     prepared = _prepare(settings.data, accelerator)
     config = settings.model.config(
         len(prepared.tokenizer),
@@ -102,8 +99,9 @@ def search(settings: ParSearch) -> Derived:
     task.costs = costs = block_costs(config, settings, accelerator)
     if settings.search.budget is not None:  # one that no pattern keeps is refused now
         equal = [[1.0, 1.0, 1.0]] * config.num_blocks
-        derive(equal, costs, settings.search.budget, settings.search.spend)
-    with _training(settings, task, accelerator) as trainer:
+        budget, spend = settings.search.budget, settings.search.spend
+        derive(equal, costs, budget, spend, settings.model.pattern)
+    with training(settings, task, accelerator) as trainer:
         if trainer.first == 0:
             trainer.recorder.record(0, "cost", asdict(costs) | {"unit": settings.search.cost})
         trainer.fit()
@@ -129,7 +127,7 @@ def train(settings: ParTraining, prepared: Prepared | None = None) -> RunFolder:
         settings, model=replace(settings.model, pattern=pattern, num_blocks=len(pattern))
     )
     accelerator = make_accelerator(settings.train, bool(settings.model.cutoffs))
-    _check_folder(settings.run, accelerator)
+    check_folder(settings.run, accelerator)
     if prepared is None:
         prepared = _prepare(settings.data, accelerator)
     torch.manual_seed(settings.train.seed)
@@ -138,7 +136,8 @@ def train(settings: ParTraining, prepared: Prepared | None = None) -> RunFolder:
     if settings.start is not None:
         take_weights(model, load_model(settings.start), prepared.tokenizer, settings.start)
     task = LanguageTask(model, prepared, settings.data, settings.train, accelerator)
-    with _training(settings, task, accelerator) as trainer:
+    task.is_warm = settings.start is not None
+    with training(settings, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
 
@@ -154,7 +153,7 @@ def derive_run(run: RunFolder, budget: float | None = None, spend: float = 0.0) 
         raise UserError(f"{run.path} has no record of block costs, which a budget needs.")
     if not 0 <= spend <= 1:
         raise UserError(f"spend is a share of the budget, from 0 to 1: got {spend:g}.")
-    pattern = derive(rows[-1], costs, budget, spend)
+    pattern = derive(rows[-1], costs, budget, spend, _given_pattern(run))
     values: dict[str, Any] = {"pattern": pattern, "pi": rows[-1]}
     if costs is not None:
         values["relative_cost"] = costs.relative(pattern)
@@ -165,6 +164,15 @@ def derive_run(run: RunFolder, budget: float | None = None, spend: float = 0.0) 
         last = max(record.step for record in records)
         append_record(run.metrics, Record(last, "derive", values))
     return Derived(pattern, rows[-1], values.get("relative_cost"))
+
+
+def _given_pattern(run: RunFolder) -> str | None:
+    """The pattern that a search began with, where it was given one."""
+    if not run.config.is_file():
+        return None
+    content = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    pattern = content["model"].get("pattern")
+    return str(pattern) if pattern else None
 
 
 def block_costs(config: ParConfig, settings: ParSearch, accelerator: Accelerator) -> BlockCosts:
@@ -197,43 +205,8 @@ def recorded_costs(records: list[Record]) -> BlockCosts | None:
     return None
 
 
-def _check_folder(run: RunSettings, accelerator: Accelerator) -> None:
-    def check() -> None:
-        RunFolder.check(run.folder, resume=run.resume, overwrite=run.overwrite)
-
-    on_main(accelerator, check)
-
-
 def _prepare(data: DataSettings, accelerator: Accelerator) -> Prepared:
     """The first process fills the cache, the others find it filled."""
     prepared: list[Prepared] = []
     on_main(accelerator, lambda: prepared.append(prepare(data)))
     return prepared[0] if prepared else prepare(data)
-
-
-@contextlib.contextmanager
-def _training(
-    settings: ParSearch | ParTraining, task: LanguageTask, accelerator: Accelerator
-) -> Iterator[Trainer]:
-    """A trainer in its run folder, ready to begin or to go on."""
-    run = RunFolder(Path(settings.run.folder))
-
-    def begin() -> None:
-        RunFolder.create(run.path, resume=settings.run.resume, overwrite=settings.run.overwrite)
-
-    def write_config() -> None:
-        # Given again as --config, it must neither resume nor delete anything by itself.
-        kept = replace(settings, run=replace(settings.run, resume=False, overwrite=False))
-        try:
-            dump(kept, run.config)
-        except OSError as error:
-            raise UserError(f"{run.config} cannot be written: {error.strerror}.") from error
-
-    on_main(accelerator, begin)
-    with contextlib.ExitStack() as stack:
-        if accelerator.is_main_process:
-            stack.enter_context(log_to(run.log))
-        trainer = Trainer(task, settings.train, run, accelerator)
-        trainer.resume()
-        on_main(accelerator, write_config)
-        yield trainer

@@ -189,7 +189,7 @@ class ParityTask(PlainTask):
             place = {
                 "lowest": lowest,
                 "highest": highest,
-                "beyond": lowest > data.train_nonzero,
+                "beyond": highest > data.train_nonzero,
                 "mechanism": self.model.config.mechanism,
             }
             bands.append(place | measure_parity(self.model, batch, self._eval_passes()))

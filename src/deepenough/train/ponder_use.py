@@ -32,6 +32,13 @@ from deepenough.train.use import model_folder
 
 ALL_PASSES, OWN_EXIT = "all passes", "own exit"
 SPLITS = ("valid", "test", "train")
+EXITS_OF: dict[str, tuple[Exit, ...]] = {
+    "threshold": ("quantile", "confidence"),
+    "patience": ("patience",),
+    "passes": ("fixed",),
+    "seed": ("sampled",),
+}
+"""Which exits read an option."""
 
 
 @dataclass
@@ -64,8 +71,22 @@ class ExitSettings:
         }
         known = {name: value for name, value in given.items() if value is not None}
         options = replace(options_of(model.config), **known)
+        options = replace(options, exit=self._kind(options.exit))
         check_settings(options, model.num_passes, shared=True)
         return make_policy(options, model.config.problem_type)
+
+    def _kind(self, usual: Exit) -> Exit:
+        """The exit asked for, by name or by an option that it alone reads."""
+        named = [name for name in EXITS_OF if getattr(self, name) is not None]
+        exits = [self.exit] if self.exit else list(EXITS_OF[named[0]]) if named else [usual]
+        kind: Exit = usual if usual in exits else exits[0]
+        for name in named:
+            if kind not in EXITS_OF[name]:
+                raise UserError(
+                    f"exit.{name} is of use with the exit {' or '.join(EXITS_OF[name])}, not with "
+                    f"{kind}: leave it out, or give --exit.exit."
+                )
+        return kind
 
 
 @dataclass
@@ -119,7 +140,11 @@ def predict(
     """Label, probability and passes of each text, in their order, as they are decided."""
     model, tokenizer = load_classifier(run)
     policy = (exit or ExitSettings()).policy(model)
-    for answer in model.predict(texts, tokenizer, policy, truncate=truncate, rows=rows):
+    config = RunFolder(model_folder(run).parent).config
+    limit = None
+    if truncate and config.is_file():  # as in training, and so as it was measured
+        limit = token_limit(model, resolve(PonderTraining, config).data)
+    for answer in model.predict(texts, tokenizer, policy, truncate, rows, limit):
         yield {
             "label": answer.label,
             "probability": answer.probability,
@@ -180,7 +205,7 @@ def _texts(
         data = resolve(PonderTraining, folder.config).data
     elif dataset is None:
         raise UserError("Nothing tells what the model was trained on: give --dataset.")
-    if dataset is not None:
+    if dataset is not None and dataset != data.dataset:
         data = with_dataset(data, dataset)
     return open_classification(data, labels), data
 

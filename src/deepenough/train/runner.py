@@ -7,6 +7,7 @@ built before `training` is entered, and a checkpoint is compared with it before 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from deepenough.train.loop import Trainer
 from deepenough.train.processes import on_main
 from deepenough.train.settings import RunSettings, TrainSettings
 from deepenough.train.task import Task
+
+logger = logging.getLogger("deepenough")
 
 
 class Settings(Protocol):
@@ -54,7 +57,10 @@ def training(settings: Settings, task: Task, accelerator: Accelerator) -> Iterat
             stack.enter_context(log_to(run.log))
         trainer = Trainer(task, settings.train, run, accelerator)
         trainer.resume()
-        on_main(accelerator, lambda: _write_config(settings, run))
+        if trainer.first < settings.train.steps:
+            on_main(accelerator, lambda: _write_config(settings, run))
+        else:  # what was trained stays described as it was
+            logger.info("All %d steps are made already: nothing is trained.", trainer.first)
         yield trainer
 
 

@@ -168,7 +168,8 @@ class SearchTask(LanguageTask):
         values = {
             "tau": float(self.choice.temperature),
             "entropy": entropy(rows * still_open),
-            "pi": [[round(value, 6) for value in row] for row in rows.tolist()],
+            # So many digits, not places: how unlikely a choice is matters where a budget cuts.
+            "pi": [[float(f"{value:.6g}") for value in row] for row in rows.tolist()],
         }
         if self.costs is not None:
             values["expected_cost"] = float(self.expected_cost())

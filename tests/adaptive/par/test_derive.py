@@ -118,3 +118,18 @@ def test_costs_by_hand():
     assert costs.of("aad-") == 18.5
     assert costs.relative("aad-") == 18.5 / 20.0
     assert [costs.of_block(kind) for kind in BRANCHES] == [3.0, 2.0, 0.5]
+
+
+def test_what_was_given_stays_whatever_the_budget():
+    rows = [[0.1, 0.1, 0.8]] * 4
+    assert derive(rows, fixed="aa**") == "aa--"
+    # (1 + 2 * 4) / (1 + 2 * (4 + 2)) = 0.69
+    assert derive(rows, COSTS, 0.7, fixed="aa**") == "aa--"
+    with pytest.raises(UserError, match=r"the cheapest, aa--, needs a budget of 0\.693"):
+        derive(rows, COSTS, 0.6, fixed="aa**")
+
+
+def test_how_unlikely_a_choice_is_matters():
+    rows = [[1 - 4e-7, 4e-7, 1e-12], [1.0, 1e-12, 1e-12]]
+    costs = BlockCosts(attention=2.0, dense=1.0, identity=0.0, rest=1.0)
+    assert derive(rows, costs, 1.0) == "da"

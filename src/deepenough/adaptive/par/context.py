@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepenough.adaptive.par.config import ParConfig
 from deepenough.models.attention import distance_codes, visible_keys
 
 
@@ -22,21 +23,21 @@ class Context:
 class Contexts:
     """One context for every shape met, made once: a stream of text meets two or three."""
 
-    def __init__(self, width: int, window: int) -> None:
-        self.width = width
-        self.window = window
+    def __init__(self, config: ParConfig) -> None:
+        self.config = config
         self._known: dict[tuple[object, ...], Context] = {}
 
     def get(
         self, num_new: int, num_keys: int, like: Tensor, attention_mask: Tensor | None
     ) -> Context:
         """In the dtype and on the device of `like`; `attention_mask` is 0 at padding, `[B, *]`."""
-        key = (num_new, num_keys, like.dtype, like.device)
+        window = self.config.sliding_window  # anew: a model can be given another memory
+        key = (num_new, num_keys, window, like.dtype, like.device)
         if key not in self._known:
             if len(self._known) > 64:  # generation without a cache meets every length once
                 self._known.clear()
-            codes = distance_codes(num_keys + 1, self.width).flip(0)
-            visible = visible_keys(num_new, num_keys, self.window)
+            codes = distance_codes(num_keys + 1, self.config.d_model).flip(0)
+            visible = visible_keys(num_new, num_keys, window)
             mask = torch.zeros(num_new, num_keys).masked_fill(~visible, -torch.inf)
             self._known[key] = Context(codes.to(like), mask.to(like))
         context = self._known[key]

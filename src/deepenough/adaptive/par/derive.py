@@ -18,7 +18,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepenough.adaptive.par.pattern import ATTENTION, BRANCHES, DENSE, IDENTITY, interleaved
+from deepenough.adaptive.par.pattern import (
+    ATTENTION,
+    BRANCHES,
+    DENSE,
+    IDENTITY,
+    OPEN,
+    interleaved,
+)
 from deepenough.errors import UserError
 
 
@@ -49,13 +56,17 @@ def derive(
     costs: BlockCosts | None = None,
     budget: float | None = None,
     spend: float = 0.0,
+    fixed: str | None = None,
 ) -> str:
-    """The likeliest pattern; with a budget, the likeliest of those that keep (and spend) it."""
+    """The likeliest pattern; with a budget, the likeliest of those that keep (and spend) it.
+
+    `fixed` is the pattern that the search began with: what it leaves no choice stays as it is.
+    """
     if budget is not None and costs is None:
         raise ValueError("a budget needs the costs of the blocks")
     num_blocks = len(probabilities)
     best: dict[tuple[int, int], tuple[float, str]] = {(0, 0): (0.0, "")}
-    for row in probabilities:
+    for row, given in zip(probabilities, fixed or OPEN * num_blocks, strict=True):
         score_a, score_d, score_i = (_log(p) for p in row)
         longer: dict[tuple[int, int], tuple[float, str]] = {}
         for (num_a, num_d), (score, pattern) in best.items():
@@ -64,6 +75,8 @@ def derive(
                 ((num_a, num_d + 1), score_d, DENSE),
                 ((num_a, num_d), score_i, IDENTITY),
             ):
+                if given not in (OPEN, kind):
+                    continue
                 candidate = (score + gain, pattern + kind)
                 if counts not in longer or candidate[0] > longer[counts][0]:
                     longer[counts] = candidate

@@ -81,7 +81,7 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
             self.choice = BranchChoice(config.num_blocks, config.straight_through, config.learn_tau)
         self.block_seconds: Tensor | None = None
         """Latency of each block, where it has been measured on this machine; goes into traces."""
-        self._contexts = Contexts(config.d_model, config.sliding_window)
+        self._contexts = Contexts(config)
         self.post_init()
 
     # -- what transformers asks of a model ---------------------------------------------------

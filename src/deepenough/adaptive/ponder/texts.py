@@ -121,11 +121,14 @@ class ReadsTexts:
         policy: ExitPolicy | None = None,
         truncate: bool = False,
         rows: int = 32,
+        max_length: int | None = None,
     ) -> Iterator[Prediction]:
         """Answers in the order of the texts, which may be endless: examples stop when they are
-        decided, and the next ones take their rows."""
+        decided, and the next ones take their rows. `max_length` is where texts are cut, by default
+        what the model takes."""
         model = cast("PonderClassifier", self)
-        encodings = encode(model, texts, tokenizer or _own_tokenizer(model), truncate)
+        own = tokenizer or _own_tokenizer(model)
+        encodings = encode(model, texts, own, truncate, max_length, min(rows, CHUNK))
         for answer in self.stream(encodings, policy, rows):
             yield _prediction(model, answer)
 
@@ -141,11 +144,17 @@ class ReadsTexts:
 
 
 def encode(
-    model: PonderClassifier, texts: Iterable[Text], tokenizer: Any, truncate: bool = False
+    model: PonderClassifier,
+    texts: Iterable[Text],
+    tokenizer: Any,
+    truncate: bool = False,
+    max_length: int | None = None,
+    at_once: int = CHUNK,
 ) -> Iterator[dict[str, list[int]]]:
     """What the tokenizer makes of each text; empty and too long ones are refused by number."""
-    source, number, limit = iter(texts), 0, model.max_length
-    while chunk := list(islice(source, CHUNK)):
+    source, number = iter(texts), 0
+    limit = min((n for n in (model.max_length, max_length) if n is not None), default=None)
+    while chunk := list(islice(source, max(1, at_once))):
         for offset, text in enumerate(chunk):
             _check_text(text, number + offset)
         firsts = [text if isinstance(text, str) else text[0] for text in chunk]

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
-import logging
-import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from deepenough.cli.lines import read_lines
 from deepenough.cli.parse import parse
-from deepenough.errors import UserError
 from deepenough.train.lazy_use import load_translator, translate_lines
 from deepenough.train.translate_score import SearchSettings
-
-logger = logging.getLogger("deepenough")
 
 
 @dataclass
@@ -42,30 +36,7 @@ def main(argv: list[str]) -> int:
         positional=["run", "file"],
     )
     translator = load_translator(settings.run)
-    lines = _lines(settings.file)
+    lines = read_lines(settings.file)
     for translation in translate_lines(translator, lines, settings.search, settings.rows):
         print(translation, flush=True)
     return 0
-
-
-def _lines(file: str | None) -> Iterator[str]:
-    if file is None:
-        yield from _decoded(sys.stdin.buffer, "standard input")
-        return
-    try:
-        with open(file, "rb") as lines:
-            yield from _decoded(lines, file)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-
-
-def _decoded(lines: Iterable[bytes], name: str) -> Iterator[str]:
-    """One for every line, whatever stands in it; what is no UTF-8 is replaced, and told once."""
-    told = False
-    for number, raw in enumerate(lines, start=1):
-        raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-        line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
-        if not told and "\ufffd" in line:
-            told = True
-            logger.warning("%s, line %d: what is not UTF-8 was replaced.", name, number)
-        yield line

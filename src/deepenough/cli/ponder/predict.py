@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from deepenough.adaptive.ponder.texts import Text
+from deepenough.cli.lines import read_lines
 from deepenough.cli.parse import parse
-from deepenough.errors import UserError
 from deepenough.train.ponder_use import ExitSettings, predict
 
 
@@ -45,17 +44,6 @@ def main(argv: list[str]) -> int:
 
 
 def _texts(file: str | None) -> Iterator[Text]:
-    if file is None:
-        yield from _split(sys.stdin)
-        return
-    try:
-        with open(file, encoding="utf-8", errors="replace") as lines:
-            yield from _split(lines)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-
-
-def _split(lines: Iterable[str]) -> Iterator[Text]:
-    for line in lines:
-        first, tab, second = line.rstrip("\n").partition("\t")
+    for line in read_lines(file):
+        first, tab, second = line.partition("\t")
         yield (first, second) if tab else first
