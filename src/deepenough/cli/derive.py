@@ -47,6 +47,9 @@ def main(argv: list[str]) -> int:
     print(f"{found.pattern}{cost}")
     budget = "" if settings.budget is None else f" --budget {settings.budget:g}"
     budget += f" --spend {settings.spend:g}" if settings.spend else ""
-    config = quote(str(RunFolder(Path(settings.run)).config))
+    run = RunFolder(Path(settings.run))
+    if run.derived.exists():
+        print(f"{run.derived} holds an earlier model: move it away before the next command")
+    config = quote(str(run.config))
     print(f"next: deepenough search --config {config} --resume --retrain scratch{budget}")
     return 0
