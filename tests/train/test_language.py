@@ -326,7 +326,7 @@ def test_a_pattern_may_leave_some_blocks_open(make: Make) -> None:
     for step in range(4):
         trainer._step(step)
     rows = task.train_values()["pi"]
-    assert rows[0] == [1.0, 0.0, 0.0] and rows[2] == [0.0, 0.0, 1.0]
+    assert rows[0] == pytest.approx([1.0, 0.0, 0.0]) and rows[2] == pytest.approx([0.0, 0.0, 1.0])
     assert rows[1] != pytest.approx([1 / 3] * 3, abs=1e-3)
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from deepenough.adaptive.par.block import ParBlock
+from deepenough.adaptive.par.config import ParConfig
 from deepenough.adaptive.par.context import Context, Contexts
 from deepenough.adaptive.par.pattern import IDENTITY, OPEN
 
@@ -13,7 +14,7 @@ def make_block(config, kind: str) -> tuple[ParBlock, Context, torch.Tensor]:
     torch.manual_seed(0)
     block = ParBlock(config, kind).eval()
     hidden = torch.randn(3, 5, config.d_model)
-    context = Contexts(config.d_model, config.sliding_window).get(5, 5, hidden, None)
+    context = Contexts(config).get(5, 5, hidden, None)
     return block, context, hidden
 
 
@@ -55,7 +56,7 @@ def test_dropout_falls_on_the_update_alone(make_config):
 
 def test_contexts_are_made_once_and_not_kept_for_ever(make_config):
     config = make_config()
-    contexts = Contexts(config.d_model, config.sliding_window)
+    contexts = Contexts(config)
     like = torch.zeros(())
     assert contexts.get(3, 5, like, None) is contexts.get(3, 5, like, torch.ones(2, 5))
     assert contexts.get(3, 5, like.double(), None).mask.dtype == torch.float64
@@ -65,7 +66,7 @@ def test_contexts_are_made_once_and_not_kept_for_ever(make_config):
 
 
 def test_padding_is_counted_from_the_newest_key():
-    contexts = Contexts(16, 9)
+    contexts = Contexts(ParConfig(d_model=16, length=5, mem_len=4))
     lowest = torch.finfo(torch.float32).min
     # Six keys: two of memory, which the mask of four does not know, then padding, then text.
     mask = contexts.get(4, 6, torch.zeros(()), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])).mask
