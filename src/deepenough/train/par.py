@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate import Accelerator
 
 from deepenough.adaptive.par import ParForCausalLM
@@ -24,6 +23,7 @@ from deepenough.data import DataSettings, Prepared, prepare
 from deepenough.errors import UserError
 from deepenough.measure.latency import count_block_costs, measure_block_costs
 from deepenough.runs import Record, RunFolder, append_record, read_records
+from deepenough.settings import resolve
 from deepenough.train.checkpoint import list_names
 from deepenough.train.language import LanguageTask
 from deepenough.train.processes import is_main_process, make_accelerator, on_main
@@ -168,11 +168,7 @@ def derive_run(run: RunFolder, budget: float | None = None, spend: float = 0.0) 
 
 def _given_pattern(run: RunFolder) -> str | None:
     """The pattern that a search began with, where it was given one."""
-    if not run.config.is_file():
-        return None
-    content = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-    pattern = content["model"].get("pattern")
-    return str(pattern) if pattern else None
+    return resolve(ParSearch, run.config).model.pattern if run.config.is_file() else None
 
 
 def block_costs(config: ParConfig, settings: ParSearch, accelerator: Accelerator) -> BlockCosts:
