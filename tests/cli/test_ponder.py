@@ -53,6 +53,19 @@ def test_predictions_of_a_file_are_json_lines_in_its_order(
         assert 0.5 <= answer["probability"] <= 1 and 1 <= answer["passes"] <= 3
 
 
+@pytest.mark.parametrize("rows", ["1", "2", "9"])
+def test_an_empty_line_has_no_label_and_moves_no_other(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str
+) -> None:
+    file = tmp_path / "reviews.txt"
+    file.write_text("\na good film\n \n\nthe plot so awful\na fine plot\n\n\n", encoding="utf-8")
+    assert main(["ponder", "predict", str(run), str(file), "--rows", rows]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    labels = [answer["label"] for answer in answers]
+    assert labels == [None, "1", None, None, "0", "1", None, None]
+    assert answers[0] == {"label": None, "probability": None, "passes": 0}
+
+
 def test_parity_leaves_accuracy_by_difficulty(tmp_path: Path) -> None:
     folder = tmp_path / "parity"
     words = ["--folder", str(folder), "--size", "8", "--train-nonzero", "4", "--width", "8"]

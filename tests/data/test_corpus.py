@@ -126,6 +126,14 @@ def test_invalid_utf8_is_replaced_and_said_once(tmp_path, caplog):
     ]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_two_bytes_a_character_are_refused(tmp_path, encoding):
+    path = tmp_path / "windows.txt"
+    path.write_text("\ufeffsome text\n", encoding=encoding)
+    with pytest.raises(UserError, match=r"windows\.txt is UTF-16 text: save it as UTF-8"):
+        list(open_corpus(str(path), valid_fraction=0, test_fraction=0).lines("train"))
+
+
 @given(st.text(alphabet="aé\u20ac\U0001f600 ", max_size=80))
 def test_very_long_lines_are_cut_between_characters(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "long.txt"

@@ -86,6 +86,12 @@ def test_a_line_is_a_line_whatever_stands_in_it(run, tmp_path, monkeypatch, caps
     assert len(replaced) == 1 and "line 3: what is not UTF-8 was replaced" in replaced[0]
 
 
+def test_lines_of_two_bytes_a_character_are_refused(run, tmp_path):
+    (tmp_path / "lines").write_text("two dogs\n", encoding="utf-16")
+    with pytest.raises(UserError, match="lines is UTF-16 text: save it as UTF-8"):
+        translate_command.main([str(run), str(tmp_path / "lines")])
+
+
 def test_a_model_without_a_run_folder_translates(run):
     assert load_translator(str(run / "model")).model.config.d_model == 16
 

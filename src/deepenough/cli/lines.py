@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 
+from deepenough.data.text_files import check_utf8
 from deepenough.errors import UserError
 
 logger = logging.getLogger("deepenough")
@@ -28,7 +29,9 @@ def _decoded(lines: Iterable[bytes], name: str) -> Iterator[str]:
     """One for every line, whatever stands in it; what is no UTF-8 is replaced, and told once."""
     told = False
     for number, raw in enumerate(lines, start=1):
-        raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+        if number == 1:
+            check_utf8(raw, name)
+            raw = raw.removeprefix(codecs.BOM_UTF8)
         line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
         if not told and "\ufffd" in line:
             told = True

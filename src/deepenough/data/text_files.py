@@ -6,6 +6,7 @@ would also cut at form feeds and exotic separators and so change the line count 
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 from collections.abc import Iterable, Iterator
@@ -41,8 +42,10 @@ def read_lines(paths: Iterable[Path]) -> Iterator[str]:
 def _lines_of(path: Path) -> Iterator[str]:
     num_invalid = 0
     with _open(path) as file:
-        if file.peek(3)[:3] == b"\xef\xbb\xbf":  # a byte order mark is no text
-            file.read(3)
+        start = file.peek(3)
+        check_utf8(start, path)
+        if start.startswith(codecs.BOM_UTF8):  # a byte order mark is no text
+            file.read(len(codecs.BOM_UTF8))
         rest = b""  # the tail of a cut that fell inside a character
         while chunk := file.readline(MAX_LINE_BYTES):
             raw, rest = rest + chunk, b""
@@ -67,6 +70,13 @@ def _lines_of(path: Path) -> Iterator[str]:
             num_invalid,
             "" if num_invalid == 1 else "s",
         )
+
+
+def check_utf8(start: bytes, name: str | Path) -> None:
+    """A text whose first bytes say that it is of two bytes a character is refused: replacing what
+    is not UTF-8 would leave nothing of it."""
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{name} is UTF-16 text: save it as UTF-8.")
 
 
 def _open(path: Path) -> BufferedReader:

@@ -47,7 +47,7 @@ class ParityModelSettings:
     """Passes in training."""
 
     eval_passes: int | None = None
-    """Passes at most when measuring; by default those of training."""
+    """Passes at most when measuring; by default those of training, which `fixed` always makes."""
 
     halting_target: float = 0.3
     """Halting probability of the geometric prior, lambda_p; its inverse is the prior's mean."""

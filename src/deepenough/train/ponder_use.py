@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -137,19 +138,36 @@ def predict(
     truncate: bool = True,
     rows: int = 32,
 ) -> Iterator[dict[str, Any]]:
-    """Label, probability and passes of each text, in their order, as they are decided."""
+    """Label, probability and passes of each text, in their order, as they are decided; a text that
+    is empty has no label."""
     model, tokenizer = load_classifier(run)
     policy = (exit or ExitSettings()).policy(model)
     config = RunFolder(model_folder(run).parent).config
     limit = None
     if truncate and config.is_file():  # as in training, and so as it was measured
         limit = token_limit(model, resolve(PonderTraining, config).data)
-    for answer in model.predict(texts, tokenizer, policy, truncate, rows, limit):
-        yield {
-            "label": answer.label,
-            "probability": answer.probability,
-            "passes": answer.passes,
-        }
+    empty: deque[int] = deque()  # places of the texts that the model is not asked about
+    place = 0
+    said = _saying_something(texts, empty)
+    for answer in model.predict(said, tokenizer, policy, truncate, rows, limit):
+        while empty and empty[0] == place:
+            yield _answer(None, None, 0)
+            place = empty.popleft() + 1
+        yield _answer(answer.label, answer.probability, answer.passes)
+        place += 1
+    yield from (_answer(None, None, 0) for _ in empty)
+
+
+def _answer(label: Any, probability: Any, passes: int) -> dict[str, Any]:
+    return {"label": label, "probability": probability, "passes": passes}
+
+
+def _saying_something(texts: Iterable[Text], empty: deque[int]) -> Iterator[Text]:
+    for place, text in enumerate(texts):
+        if all(part.strip() for part in ([text] if isinstance(text, str) else text)):
+            yield text
+        else:
+            empty.append(place)
 
 
 def evaluate(

@@ -5,6 +5,8 @@ from functools import partial
 import pytest
 import torch
 
+from deepenough.errors import UserError
+
 FORMS = [
     {},
     {"mechanism": "universal"},
@@ -89,3 +91,35 @@ def test_keys_of_the_source_are_kept_once_for_a_shared_block(make_translator, so
     cache = model(**sources, decoder_input_ids=start, use_cache=True).past_key_values
     assert len(cache.self_attention_cache.layers) == 2
     assert len(cache.cross_attention_cache.layers) == 1
+
+
+def test_tokens_guessed_from_the_prompt_change_nothing(make_writer):
+    """Where some guesses are right and some are taken back again."""
+    model = make_writer()
+    prompt = {"input_ids": torch.tensor([[5, 6, 7, 5, 6]])}
+    written = write(model, prompt, max_new_tokens=24)
+    again = {"input_ids": torch.cat([written[:, 5:], prompt["input_ids"]], 1)}
+    plain = write(model, again, max_new_tokens=24)
+    assert torch.equal(plain, write(model, again, max_new_tokens=24, prompt_lookup_num_tokens=3))
+
+
+def test_generation_gives_hidden_states_of_every_step(make_writer):
+    options = {"output_hidden_states": True, "return_dict_in_generate": True}
+    written = write(make_writer(), {"input_ids": torch.tensor([[5, 6, 7]])}, **options)
+    shapes = [[tuple(state.shape) for state in token] for token in written.hidden_states]
+    assert shapes == [[(1, 3, 16)] * 3] + [[(1, 1, 16)] * 3] * (len(shapes) - 1)
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"cache_implementation": "static"}, "cache that grows"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "attention weights"),
+    ],
+)
+def test_what_cannot_be_generated_with_is_refused_by_name(
+    make_translator, make_writer, sources, option, named
+):
+    for model in (make_translator(), make_writer()):
+        with pytest.raises(UserError, match=named):
+            write(model, sources, **option)

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
+
+from deepenough.errors import UserError
 
 FORMS = [
     {"pattern": "aad"},
@@ -136,3 +138,30 @@ def test_generation_stops_at_the_end_token(make_writer):
     end = free[5]
     stopped = write(model, prompt(lanes=1), eos_token_id=end)[0, 3:].tolist()
     assert stopped == free[: free.index(end) + 1]
+
+
+def test_generation_gives_hidden_states_of_every_block(make_model):
+    model, ids = make_model(pattern="ad-a"), prompt()
+    written = write(model, ids, output_hidden_states=True, return_dict_in_generate=True)
+    shapes = [[tuple(state.shape) for state in step] for step in written.hidden_states]
+    assert shapes[0] == [(2, 3, model.config.d_model)] * 5
+    assert shapes[1:] == [[(2, 1, model.config.d_model)] * 5] * (NUM_NEW - 1)
+    output = model(ids, output_hidden_states=True)
+    torch.testing.assert_close(output.logits, model.output(output.hidden_states[-1]))
+    assert model(ids).hidden_states is None
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"cache_implementation": "static"}, "cache that grows"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "attention weights"),
+        ({"prompt_lookup_num_tokens": 3}, "without prompt_lookup_num_tokens"),
+    ],
+)
+def test_what_cannot_be_generated_with_is_refused_by_name(make_model, option, named):
+    model = make_model(pattern="ad")
+    with pytest.raises(UserError, match=named):
+        write(model, prompt(lanes=1), **option)
+    with pytest.raises(UserError, match=named):
+        model.generate(prompt(lanes=1), GenerationConfig(max_new_tokens=4, **option))

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin
+from transformers import Cache, DynamicCache
 
 from deepenough.adaptive.lazy.base import IGNORED, LazyPreTrainedModel
 from deepenough.adaptive.lazy.config import LazyTransformerConfig
 from deepenough.adaptive.lazy.decoder import LazyDecoder
 from deepenough.adaptive.lazy.output import LazyOutput
+from deepenough.models.generation import CheckedGenerationMixin
 from deepenough.models.linear import Linear
 
 
-class LazyTransformerForCausalLM(LazyPreTrainedModel, GenerationMixin):
+class LazyTransformerForCausalLM(LazyPreTrainedModel, CheckedGenerationMixin):
     _tied_weights_keys = {  # noqa: RUF012 - the form transformers asks for
         "output.weight": "embedding.weight",
         "decoder.embedding.weight": "embedding.weight",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import EncoderDecoderCache
 
 from deepenough.adaptive.lazy.base import IGNORED, LazyPreTrainedModel
@@ -23,10 +23,11 @@ from deepenough.adaptive.lazy.decoder import LazyDecoder
 from deepenough.adaptive.lazy.encoder import LazyEncoder
 from deepenough.adaptive.lazy.output import LazyEncoderOutput, LazyOutput
 from deepenough.adaptive.lazy.sight import Source, padding_mask
+from deepenough.models.generation import CheckedGenerationMixin
 from deepenough.models.linear import Linear
 
 
-class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, GenerationMixin):
+class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenerationMixin):
     _tied_weights_keys = {  # noqa: RUF012 - the form transformers asks for
         "output.weight": "embedding.weight",
         "encoder.embedding.weight": "embedding.weight",

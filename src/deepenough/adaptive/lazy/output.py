@@ -51,3 +51,8 @@ class LazyOutput(ModelOutput):
     """One unit a source token."""
     trace: DepthTrace | None = None
     """In evaluation, one unit a target token, the output layer included."""
+
+    @property
+    def hidden_states(self) -> tuple[Tensor, ...] | None:
+        """The decoder's, by the name that a language model's have."""
+        return self.decoder_hidden_states

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils.generic import ModelOutput
 
@@ -32,6 +32,7 @@ from deepenough.errors import UserError
 from deepenough.models.attention import RelativeAttention
 from deepenough.models.dropout import Dropout
 from deepenough.models.embedding import embedding
+from deepenough.models.generation import CheckedGenerationMixin
 
 Memories = tuple[Tensor | None, ...]
 
@@ -45,14 +46,17 @@ class ParOutput(ModelOutput):
     memories: Memories | None = None
     """To be passed with the next segment of the same lanes."""
     past_key_values: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    """`[B, S, D]` before the first and after every block, the last one normed."""
     trace: DepthTrace | None = None
 
 
-class ParForCausalLM(PreTrainedModel, GenerationMixin):
+class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
     config_class = ParConfig
     config: ParConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
+    takes_tokens_back = False  # blocks without attention leave layers of a cache empty
     _supports_sdpa = True
     accepts_loss_kwargs = False  # the loss is a mean, which a trainer divides when it accumulates
     _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012
@@ -124,6 +128,7 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         noise: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
         **_: Any,
@@ -140,8 +145,9 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
             memories = None
         num_projected = _memory_length(memories) + input_ids.shape[1]
         num_keys = min(num_cached, self.config.sliding_window - 1) + num_projected
+        states: list[Tensor] | None = [] if output_hidden_states else None
         hidden, new_memories = self._run_blocks(
-            input_ids, num_keys, attention_mask, memories, cache, noise
+            input_ids, num_keys, attention_mask, memories, cache, noise, states
         )
         loss = logits = None
         if targets is not None:
@@ -155,7 +161,8 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
             following = F.pad(labels[:, 1:], (0, 1), value=-100)[:, -logits_to_keep:]
             # Also where the logits are log-probabilities: they are their own log-softmax.
             loss = F.cross_entropy(logits.flatten(0, 1), following.flatten())
-        output = ParOutput(loss, logits, new_memories, cache, trace)
+        kept = None if states is None else tuple(states)
+        output = ParOutput(loss, logits, new_memories, cache, kept, trace)
         return output if return_dict is not False else output.to_tuple()
 
     def _run_blocks(
@@ -166,6 +173,7 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
         memories: Memories | None,
         cache: Cache | None,
         noise: Tensor | None,
+        states: list[Tensor] | None,
     ) -> tuple[Tensor, Memories | None]:
         num_lanes, num_new = input_ids.shape
         hidden = self.dropout(self.embedding(input_ids) * self.config.d_model**0.5)
@@ -175,6 +183,8 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
         cache_index = 0
         for index, block in enumerate(self.blocks):
             assert isinstance(block, ParBlock)
+            if states is not None:
+                states.append(hidden)
             memory = memories[index] if memories is not None else None
             hidden, normed = block(
                 hidden,
@@ -186,7 +196,10 @@ class ParForCausalLM(PreTrainedModel, GenerationMixin):
             )
             cache_index += block.attends
             kept.append(self._remember(memory, normed) if block.attends else None)
-        return self.norm(hidden), tuple(kept) if cache is None else None
+        hidden = self.norm(hidden)
+        if states is not None:
+            states.append(hidden)
+        return hidden, tuple(kept) if cache is None else None
 
     def _remember(self, memory: Tensor | None, normed: Tensor) -> Tensor:
         """The last `mem_len` states, cut off from the graph."""
