@@ -35,6 +35,16 @@ def test_a_file_is_split_by_blocks(tmp_path):
     assert {split: list(corpus.lines(split)) for split in corpus.splits} == parts
 
 
+@pytest.mark.parametrize("num_lines", [13, 39, 40, 79, 100, 241, 799])
+def test_a_short_text_has_all_splits_too(tmp_path, num_lines):
+    lines = numbered(num_lines)
+    corpus = open_corpus(str(write(tmp_path / "poem.txt", lines)))
+    parts = {split: list(corpus.lines(split)) for split in corpus.splits}
+    assert sorted(line for part in parts.values() for line in part) == sorted(lines)
+    for split in ("valid", "test"):
+        assert 0.02 <= len(parts[split]) / num_lines <= 0.1
+
+
 @given(st.floats(0, 0.6), st.floats(0, 0.3))
 def test_fractions_are_kept(tmp_path_factory, valid, test):
     path = tmp_path_factory.getbasetemp() / "fractions.txt"

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from deepenough.data.hub import hub_files
@@ -25,6 +26,7 @@ Lines = Callable[[], Iterator[str]]
 SPLITS = ("train", "valid", "test")
 DATA_VARIABLE = "DEEPENOUGH_DATA"
 BLOCK_LINES = 20
+FEWEST_BLOCKS = 40
 GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -150,14 +152,24 @@ def _where_looked(name: str) -> str:
 
 
 def _hold_out(lines: Lines, fractions: Mapping[str, float]) -> dict[str, Lines]:
+    length = _block_length(lines)
     return {
-        split: partial(_lines_in_blocks, lines, split, fractions) for split in ("train", *fractions)
+        split: partial(_lines_in_blocks, lines, length, split, fractions)
+        for split in ("train", *fractions)
     }
 
 
-def _lines_in_blocks(lines: Lines, wanted: str, fractions: Mapping[str, float]) -> Iterator[str]:
+def _block_length(lines: Lines) -> int:
+    """Lines that go to one split together; fewer where a short text would not have all splits."""
+    num_lines = sum(1 for _ in islice(lines(), FEWEST_BLOCKS * BLOCK_LINES))
+    return max(1, num_lines // FEWEST_BLOCKS)
+
+
+def _lines_in_blocks(
+    lines: Lines, length: int, wanted: str, fractions: Mapping[str, float]
+) -> Iterator[str]:
     for number, line in enumerate(lines()):
-        if _split_of_block(number // BLOCK_LINES, fractions) == wanted:
+        if _split_of_block(number // length, fractions) == wanted:
             yield line
 
 
