@@ -1,6 +1,6 @@
 """BLEU of trained translators, with other steps than trained, and with tokens that come to rest.
 
-    python benchmarks/lazy_translation.py measure --runs runs [--save]
+    python benchmarks/lazy_translation.py measure --runs runs [--name NAME] [--save]
 
 Measures every finished run in a folder that is called `lazy-<mechanism>-<seed>` on test 2016, with
 beam 4: at the steps of training; with one and a half times and half the encoder steps; and for lazy
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--loss", type=float, default=0.3, help="BLEU that may be lost on valid")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--name", default="lazy_translation", help="of the result that is saved")
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -65,7 +66,7 @@ def main() -> None:
     rows = [run.figures(arguments.loss) for run in measured]
     result = {"test": TEST, "beams": 4, "runs": rows, "spread": spread(rows)}
     result["paired_bootstrap"] = paired(measured)
-    save_result("lazy_translation", result, arguments.save)
+    save_result(arguments.name, result, arguments.save)
 
 
 class Kept:
@@ -103,6 +104,7 @@ class Measured:
         row: dict[str, Any] = {
             "run": self.folder.name,
             "mechanism": config.mechanism,
+            "dropout": config.dropout,
             "parameters": self.translator.model.num_parameters(),
             "encoder_steps": config.encoder_steps,
             "decoder_steps": config.decoder_steps,

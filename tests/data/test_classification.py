@@ -68,10 +68,23 @@ def test_a_folder_has_splits_and_else_some_rows_are_held_out(tmp_path: Path) -> 
     assert found.splits["test"] == [Example("w", None, 0)]
 
 
-def test_a_test_split_without_labels_is_left_out(tmp_path: Path) -> None:
-    write(tmp_path, "train.jsonl", '{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
-    write(tmp_path, "test.jsonl", '{"text": "c", "label": -1}\n{"text": "d", "label": -1}\n')
-    assert list(read(str(tmp_path)).splits) == ["train"]
+@pytest.mark.parametrize("test", ["sentence\tlabel\nc\t-1\nd\t-1\n", "index\tsentence\n0\tc\n"])
+@pytest.mark.parametrize("named", [None, "label"])
+def test_a_test_split_without_labels_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, test: str, named: str | None
+) -> None:
+    write(tmp_path, "train.tsv", "sentence\tlabel\na\t0\nb\t1\n")
+    write(tmp_path, "test.tsv", test)
+    data = ClassificationData(str(tmp_path), label_column=named, valid_fraction=0)
+    assert list(open_classification(data).splits) == ["train"]
+    assert caplog.messages == [f"The test split of {tmp_path} has no labels: passed over."]
+
+
+def test_other_splits_need_labels(tmp_path: Path) -> None:
+    write(tmp_path, "train.tsv", "sentence\tlabel\na\t0\nb\t1\n")
+    write(tmp_path, "dev.tsv", "sentence\nc\n")
+    with pytest.raises(UserError, match="no label column called label"):
+        read(str(tmp_path))
 
 
 def test_sst2_by_name(data_dir: Path) -> None:

@@ -6,6 +6,7 @@ label that is missing, of another kind than the others, or out of range.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from deepenough.data.labels import as_number, find_labels, label_number
 from deepenough.data.table_rows import TABLE_SUFFIXES, Row, read_table
 from deepenough.data.text_files import group_by_split
 from deepenough.errors import UserError
+
+logger = logging.getLogger("deepenough")
 
 TEXT_COLUMNS = ("text", "sentence", "sentence1", "premise", "question1", "question", "review")
 PAIR_COLUMNS = ("pair", "sentence2", "hypothesis", "question2")
@@ -99,10 +102,11 @@ def open_classification(
     tables, names = _find(data)
     splits: dict[str, list[tuple[str, str, str | None, Any]]] = {}
     for split, rows in tables.items():
-        columns = Columns.choose(data)
+        columns = Columns.choose(data, needs_label=split != "test")
         read = [columns.read(row) for row in rows]
         if split != "train" and all(as_number(raw) == UNLABELLED for *_, raw in read):
-            continue  # a test split whose labels are secret
+            logger.warning("The %s split of %s has no labels: passed over.", split, data.dataset)
+            continue
         splits[split] = read
     if not any(splits.values()):
         raise UserError(f"There are no examples in {data.dataset}: give a file with rows.")
@@ -124,27 +128,38 @@ class Columns:
     text: str | None
     pair: str | None
     label: str | None
+    needs_label: bool
+    """Those of a test split may be secret."""
     chosen: bool = False
 
     @classmethod
-    def choose(cls, data: ClassificationData) -> Columns:
-        return cls(data.text_column, data.pair_column, data.label_column)
+    def choose(cls, data: ClassificationData, needs_label: bool) -> Columns:
+        return cls(data.text_column, data.pair_column, data.label_column, needs_label)
 
     def read(self, row: Row) -> tuple[str, str, str | None, Any]:
         """Place, text, pair and label as it stands there."""
         if not self.chosen:
             self._find(row)
-        assert self.text is not None and self.label is not None
+        assert self.text is not None
         text = self._text(row, self.text)
         pair = self._text(row, self.pair) if self.pair is not None else None
-        return row.place, text, pair, row.values.get(self.label)
+        return (
+            row.place,
+            text,
+            pair,
+            UNLABELLED if self.label is None else row.values.get(self.label),
+        )
 
     def _find(self, row: Row) -> None:
         here = list(row.values)
         if self.text is None and self.pair is None:
             self.pair = next((name for name in PAIR_COLUMNS if name in here), None)
         self.text = self._column("text", self.text, TEXT_COLUMNS, here)
-        self.label = self._column("label", self.label, LABEL_COLUMNS, here)
+        usual = LABEL_COLUMNS if self.label is None else (self.label,)
+        if self.needs_label or any(name in here for name in usual):
+            self.label = self._column("label", self.label, LABEL_COLUMNS, here)
+        else:
+            self.label = None
         if self.pair is not None:
             self._column("pair", self.pair, (), here)
         self.chosen = True
