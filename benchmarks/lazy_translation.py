@@ -9,8 +9,9 @@ cheapest whose loss there is at most `--loss`; the test split only sees what was
 stands the same model with as many steps for all tokens as the stopping ones make on average.
 Encoder seconds are those of batches of 32, full and stopping runs taking turns.
 
-Every run is compared with the first universal one by paired bootstrap over sentences. What has been
-measured is kept in the folder, translations included, so that an interrupted command goes on.
+Every run is compared with the first universal one by paired bootstrap over sentences, of test 2016
+and of all four test sets together, which tell smaller differences. What has been measured is kept
+in the folder, translations included, so that an interrupted command goes on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from deepenough.train.lazy_use import (
 from deepenough.train.translate_score import SearchSettings, bleu, translate_pairs
 
 TEST = "test_2016_flickr"
+TESTS = (TEST, "test_2017_flickr", "test_2017_mscoco", "test_2018_flickr")
 BATCH = 32
 SAVED = (0.32, 0.42, 0.52)
 """Shares of encoder steps that the epsilons tried on the valid split would save."""
@@ -65,7 +68,8 @@ def main() -> None:
     measured = [Measured(folder, kept) for folder in folders]
     rows = [run.figures(arguments.loss) for run in measured]
     result = {"test": TEST, "beams": 4, "runs": rows, "spread": spread(rows)}
-    result["paired_bootstrap"] = paired(measured)
+    result["paired_bootstrap"] = paired(measured, [TEST])
+    result["paired_bootstrap_all_tests"] = paired(measured, TESTS)
     save_result(arguments.name, result, arguments.save)
 
 
@@ -96,6 +100,7 @@ class Measured:
         self.translator: Translator = load_translator(str(folder))
         self.config = self.translator.model.config
         self.pairs: dict[str, EncodedPairs] = {}
+        self.written: dict[str, list[str]] = {}
         weights = (folder / "model" / "model.safetensors").stat()
         self.name = f"{folder.name} {int(weights.st_mtime)}"
 
@@ -109,8 +114,9 @@ class Measured:
             "encoder_steps": config.encoder_steps,
             "decoder_steps": config.decoder_steps,
         }
-        row["bleu"] = self.bleu("test", {})
+        row["bleu"] = self.bleu(TEST, {})
         row["signature"] = self.signature
+        row["other_tests"] = {test: self.bleu(test, {}) for test in TESTS[1:]}
         if config.mechanism != "transformer":
             row["more_steps"] = self.with_steps(config.encoder_steps * 3 // 2)
             row["half_steps"] = self.with_steps(config.encoder_steps // 2)
@@ -127,13 +133,13 @@ class Measured:
             return table
         chosen = min(bearable, key=lambda point: point["flops"])
         setting = {name: chosen[name] for name in ("epsilon", "patience")}
-        score = self.bleu("test", setting)
-        cost = self.kept.get(f"{self.name} cost {setting}", lambda: self.cost("test", setting))
+        score = self.bleu(TEST, setting)
+        cost = self.kept.get(f"{self.name} cost {setting}", lambda: self.cost(TEST, setting))
         table |= {"chosen": setting, "bleu": score, "bleu_lost": full_bleu - score, **cost}
         return table | {"same_steps_for_all": self.with_steps(round(cost["mean_steps"]))}
 
     def with_steps(self, encoder_steps: int) -> dict[str, Any]:
-        score = self.bleu("test", {"encoder_steps": encoder_steps})
+        score = self.bleu(TEST, {"encoder_steps": encoder_steps})
         return {"encoder_steps": encoder_steps, "bleu": score}
 
     def tried(self, point: dict[str, Any]) -> dict[str, Any]:
@@ -190,13 +196,18 @@ class Measured:
 
         found = self.kept.get(f"{self.name} {split} {setting}", make)
         self.signature = found["signature"]
-        if split == "test" and not setting:
-            self.written = found["written"]
+        if not setting:
+            self.written[split] = found["written"]
         return float(found["bleu"])
 
     def split(self, name: str) -> EncodedPairs:
+        """The valid split, or one of the test sets."""
         if name not in self.pairs:
-            settings = LazyEvaluation(str(self.folder), split=name, test=TEST)
+            run = str(self.folder)
+            if name in TESTS:
+                settings = LazyEvaluation(run, split="test", test=name)
+            else:
+                settings = LazyEvaluation(run, split=name)
             self.pairs[name] = measured_pairs(settings, self.translator)
         return self.pairs[name]
 
@@ -213,17 +224,23 @@ def spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def paired(runs: list[Measured]) -> dict[str, Any]:
+def paired(runs: list[Measured], tests: Sequence[str]) -> dict[str, Any]:
     """BLEU with its 95 % interval over sentences, and how likely chance is to differ as much."""
     first = next((run for run in runs if run.config.mechanism == "universal"), None)
     if first is None:
         return {}
     systems = [first, *(run for run in runs if run is not first)]
-    named = [(run.folder.name, run.written) for run in systems]
-    references = [[pair.target for pair in first.split("test").pairs]]
+    named = [
+        (run.folder.name, [text for test in tests for text in run.written[test]]) for run in systems
+    ]
+    references = [[pair.target for test in tests for pair in first.split(test).pairs]]
     _, found = PairedTest(named, {"BLEU": BLEU()}, references, "bs")()
     return {
-        name: {"interval": [score.mean - score.ci, score.mean + score.ci], "p": score.p_value}
+        name: {
+            "bleu": score.score,
+            "interval": [score.mean - score.ci, score.mean + score.ci],
+            "p": score.p_value,
+        }
         for name, score in zip(found["System"], found["BLEU"], strict=True)
     }
 

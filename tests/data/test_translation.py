@@ -110,6 +110,13 @@ def test_another_encoding_is_refused_with_its_line(folder):
         list(text.pairs("train"))
 
 
+def test_two_bytes_a_character_are_refused(folder):
+    (folder / "train.de").write_bytes("eins\nzwei\nfünf\n".encode("utf-16"))
+    text = open_parallel(TranslationData(corpus=str(folder)))
+    with pytest.raises(UserError, match=r"train\.de is UTF-16 text: save it as UTF-8"):
+        list(text.pairs("train"))
+
+
 def test_line_ends_and_a_byte_order_mark_are_no_text(tmp_path):
     (tmp_path / "a.en").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
     (tmp_path / "a.de").write_bytes(b"eins\nzwei")

@@ -9,6 +9,7 @@ UTF-8, for a translation model learns whatever stands there.
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from deepenough.data.corpus import SPLITS, candidates
 from deepenough.data.hub import open_splits
-from deepenough.data.text_files import SPLIT_NAMES
+from deepenough.data.text_files import SPLIT_NAMES, check_utf8
 from deepenough.errors import UserError
 
 logger = logging.getLogger("deepenough")
@@ -214,7 +215,8 @@ def read_strictly(path: Path) -> Iterator[str]:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if number == 1:
-                    raw = raw.removeprefix(b"\xef\xbb\xbf")  # a byte order mark is no text
+                    check_utf8(raw, path)
+                    raw = raw.removeprefix(codecs.BOM_UTF8)  # a byte order mark is no text
                 try:
                     yield raw.decode("utf-8").rstrip("\r\n")
                 except UnicodeDecodeError as error:
