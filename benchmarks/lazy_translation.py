@@ -9,6 +9,8 @@ cheapest whose loss there is at most `--loss`; the test split only sees what was
 stands the same model with as many steps for all tokens as the stopping ones make on average.
 Encoder seconds are those of batches of 32, full and stopping runs taking turns.
 
+Beside them stands how far each step moves the states, which is what dropout of it amounts to.
+
 Every run is compared with the first universal one by paired bootstrap over sentences, of test 2016
 and of all four test sets together, which tell smaller differences. What has been measured is kept
 in the folder, translations included, so that an interrupted command goes on.
@@ -21,6 +23,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from record import save_result
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
-from deepenough.data.translation_pairs import EncodedPairs
+from deepenough.data.translation_pairs import IGNORED, EncodedPairs
 from deepenough.train.lazy_use import (
     LazyEvaluation,
     Translator,
@@ -117,6 +120,8 @@ class Measured:
         row["bleu"] = self.bleu(TEST, {})
         row["signature"] = self.signature
         row["other_tests"] = {test: self.bleu(test, {}) for test in TESTS[1:]}
+        row["valid_bleu"] = self.bleu("valid", {})
+        row["movement"] = self.kept.get(f"{self.name} movement", self.movement)
         if config.mechanism != "transformer":
             row["more_steps"] = self.with_steps(config.encoder_steps * 3 // 2)
             row["half_steps"] = self.with_steps(config.encoder_steps // 2)
@@ -164,6 +169,26 @@ class Measured:
                 if point not in points and abs(saved - share) < 0.08:
                     points.append(point)
         return points
+
+    @torch.inference_mode()
+    def movement(self) -> dict[str, list[float]]:
+        """How far a step moves the states, as a share of their length: `|x_n+1 - x_n| / |x_n|`,
+        root of the mean square over tokens. Dropout of a step in training is noise of this size
+        times `sqrt(p / (1 - p))`."""
+        batch = self.split("valid").head(256).batch(range(256))
+        output = self.translator.model(**batch, output_hidden_states=True)
+        sides = {
+            "encoder": (output.encoder_hidden_states, batch["attention_mask"] > 0),
+            "decoder": (output.decoder_hidden_states, batch["targets"] != IGNORED),
+        }
+        found = {}
+        for side, (states, real) in sides.items():
+            shares = [
+                (after - before).norm(dim=-1)[real] / before.norm(dim=-1)[real]
+                for before, after in pairwise(states)
+            ]
+            found[side] = [float(share.square().mean().sqrt()) for share in shares]
+        return found
 
     def cost(self, split: str, setting: dict[str, Any]) -> dict[str, Any]:
         """FLOPs and seconds of the encoder as shares of the full model's, taken in turns."""
