@@ -3,16 +3,22 @@
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from deepenough.adaptive.lazy.settings import LazySettings
+from deepenough.data.translation import TranslationData, open_parallel
+from deepenough.data.translation_pairs import joint_tokenizer
 from deepenough.errors import UserError
 from deepenough.runs import read_records
 from deepenough.settings import resolve
-from deepenough.train.lazy import LazyTraining, train
+from deepenough.train.lazy import LazyTraining, encode_splits, make_model, train
 from deepenough.train.lazy_use import LazyEvaluation, evaluate
+from deepenough.train.settings import TrainSettings
+from deepenough.train.translate import TranslationTask
 from deepenough.train.translate_score import SearchSettings, bleu
 
 WORDS = {"red": "rot", "dog": "hund", "man": "mann", "big": "gross", "runs": "rennt"}
@@ -103,6 +109,32 @@ def test_a_resumed_training_is_the_uninterrupted_one(tiny, tmp_path):
     train(tiny(run, run__resume=True, **changes))
     assert losses(run) == losses(tmp_path / "whole")
     assert losses(run, "test") == losses(tmp_path / "whole", "test")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 40])
+def test_the_mean_over_processes_is_the_mean_over_tokens(corpus, shared_cache, world_size):
+    """Also of more processes than there are pairs."""
+    data = TranslationData(
+        str(corpus), cache=str(shared_cache), vocab_size=290, max_length=32, batch_tokens=160
+    )
+    text = open_parallel(data)
+    tokenizer = joint_tokenizer(text, data)
+    pairs = encode_splits(text, tokenizer, data.max_length)
+    small = LazySettings(d_model=32, num_heads=2, d_ff=64, encoder_steps=2, decoder_steps=2)
+    model = make_model(small, tokenizer, data.max_length).eval()
+
+    def task(rank: int, world: int) -> TranslationTask:
+        place = SimpleNamespace(process_index=rank, num_processes=world)
+        settings = TrainSettings()
+        return TranslationTask(model, tokenizer, pairs, data, settings, SearchSettings(), place)
+
+    alone = task(0, 1).loss(model, "weights", 3, 0)
+    shares = [task(rank, world_size).loss(model, "weights", 3, 0) for rank in range(world_size)]
+    assert len({share.units for share in shares}) > 1, "equal shares would prove nothing"
+    assert sum(share.units for share in shares) == alone.units
+    for name in ("objective", "loss"):
+        mean = torch.stack([getattr(share, name) for share in shares]).mean()
+        torch.testing.assert_close(mean, getattr(alone, name))
 
 
 def test_epochs_become_steps(tiny, tmp_path):

@@ -69,11 +69,14 @@ class PairsTask(PlainTask, ABC):
         index = step * self.train.accumulate + micro
         pairs, rows = self.pairs_of(index)
         # Every other one: neighbours are of a length, so processes get like work.
-        own = rows[self.rank :: self.world_size] or rows[:1]
-        batch = pairs.batch(own, self.model.device)
+        own = rows[self.rank :: self.world_size]
+        batch = pairs.batch(own or rows[:1], self.model.device)
         output = model(**batch, encoder_steps=self._encoder_steps(index))
-        units = int((batch["targets"] != IGNORED).sum())
-        return BatchLoss(output.loss, output.plain_loss, units)
+        # The mean over processes is to be the mean over tokens, of which they have more or fewer;
+        # one that has no pair of its own lends its hand to another's, for nothing.
+        num_own, num_all = (int(pairs.target.lengths[part].sum()) for part in (own, rows))
+        weight = num_own * self.world_size / num_all
+        return BatchLoss(output.loss * weight, output.plain_loss * weight, num_own)
 
     def _encoder_steps(self, index: int) -> int | None:
         """The same on all processes, which would otherwise wait for the longest."""
