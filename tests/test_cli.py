@@ -90,6 +90,15 @@ class TestOverview:
             assert text in output
         assert output.rstrip().splitlines()[-2] == "example:"
 
+    @pytest.mark.parametrize("words", [["lazy"], ["lazy", "--help"]])
+    def test_a_group_lists_its_own_and_an_example_of_them(
+        self, words: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(words) == 0
+        output = capsys.readouterr().out
+        assert "lazy sweep" in output and "ponder" not in output and "search" not in output
+        assert output.endswith("example:\n  deepenough lazy train --help\n")
+
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--version"]) == 0
         assert capsys.readouterr().out == f"deepenough {__version__}\n"

@@ -83,6 +83,10 @@ def _names(members: Mapping[str, str]) -> str:
 
 def overview(commands: Mapping[str, str] = COMMANDS) -> str:
     """What `deepenough --help` prints; or `deepenough GROUP --help`, of its commands."""
+    one, example = "search", EXAMPLE
+    if commands is not COMMANDS:
+        one = next(iter(commands))
+        example = f"deepenough {one} --help"
     width = max(map(len, commands))
     table = "\n".join(f"  {name:<{width}}  {text}" for name, text in commands.items())
     return (
@@ -90,9 +94,9 @@ def overview(commands: Mapping[str, str] = COMMANDS) -> str:
         "Transformers that go only as deep as they need.\n\n"
         f"commands:\n{table}\n\n"
         "options:\n"
-        "  -h, --help     show this, or the options of a command: deepenough search --help\n"
+        f"  -h, --help     show this, or the options of a command: deepenough {one} --help\n"
         "  -V, --version  show the version\n\n"
-        f"example:\n  {EXAMPLE}"
+        f"example:\n  {example}"
     )
 
 
