@@ -16,6 +16,7 @@ from deepenough.data import ContextBatches, DataSettings, Prepared, TokenFile, s
 from deepenough.errors import UserError
 from deepenough.measure.quality import TextSize, language_values
 from deepenough.train.log import without_bars
+from deepenough.train.processes import place_among
 from deepenough.train.settings import TrainSettings
 from deepenough.train.task import WEIGHTS, BatchLoss, PlainTask
 
@@ -142,7 +143,7 @@ def evaluate_language(
     accelerator: Accelerator | None = None,
 ) -> dict[str, float]:
     """Loss over a whole text, lanes as in training, each process its own share of them."""
-    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    rank, world = place_among(accelerator)
     lanes = evaluation_lanes(tokens, data)
     if lanes < data.batch_size:  # so short that every process may read it all
         rank, world = 0, 1

@@ -23,6 +23,7 @@ from deepenough.data.encoding import save_tokenizer
 from deepenough.data.translation_batches import cut_by_tokens
 from deepenough.data.translation_pairs import IGNORED, EncodedPairs
 from deepenough.train.log import without_bars
+from deepenough.train.processes import from_all, place_among
 from deepenough.train.seeds import seed_at
 from deepenough.train.settings import TrainSettings
 from deepenough.train.task import WEIGHTS, BatchLoss, PlainTask
@@ -97,18 +98,23 @@ def model_identity(config: LazyTransformerConfig) -> dict[str, Any]:
 
 @torch.inference_mode()
 def plain_loss(
-    model: LazyTransformerForConditionalGeneration, pairs: EncodedPairs, batch_tokens: int
+    model: LazyTransformerForConditionalGeneration,
+    pairs: EncodedPairs,
+    batch_tokens: int,
+    accelerator: Accelerator | None = None,
 ) -> dict[str, float]:
-    """Mean over the target tokens of all pairs."""
+    """Mean over the target tokens of all pairs, each process reading its share of the batches."""
+    rank, world = place_among(accelerator)
     total = 0.0
     num_tokens = 0
     order = pairs.target.lengths.argsort(kind="stable")
     lengths = torch.maximum(
         torch.from_numpy(pairs.source.lengths), torch.from_numpy(pairs.target.lengths)
     ).numpy()
-    for rows in cut_by_tokens(order, lengths, batch_tokens):
+    for rows in cut_by_tokens(order, lengths, batch_tokens)[rank::world]:
         batch = pairs.batch(rows.tolist(), model.device)
         tokens = int((batch["targets"] != IGNORED).sum())
         total += float(model(**batch).plain_loss) * tokens
         num_tokens += tokens
-    return {"loss": total / num_tokens, "tokens": float(num_tokens)}
+    losses, counts = zip(*from_all(accelerator, (total, num_tokens)), strict=True)
+    return {"loss": sum(losses) / sum(counts), "tokens": float(sum(counts))}

@@ -102,14 +102,30 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     return result
 
 
-def _broadcast(content: bytes, accelerator: Accelerator) -> bytes:
+def from_all(accelerator: Accelerator | None, value: T) -> list[T]:
+    """What every process gives, in their order, for all of them; something that JSON can say."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return [value]
+    own = json.dumps(value).encode()
+    senders = range(accelerator.num_processes)
+    return [json.loads(_broadcast(own, accelerator, sender)) for sender in senders]
+
+
+def place_among(accelerator: Accelerator | None) -> tuple[int, int]:
+    """This process's number, and how many there are."""
+    if accelerator is None:
+        return 0, 1
+    return accelerator.process_index, accelerator.num_processes
+
+
+def _broadcast(content: bytes, accelerator: Accelerator, sender: int = 0) -> bytes:
     size = torch.tensor(len(content), device=accelerator.device)
-    torch.distributed.broadcast(size, 0)
+    torch.distributed.broadcast(size, sender)
     data = torch.zeros(int(size), dtype=torch.uint8)
-    if content:
+    if accelerator.process_index == sender:
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     data = data.to(accelerator.device)
-    torch.distributed.broadcast(data, 0)
+    torch.distributed.broadcast(data, sender)
     return bytes(data.cpu().numpy())
 
 

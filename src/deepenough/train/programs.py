@@ -84,7 +84,8 @@ class ProgramTask(PairsTask):
         programs = self.held_out[split]
         was_training = self.model.training
         self.model.eval()
-        values = measure_programs(self.model, self.tokenizer, programs, SearchSettings(beams=1))
+        greedy = SearchSettings(beams=1)
+        values = measure_programs(self.model, self.tokenizer, programs, greedy, accelerator)
         self.model.train(was_training)
         return {name: value for name, value in values.items() if isinstance(value, float)}
 
@@ -106,14 +107,15 @@ def measure_programs(
     tokenizer: Any,
     programs: Sequence[Program],
     search: SearchSettings,
+    accelerator: Accelerator | None = None,
 ) -> dict[str, Any]:
     """Loss, exact match of all and of each kind, and `exact_by`: of each kind, nesting, length."""
     longest = max(max(len(program.source), len(program.target)) for program in programs) + 1
     pairs = encode_pairs(
         (program.pair for program in programs), tokenizer, longest, "programs", keep=True
     )
-    values: dict[str, Any] = plain_loss(model, pairs, max(EVAL_TOKENS, longest))
-    answers = translate_pairs(model, tokenizer, pairs, search)
+    values: dict[str, Any] = plain_loss(model, pairs, max(EVAL_TOKENS, longest), accelerator)
+    answers = translate_pairs(model, tokenizer, pairs, search, accelerator=accelerator)
     right = [answer == program.target for answer, program in zip(answers, programs, strict=True)]
     values["exact"] = _share(right)
     for kind in sorted({program.kind for program in programs}):

@@ -58,9 +58,11 @@ class TranslationTask(PairsTask):
             return {}
         was_training = self.model.training
         self.model.eval()
-        values = plain_loss(self.model, pairs, self.data.batch_tokens)
+        values = plain_loss(self.model, pairs, self.data.batch_tokens, accelerator)
         search = SearchSettings(beams=1) if split == "valid" else self.search
-        translations = translate_pairs(self.model, self.tokenizer, pairs, search)
+        translations = translate_pairs(
+            self.model, self.tokenizer, pairs, search, accelerator=accelerator
+        )
         self.model.train(was_training)
         references = [pair.target for pair in pairs.pairs]
         measured = bleu(translations, references, lowers_case(self.tokenizer))

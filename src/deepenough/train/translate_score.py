@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import sacrebleu
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from deepenough.data.translation_batches import cut_by_tokens
 from deepenough.data.translation_pairs import EncodedPairs
 from deepenough.errors import UserError
+from deepenough.train.processes import from_all, place_among
 
 
 @dataclass
@@ -99,15 +102,20 @@ def translate_pairs(
     pairs: EncodedPairs,
     search: SearchSettings,
     advance: Callable[[int], None] | None = None,
+    accelerator: Accelerator | None = None,
 ) -> list[str]:
-    """The translation of every source, in order; `advance` hears how many have been made."""
+    """The translation of every source, in order, each process making its share of them; `advance`
+    hears how many this one has made."""
     search.check_for(model)
-    translations = [""] * len(pairs)
-    for rows in _batches(pairs, search.tokens):
-        for row, text in zip(rows, _translate(model, tokenizer, pairs, rows, search), strict=True):
-            translations[row] = text
+    rank, world = place_among(accelerator)
+    made: list[tuple[int, str]] = []
+    for rows in list(_batches(pairs, search.tokens))[rank::world]:
+        made += zip(rows, _translate(model, tokenizer, pairs, rows, search), strict=True)
         if advance is not None:
             advance(len(rows))
+    translations = [""] * len(pairs)
+    for row, text in chain.from_iterable(from_all(accelerator, made)):
+        translations[row] = text
     return translations
 
 
