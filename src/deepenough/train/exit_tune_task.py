@@ -44,7 +44,7 @@ class HeadSettings:
     """Draft head"""
 
     texts: int = 8
-    """Texts in a step, over all processes."""
+    """Texts in a step."""
 
     epochs: float = 4.0
     """Rounds over the texts; they decide train.steps."""
@@ -128,10 +128,9 @@ class DraftTask(PlainTask, ABC):
         train: TrainSettings,
         identity: dict[str, Any],
         save: Callable[[Path], None],
-        share: tuple[int, int] = (0, 1),
     ) -> None:
         self.adapter, self.texts, self.held_out = adapter, texts, held_out
-        self.settings, self.train, self.share = settings, train, share
+        self.settings, self.train = settings, train
         self._identity, self._save = identity, save
         self.shortlist = shortlist.to(adapter.model.device)
         weight, self.word_bias = shortlist_head(adapter, self.shortlist)
@@ -177,13 +176,12 @@ class DraftTask(PlainTask, ABC):
         return F.linear(states_ND, self.words_SD, self.word_bias)
 
     def _chosen(self, index: int) -> list[Written]:
-        own, (rank, world) = self.settings, self.share
-        size = min(own.texts, len(self.texts))
+        size = min(self.settings.texts, len(self.texts))
         epoch, turn = divmod(index, len(self.texts) // size)
         generator = torch.Generator().manual_seed(seed_at(self.train.seed, "texts", epoch))
         order = torch.randperm(len(self.texts), generator=generator)
         numbers = order[turn * size : (turn + 1) * size].tolist()
-        return [self.texts[number] for number in numbers[rank::world] or numbers[:1]]
+        return [self.texts[number] for number in numbers]
 
     def read(self, texts: Sequence[Written]) -> Batch:
         return read_texts(texts, self.scale_D, self.adapter.model.device)
