@@ -31,8 +31,8 @@ from deepenough.train.task import WEIGHTS, BatchLoss, PlainTask
 # What decides the weights of a model; the rest of its config can be changed at any time.
 MODEL_IDENTITY = (
     "vocab_size", "d_model", "num_heads", "d_ff", "encoder_steps", "decoder_steps", "mechanism",
-    "compare", "norm", "step_signal", "max_steps", "dropout", "ff_dropout", "label_smoothing",
-    "act_cost",
+    "compare", "norm", "step_signal", "max_steps", "dropout", "ff_dropout", "clean_gates",
+    "label_smoothing", "act_cost",
 )  # fmt: skip
 
 

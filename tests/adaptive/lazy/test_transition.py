@@ -10,6 +10,7 @@ from torch import nn
 
 from deepenough.adaptive.lazy.transition import (
     LazyTransition,
+    dropout_noise,
     linear_cka_ref,
     sentence_similarity,
     squared_cosine,
@@ -40,7 +41,7 @@ def test_the_gate_by_hand():
 def test_a_step_by_hand():
     """x = (1, 0), y = (1, 1): sigma is 1/2, so half of y is added."""
     transition = LazyTransition(Fixed(torch.tensor([1.0, 1.0])))
-    state, gate = transition.step(torch.tensor([[1.0, 0.0]]))
+    state, gate, _ = transition.step(torch.tensor([[1.0, 0.0]]))
     assert gate.item() == pytest.approx(0.5)
     assert state.tolist() == [pytest.approx([1.5, 0.5])]
     assert torch.equal(transition(torch.tensor([[1.0, 0.0]])), state)
@@ -49,7 +50,7 @@ def test_a_step_by_hand():
 def test_a_step_compared_with_the_state_it_would_make_by_hand():
     """x = (1, 0), y = (0, 1): the state would turn by 45 degrees, so half of the way is made."""
     transition = LazyTransition(Fixed(torch.tensor([0.0, 1.0])), compare="state")
-    state, gate = transition.step(torch.tensor([[1.0, 0.0]]))
+    state, gate, _ = transition.step(torch.tensor([[1.0, 0.0]]))
     assert gate.item() == pytest.approx(0.5)
     assert state.tolist() == [pytest.approx([1.0, 0.5])]
     small = LazyTransition(Fixed(torch.tensor([0.0, 0.01])), compare="state")
@@ -64,7 +65,7 @@ def test_the_papers_norm_comes_after_the_update():
 
 def test_without_laziness_it_is_a_residual_connection():
     transition = LazyTransition(Fixed(torch.tensor([1.0, 1.0])), lazy=False)
-    state, gate = transition.step(torch.tensor([[1.0, 0.0]]))
+    state, gate, _ = transition.step(torch.tensor([[1.0, 0.0]]))
     assert state.tolist() == [[2.0, 1.0]]
     assert gate.tolist() == [1.0]
 
@@ -101,7 +102,7 @@ def test_dropout_acts_on_the_update_and_not_on_the_gate():
     transition = LazyTransition(Fixed(torch.ones(1000)), dropout=0.5)
     start = torch.zeros(1, 1000)
     start[0, 0] = 1.0
-    state, gate = transition.step(start)
+    state, gate, _ = transition.step(start)
     assert gate.item() == pytest.approx(1 - 1 / 1000)
     moved = (state - start)[0] / gate
     assert set(moved.round(decimals=3).tolist()) == {0.0, 2.0}
@@ -132,3 +133,38 @@ def test_any_block_can_be_made_lazy():
         state = transition(state)
     state.sum().backward()
     assert all(parameter.grad is not None for parameter in transition.parameters())
+
+
+def test_noise_is_taken_out_of_the_products_by_hand():
+    """x = (1, 0) and e = (0, 1): without e the state would not turn, with it by 18 degrees."""
+    noisy, update, noise = torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, 0.0]]), torch.ones(1)
+    assert update_share(noisy, update, "state").item() == pytest.approx(0.1)
+    assert update_share(noisy, update, "state", noise).item() == pytest.approx(0.0, abs=1e-6)
+    assert update_share(noisy, update, "update").item() == pytest.approx(0.5)
+    assert update_share(noisy, update, "update", noise).item() == pytest.approx(0.0, abs=1e-6)
+    # More than there is: nothing is known of such a state, and it is left where it is.
+    assert update_share(noisy, update, "state", 9 * noise).item() == 0.0
+
+
+@pytest.mark.parametrize("compare", ["state", "update"])
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm(512, elementwise_affine=False)])
+def test_gates_without_noise_are_those_of_evaluation(compare, norm):
+    """Two steps of a block whose updates are mostly more of the same, as trained ones are."""
+    torch.manual_seed(0)
+    clean = torch.randn(1, 512)
+    update = 1.5 * clean[0] + torch.randn(512)
+    transition = LazyTransition(Fixed(update), norm, dropout=0.3, compare=compare).eval()
+    gates = []
+    for _ in range(2):
+        clean, gate, _ = transition.step(clean)
+        gates.append(gate.item())
+    torch.manual_seed(0)
+    start = torch.randn(1, 512).expand(2000, 512)
+    transition.train()
+    plain = freed = transition.dropout(start)
+    noise = dropout_noise(plain, 0.3)
+    for wanted in gates:
+        plain, biased, _ = transition.step(plain)
+        freed, found, noise = transition.step(freed, noise=noise)
+        assert abs(float(biased.mean()) - wanted) > 0.03, "without noise nothing is shown"
+        assert float(found.mean()) == pytest.approx(wanted, abs=0.012)

@@ -23,6 +23,7 @@ class LazyTransformerConfig(PreTrainedConfig):
       the same with Adaptive Computation Time; `transformer`, nothing shared.
     - `compare`: what the gates compare a state with: the `state` that a whole update would make, or
       the `update` itself.
+    - `clean_gates`: whether gates are freed of the noise of dropout in training.
     - `norm`: `final`, one norm after the last step; `every`, the paper's, one after each.
     - `step_signal`: whether the block is told which step it makes, up to `max_steps`.
     - `epsilon`, `patience`: a source token whose gate is below `epsilon` for `patience` steps in a
@@ -55,6 +56,7 @@ class LazyTransformerConfig(PreTrainedConfig):
         max_positions: int = 1024,
         dropout: float = 0.1,
         ff_dropout: float = 0.0,
+        clean_gates: bool = False,
         label_smoothing: float = 0.0,
         act_cost: float = 0.01,
         epsilon: float = 0.0,
@@ -72,7 +74,7 @@ class LazyTransformerConfig(PreTrainedConfig):
         self.encoder_steps, self.decoder_steps = encoder_steps, decoder_steps
         self.mechanism, self.compare, self.norm = mechanism, compare, norm
         self.step_signal, self.max_steps, self.max_positions = step_signal, max_steps, max_positions
-        self.dropout, self.ff_dropout = dropout, ff_dropout
+        self.dropout, self.ff_dropout, self.clean_gates = dropout, ff_dropout, clean_gates
         self.label_smoothing, self.act_cost = label_smoothing, act_cost
         self.epsilon, self.decoder_epsilon, self.patience = epsilon, decoder_epsilon, patience
         self._check()

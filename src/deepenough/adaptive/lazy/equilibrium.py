@@ -151,7 +151,7 @@ def run_moving(
     for step in range(num_steps):
         if len(rows):
             signal = stack.signal(signals, step)
-            moving, gate = stack.transition(step).step(moving, signal, sight, step)
+            moving, gate, _ = stack.transition(step).step(moving, signal, sight, step)
             gates[step].index_copy_(0, rows, gate)
             ran[step].index_fill_(0, rows, True)
             calm = torch.where(gate < epsilon, calm + 1, 0)
@@ -195,7 +195,8 @@ def run_moving_ref(
     gates, ran = [], []
     for step in range(num_steps):
         sight.moving = moving
-        moved, gate = stack.transition(step).step(state, stack.signal(positions, step), sight, step)
+        signal = stack.signal(positions, step)
+        moved, gate, _ = stack.transition(step).step(state, signal, sight, step)
         state = torch.where(moving[..., None], moved, state)
         gates.append(gate * moving)
         ran.append(moving)

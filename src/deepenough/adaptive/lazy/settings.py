@@ -47,6 +47,9 @@ class LazySettings:
     ff_dropout: float = 0.1
     """Inside the feed-forward network, in training."""
 
+    clean_gates: bool = False
+    """Take the noise of dropout out of the gates in training, so that they are those of use."""
+
     label_smoothing: float = 0.1
     """Share of the target's probability that is spread over all words in training."""
 

@@ -19,7 +19,7 @@ from deepenough.adaptive.lazy.block import Block
 from deepenough.adaptive.lazy.config import ACT, LAZY, TRANSFORMER, LazyTransformerConfig
 from deepenough.adaptive.lazy.sight import Sight
 from deepenough.adaptive.lazy.signals import Signals
-from deepenough.adaptive.lazy.transition import LazyTransition
+from deepenough.adaptive.lazy.transition import LazyTransition, dropout_noise
 from deepenough.adaptive.ponder.act import act_halting
 from deepenough.errors import UserError
 
@@ -73,9 +73,10 @@ class StepStack(nn.Module):
         self.check(num_steps)
         gates: list[Tensor] = []
         states = [state]
+        noise = self._noise(state)
         for step in range(num_steps):
-            state, gate = self.transition(step).step(
-                state, self.signal(positions, step), sight, step
+            state, gate, noise = self.transition(step).step(
+                state, self.signal(positions, step), sight, step, noise=noise
             )
             gates.append(gate)
             if keep_states or self.halting is not None:
@@ -94,6 +95,12 @@ class StepStack(nn.Module):
             tuple(states) if keep_states else None,
             cost,
         )
+
+    def _noise(self, state: Tensor) -> Tensor | None:
+        """Of the dropout of embeddings, where gates are to be freed of it."""
+        if self.training and self.config.clean_gates and self.config.mechanism == LAZY:
+            return dropout_noise(state, self.config.dropout)
+        return None
 
     def transition(self, step: int) -> LazyTransition:
         found = self.transitions[step if self.config.mechanism == TRANSFORMER else 0]

@@ -27,6 +27,12 @@ it:
 
 Then a gate is the squared sine of the angle by which the state would turn, and equilibrium is what
 the word says: no angle, no movement.
+
+Dropout bends gates. A state that has been through it is `x + e`, with noise `e` of mean 0 that is
+orthogonal to everything else; it lengthens both vectors that are compared and leaves them less
+alike than they are without it, so that a model makes larger updates while it learns than when it is
+used. Where `noise`, the expected `|e|^2`, is given, it is taken out of the three products before
+they are divided: `x.(x + y)`, `x.x` and `(x + y).(x + y)` all contain `|e|^2` once.
 """
 
 from __future__ import annotations
@@ -51,6 +57,8 @@ class LazyStep(NamedTuple):
     """`[..., D]`, the new states."""
     gate: Tensor
     """`[...]`, the share of the update that was made: `1 - sigma`, without a gradient."""
+    noise: Tensor | None = None
+    """`[...]`, the expected `|e|^2` that dropout has left in the states, where it is counted."""
 
 
 class LazyTransition(nn.Module):
@@ -79,27 +87,67 @@ class LazyTransition(nn.Module):
         """The new states alone, so that a transition can stand where a block stood."""
         return self.step(state, *args, **kwargs).state
 
-    def step(self, state: Tensor, *args: Any, **kwargs: Any) -> LazyStep:
-        """The new states and the gates; arguments after the states go to the block."""
+    def step(
+        self, state: Tensor, *args: Any, noise: Tensor | None = None, **kwargs: Any
+    ) -> LazyStep:
+        """The new states and the gates; arguments after the states go to the block.
+
+        `noise`, if it is to be taken out of the gates, is what earlier dropout left in the states.
+        """
         update = self.block(state, *args, **kwargs)
+        dropped = self.dropout(update)
         if self.lazy:
-            gate = update_share(state, update, self.compare)
-            moved = torch.addcmul(state, self.dropout(update), gate.unsqueeze(-1))
+            gate = update_share(state, update, self.compare, noise)
+            moved = torch.addcmul(state, dropped, gate.unsqueeze(-1))
         else:
             gate = state.new_ones(()).expand(state.shape[:-1])
-            moved = state + self.dropout(update)
-        return LazyStep(moved if self.norm is None else self.norm(moved), gate)
+            moved = state + dropped
+        if noise is not None:
+            noise = noise + gate.square() * dropout_noise(dropped, self.dropout.probability)
+        if self.norm is None:
+            return LazyStep(moved, gate, noise)
+        normed = self.norm(moved)
+        return LazyStep(normed, gate, None if noise is None else _rescaled(noise, moved, normed))
 
 
 @torch.no_grad()
-def update_share(state: Tensor, update: Tensor, compare: str = UPDATE) -> Tensor:
+def update_share(
+    state: Tensor, update: Tensor, compare: str = UPDATE, noise: Tensor | None = None
+) -> Tensor:
     """The gate `1 - sigma` of every token."""
-    return 1.0 - squared_cosine(state, state + update if compare == STATE else update)
+    if compare == STATE:
+        return 1.0 - squared_cosine(state, state + update, noise, noise)
+    return 1.0 - squared_cosine(state, update, noise)
 
 
-def squared_cosine(x: Tensor, y: Tensor) -> Tensor:
-    """`(x.y)^2 / (x.x * y.y)` over the last axis, within [0, 1]; 0 where a vector is zero."""
+@torch.no_grad()
+def dropout_noise(dropped: Tensor, probability: float) -> Tensor:
+    """The expected squared length of the noise in what has been through dropout, per token.
+
+    With `d = m x / (1 - p)`, m a mask: `E|d - x|^2 = p / (1 - p) |x|^2 = p E|d|^2`.
+    """
+    return probability * torch.linalg.vecdot(dropped, dropped)
+
+
+@torch.no_grad()
+def _rescaled(noise: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Noise behind a norm: as much longer or shorter as the state is."""
+    old, new = (torch.linalg.vecdot(x, x) for x in (before, after))
+    return noise * (new / old.clamp(min=torch.finfo(old.dtype).tiny))
+
+
+def squared_cosine(
+    x: Tensor, y: Tensor, x_noise: Tensor | None = None, common: Tensor | None = None
+) -> Tensor:
+    """`(x.y)^2 / (x.x * y.y)` over the last axis, within [0, 1]; 0 where a vector is zero.
+
+    `x_noise` is taken out of `x.x`; `common`, noise that both share, out of `x.y` and `y.y`.
+    """
     dot, square_x, square_y = (torch.linalg.vecdot(a, b) for a, b in ((x, y), (x, x), (y, y)))
+    if x_noise is not None:
+        square_x = square_x - x_noise
+    if common is not None:
+        dot, square_y = dot - common, square_y - common
     # Divided one after the other: the product of two squares leaves the range of a float sooner.
     tiny = torch.finfo(x.dtype).tiny
     cosine2 = dot / square_x.clamp(min=tiny) * (dot / square_y.clamp(min=tiny))
