@@ -33,6 +33,7 @@ from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
 from deepenough.data.translation_pairs import IGNORED, EncodedPairs
+from deepenough.models.dropout import Dropout
 from deepenough.train.lazy_use import (
     LazyEvaluation,
     Translator,
@@ -126,6 +127,7 @@ class Measured:
             row["more_steps"] = self.with_steps(config.encoder_steps * 3 // 2)
             row["half_steps"] = self.with_steps(config.encoder_steps // 2)
         if config.mechanism == "lazy":
+            row["gates"] = self.kept.get(f"{self.name} gates", self.gates)
             row["equilibrium"] = self.equilibrium(row["bleu"], most_lost)
         return row
 
@@ -188,6 +190,27 @@ class Measured:
                 for before, after in pairwise(states)
             ]
             found[side] = [float(share.square().mean().sqrt()) for share in shares]
+        return found
+
+    @torch.inference_mode()
+    def gates(self) -> dict[str, dict[str, list[float]]]:
+        """Mean gates of every step in use, and with the dropout of training."""
+        model = self.translator.model
+        pairs = self.split("valid").head(256)
+        batch = pairs.batch(range(256))
+        real = {"encoder": batch["attention_mask"] > 0, "decoder": batch["targets"] != IGNORED}
+        found: dict[str, dict[str, list[float]]] = {}
+        for name in ("in_use", "in_training"):
+            torch.manual_seed(0)
+            for module in model.modules():
+                if isinstance(module, Dropout):
+                    module.train(name == "in_training")
+            output = model(**batch)
+            found[name] = {
+                side: output[f"{side}_gates"][chosen].mean(0).tolist()
+                for side, chosen in real.items()
+            }
+        model.eval()
         return found
 
     def cost(self, split: str, setting: dict[str, Any]) -> dict[str, Any]:
