@@ -114,6 +114,7 @@ class Measured:
             "run": self.folder.name,
             "mechanism": config.mechanism,
             "dropout": config.dropout,
+            "clean_gates": config.clean_gates,
             "parameters": self.translator.model.num_parameters(),
             "encoder_steps": config.encoder_steps,
             "decoder_steps": config.decoder_steps,
