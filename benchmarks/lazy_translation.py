@@ -34,6 +34,7 @@ from sacrebleu.significance import PairedTest
 
 from deepenough.data.translation_pairs import IGNORED, EncodedPairs
 from deepenough.models.dropout import Dropout
+from deepenough.train.lazy_task import plain_loss
 from deepenough.train.lazy_use import (
     LazyEvaluation,
     Translator,
@@ -123,6 +124,7 @@ class Measured:
         row["signature"] = self.signature
         row["other_tests"] = {test: self.bleu(test, {}) for test in TESTS[1:]}
         row["valid_bleu"] = self.bleu("valid", {})
+        row["losses"] = {split: self.loss(split) for split in ("valid", TEST)}
         row["movement"] = self.kept.get(f"{self.name} movement", self.movement)
         if config.mechanism != "transformer":
             row["more_steps"] = self.with_steps(config.encoder_steps * 3 // 2)
@@ -145,6 +147,14 @@ class Measured:
         cost = self.kept.get(f"{self.name} cost {setting}", lambda: self.cost(TEST, setting))
         table |= {"chosen": setting, "bleu": score, "bleu_lost": full_bleu - score, **cost}
         return table | {"same_steps_for_all": self.with_steps(round(cost["mean_steps"]))}
+
+    def loss(self, split: str) -> float:
+        """A token's."""
+        found: float = self.kept.get(
+            f"{self.name} loss {split}",
+            lambda: plain_loss(self.translator.model, self.split(split), 4096)["loss"],
+        )
+        return found
 
     def with_steps(self, encoder_steps: int) -> dict[str, Any]:
         score = self.bleu(TEST, {"encoder_steps": encoder_steps})
