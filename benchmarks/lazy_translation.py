@@ -2,7 +2,7 @@
 
     python benchmarks/lazy_translation.py measure --runs runs [--name NAME] [--save]
 
-Measures every finished run in a folder that is called `lazy-<mechanism>-<seed>` on test 2016, with
+Measures every finished run in a folder that is called `lazy-<kind>-<seed>` on test 2016, with
 beam 4: at the steps of training; with one and a half times and half the encoder steps; and for lazy
 models with equilibrium exit. Its epsilon and patience are chosen on the valid split, as the
 cheapest whose loss there is at most `--loss`; the test split only sees what was chosen. Beside it
@@ -11,9 +11,10 @@ Encoder seconds are those of batches of 32, full and stopping runs taking turns.
 
 Beside them stands how far each step moves the states, which is what dropout of it amounts to.
 
-Every run is compared with the first universal one by paired bootstrap over sentences, of test 2016
-and of all four test sets together, which tell smaller differences. What has been measured is kept
-in the folder, translations included, so that an interrupted command goes on.
+Every run is compared with the first universal one (without one, the first run) by paired bootstrap
+over sentences, of test 2016 and of all four test sets together, which tell smaller differences.
+What has been measured is kept in the folder, translations included, so that an interrupted command
+goes on.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ class Measured:
         row: dict[str, Any] = {
             "run": self.folder.name,
             "mechanism": config.mechanism,
+            "compare": config.compare,
             "dropout": config.dropout,
             "clean_gates": config.clean_gates,
             "parameters": self.translator.model.num_parameters(),
@@ -205,13 +207,13 @@ class Measured:
 
     @torch.inference_mode()
     def gates(self) -> dict[str, dict[str, list[float]]]:
-        """Mean gates of every step in use, and with the dropout of training."""
+        """Mean gates of every step in use, and, where it bends them, with the dropout of training."""
         model = self.translator.model
         pairs = self.split("valid").head(256)
         batch = pairs.batch(range(256))
         real = {"encoder": batch["attention_mask"] > 0, "decoder": batch["targets"] != IGNORED}
         found: dict[str, dict[str, list[float]]] = {}
-        for name in ("in_use", "in_training"):
+        for name in ("in_use",) if self.config.clean_gates else ("in_use", "in_training"):
             torch.manual_seed(0)
             for module in model.modules():
                 if isinstance(module, Dropout):
@@ -272,10 +274,10 @@ class Measured:
 
 
 def spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """BLEU of each mechanism over its seeds."""
+    """BLEU of each kind over its seeds."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        found.setdefault(row["mechanism"], []).append(row["bleu"])
+        found.setdefault(row["run"].split("-")[1], []).append(row["bleu"])
     return {
         name: {"mean": statistics.mean(scores), "lowest": min(scores), "highest": max(scores),
                "seeds": len(scores)}
@@ -285,9 +287,9 @@ def spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def paired(runs: list[Measured], tests: Sequence[str]) -> dict[str, Any]:
     """BLEU with its 95 % interval over sentences, and how likely chance is to differ as much."""
-    first = next((run for run in runs if run.config.mechanism == "universal"), None)
-    if first is None:
+    if not runs:
         return {}
+    first = next((run for run in runs if run.config.mechanism == "universal"), runs[0])
     systems = [first, *(run for run in runs if run is not first)]
     named = [
         (run.folder.name, [text for test in tests for text in run.written[test]]) for run in systems
