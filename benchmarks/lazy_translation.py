@@ -207,7 +207,7 @@ class Measured:
 
     @torch.inference_mode()
     def gates(self) -> dict[str, dict[str, list[float]]]:
-        """Mean gates of every step in use, and, where it bends them, with the dropout of training."""
+        """Mean gates of every step in use and, where it bends them, with dropout."""
         model = self.translator.model
         pairs = self.split("valid").head(256)
         batch = pairs.batch(range(256))
