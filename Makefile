@@ -71,7 +71,7 @@ test-oldest: $(OLDEST)/.installed
 	  "import transformers as t; assert t.__version__ == '5.0.0', t.__file__"
 	PYTHONPATH=$(OLDEST) $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) \
 	  -W ignore::DeprecationWarning:torch.jit._script \
-	  tests/models/test_hf.py tests/models/test_pretrained.py
+	  tests/models/test_hf.py tests/models/test_hf_register.py tests/models/test_pretrained.py
 
 bench: $(STAMP)
 	set -e; for name in $(BENCHMARKS); do \
