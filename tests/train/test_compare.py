@@ -204,6 +204,11 @@ def test_translators_over_epsilons_and_steps(tmp_path, translator):
     )
 
 
+def test_translators_without_a_grid(tmp_path, translator):
+    points = by_name(compared(tmp_path, translator, **{"data.limit": 1, "rounds": 1}))
+    assert list(points) == ["all steps", "2 steps", "1 step", "ε 0.05", "ε 0.075", "ε 0.1"]
+
+
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_both_counts_of_flops_agree_where_nothing_is_padded(tmp_path, translators, mechanism):
     grid = {"grid.epsilon": [0.5], "grid.steps": [1], "data.limit": 1, "rounds": 1}

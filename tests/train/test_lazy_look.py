@@ -36,13 +36,19 @@ def make_run(tmp_path_factory, shared_cache):
         (corpus / f"{split}.en").write_text("\n".join(LINES * 10))
         (corpus / f"{split}.de").write_text("\n".join(LINES * 10))
 
-    def make(mechanism: str) -> Path:
+    def make(mechanism: str, compare: str = "state") -> Path:
         settings = LazyTraining(
             data=TranslationData(
                 corpus=str(corpus), vocab_size=285, max_length=24, cache=str(shared_cache)
             ),
             model=LazySettings(
-                mechanism, d_model=16, num_heads=2, d_ff=32, encoder_steps=4, decoder_steps=2
+                mechanism,
+                d_model=16,
+                num_heads=2,
+                d_ff=32,
+                encoder_steps=4,
+                decoder_steps=2,
+                compare=compare,
             ),
         )
         tokenizer = joint_tokenizer(open_parallel(settings.data), settings.data)
@@ -112,6 +118,13 @@ def test_the_distribution_counts_every_token_once(run, capsys):
     rest = last(run, "lazy_rest")
     assert rest["tokens_by_steps"][1] == sum(rest["tokens_by_steps"]) > 0
     assert rest["sentences"] == 40 and len(rest["similarity"]) == 4
+
+
+@pytest.mark.parametrize(("compare", "epsilon"), [("state", 0.1), ("update", 0.25)])
+def test_without_an_epsilon_it_is_one_that_fits_the_gates(make_run, capsys, compare, epsilon):
+    run = make_run("lazy", compare)
+    assert plot_command.main([str(run), "--sentences", "4"]) == 0
+    assert last(run, "lazy_rest")["epsilon"] == last(run, "lazy_tokens")["epsilon"] == epsilon
 
 
 def test_a_sentence_that_is_given_is_translated(run, tmp_path, capsys):

@@ -72,7 +72,7 @@ class TranslationCandidate:
         if steps is None:
             own = config.encoder_steps
             steps = sorted({max(1, 2 * own // 3), max(1, own // 3)} - {own}, reverse=True)
-        epsilons = grid.epsilon if grid.epsilon is not None else [0.02, 0.05, 0.1]
+        epsilons = config.usual_epsilons if grid.epsilon is None else grid.epsilon
         for each in steps:
             config.check_steps(each, "encoder_steps")
             told = f"{command} --search.encoder_steps {each}"

@@ -9,7 +9,7 @@ rest at `epsilon`. All of it is recorded in the run, from which the pictures are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -61,8 +61,9 @@ class LazyPlot:
     sentences: int = 256
     """Sentences or programs of the split that the distribution is taken over."""
 
-    epsilon: float = 0.1
-    """Gate below which a source token is at rest."""
+    epsilon: float | None = None
+    """Gate below which a source token is at rest; by default 0.1 or, where gates compare a state
+    with its update, 0.25."""
 
     patience: int = 1
     """Steps in a row for which the gate must be below."""
@@ -78,7 +79,7 @@ class LazyPlot:
             raise UserError(f"sentences must be at least 1: got {self.sentences}.")
         if self.sentence < 0:
             raise UserError(f"sentence is counted from 0: got {self.sentence}.")
-        if not 0.0 < self.epsilon <= 1.0:
+        if self.epsilon is not None and not 0.0 < self.epsilon <= 1.0:
             raise UserError(f"epsilon must be above 0 and at most 1: got {self.epsilon}.")
         if self.patience < 1:
             raise UserError(f"patience must be at least 1: got {self.patience}.")
@@ -94,6 +95,8 @@ def look(settings: LazyPlot) -> None:
     for name in ("encoder_steps", "decoder_steps"):
         chosen = getattr(settings, name)
         config.check_steps(getattr(config, name) if chosen is None else chosen, name)
+    if settings.epsilon is None and config.mechanism == LAZY:
+        settings = replace(settings, epsilon=config.usual_epsilons[-1])
     task = task_of_run(settings.run)
     pairs = _pairs(settings, translator, task)
     pair = look_at_pair(translator, _chosen(settings, translator, pairs), settings)

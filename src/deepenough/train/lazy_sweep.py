@@ -25,7 +25,7 @@ from deepenough.train.translate_score import SearchSettings
 
 STEPS, EPSILON = "steps", "epsilon"
 """Kinds of the records of the two sweeps."""
-EPSILONS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
+EPSILONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 
 
 @dataclass

@@ -32,6 +32,13 @@ def targets():
     return wanted
 
 
+def test_usual_epsilons_fit_the_gates():
+    of_states = LazyTransformerConfig(compare="state").usual_epsilons
+    of_updates = LazyTransformerConfig(compare="update").usual_epsilons
+    assert 0 < of_states[0] < of_states[-1] < of_updates[0] < of_updates[-1] < 1
+    assert LazyTransformerConfig(mechanism="universal").usual_epsilons == ()
+
+
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
 def test_labels_and_targets_give_one_loss(make_translator, sources, targets, form):
     model = make_translator(**form)

@@ -14,6 +14,8 @@ MECHANISMS = (LAZY, UNIVERSAL, ACT, TRANSFORMER)
 STEP_SIGNALS = ("none", "sinusoid", "learned")
 NORMS = ("final", "every")
 COMPARED = (UPDATE, STATE)
+USUAL_EPSILONS = {STATE: (0.05, 0.075, 0.1), UPDATE: (0.15, 0.2, 0.25)}
+"""Gates below which a trained model's tokens rest after most of 8 steps, some, and half of them."""
 
 
 class LazyTransformerConfig(PreTrainedConfig):
@@ -87,6 +89,11 @@ class LazyTransformerConfig(PreTrainedConfig):
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> PreTrainedConfig:
         """Itself: transformers' own would rename in a copy what begins with `decoder_`."""
         return self
+
+    @property
+    def usual_epsilons(self) -> tuple[float, ...]:
+        """Epsilons to begin with, from careful to bold; none for a model without gates."""
+        return USUAL_EPSILONS[self.compare] if self.mechanism == LAZY else ()
 
     def _check(self) -> None:
         for name, choices in (
