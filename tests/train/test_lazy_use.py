@@ -17,7 +17,14 @@ from deepenough.errors import UserError
 from deepenough.runs import read_records
 from deepenough.settings import dump
 from deepenough.train.lazy import LazyTraining, make_model
-from deepenough.train.lazy_use import LazyEvaluation, evaluate, load_translator, translate_lines
+from deepenough.train.lazy_use import (
+    LazyEvaluation,
+    evaluate,
+    load_translator,
+    measure_encoder,
+    measured_pairs,
+    translate_lines,
+)
 from deepenough.train.translate_score import SearchSettings
 
 LINES = ["a man rides a red bike", "a woman walks her dog", "two dogs", "a red dog walks"]
@@ -107,6 +114,16 @@ def test_evaluation_tells_bleu_depth_and_cost_and_is_recorded(run):
     assert sooner["encoder_flops"] == pytest.approx(values["encoder_flops"] * 2 / 3)
     records, _ = read_records(run / "metrics.jsonl")
     assert [r.values["epsilon"] for r in records if r.kind == "translation"][-2:] == [0.0, 1.0]
+
+
+def test_the_fastest_round_of_the_encoder_counts(run, monkeypatch):
+    translator = load_translator(str(run))
+    pairs = measured_pairs(LazyEvaluation(str(run)), translator)
+    clock = iter([0.0, 5.0, 5.0, 7.0, 7.0, 10.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    values = measure_encoder(translator.model, pairs, SearchSettings(), 8, rounds=3)
+    assert values["encoder_seconds"] == 2.0
+    assert values["encoder_depth"] == 3.0  # counted once, not once a round
 
 
 def test_a_sweep_prints_and_records_every_point(run, capsys):
