@@ -42,15 +42,10 @@ def make_run(tmp_path_factory, shared_cache):
                 corpus=str(corpus), vocab_size=285, max_length=24, cache=str(shared_cache)
             ),
             model=LazySettings(
-                mechanism,
-                d_model=16,
-                num_heads=2,
-                d_ff=32,
-                encoder_steps=4,
-                decoder_steps=2,
-                compare=compare,
+                mechanism, d_model=16, num_heads=2, d_ff=32, encoder_steps=4, decoder_steps=2
             ),
         )
+        settings.model.compare = compare
         tokenizer = joint_tokenizer(open_parallel(settings.data), settings.data)
         torch.manual_seed(0)
         model = make_model(settings.model, tokenizer, settings.data.max_length)

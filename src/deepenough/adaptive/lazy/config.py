@@ -15,7 +15,7 @@ STEP_SIGNALS = ("none", "sinusoid", "learned")
 NORMS = ("final", "every")
 COMPARED = (UPDATE, STATE)
 USUAL_EPSILONS = {STATE: (0.05, 0.075, 0.1), UPDATE: (0.15, 0.2, 0.25)}
-"""Gates below which a trained model's tokens rest after most of 8 steps, some, and half of them."""
+"""Epsilons with which tokens of trained translators make about 3/4, 3/5 and half of 8 steps."""
 
 
 class LazyTransformerConfig(PreTrainedConfig):
