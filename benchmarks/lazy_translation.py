@@ -116,6 +116,7 @@ class Measured:
             "run": self.folder.name,
             "mechanism": config.mechanism,
             "compare": config.compare,
+            "norm": config.norm,
             "dropout": config.dropout,
             "clean_gates": config.clean_gates,
             "parameters": self.translator.model.num_parameters(),
