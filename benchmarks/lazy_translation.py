@@ -5,7 +5,8 @@
 Measures every finished run in a folder that is called `lazy-<kind>-<seed>` on test 2016, with
 beam 4: at the steps of training; with one and a half times and half the encoder steps; and for lazy
 models with equilibrium exit. Its epsilon and patience are chosen on the valid split, as the
-cheapest whose loss there is at most `--loss`; the test split only sees what was chosen. Beside it
+cheapest whose loss there is at most `--loss`, or if there is none, the one that loses least; the
+test split only sees what was chosen. Beside it, and once more with one and a half times the steps,
 stands the same model with as many steps for all tokens as the stopping ones make on average.
 Encoder seconds are those of batches of 32, full and stopping runs taking turns.
 
@@ -51,7 +52,11 @@ BATCH = 32
 SAVED = (0.32, 0.42, 0.52)
 """Shares of encoder steps that the epsilons tried on the valid split would save."""
 PATIENCE = (1, 2)
-CANDIDATES = [round(0.005 * 1.12**power, 4) for power in range(48)]
+CANDIDATES = {
+    "gate": [round(0.005 * 1.12**power, 4) for power in range(48)],
+    "turn": [round(0.0005 * 1.12**power, 5) for power in range(48)],
+}
+"""Epsilons, by what tokens at rest are known by."""
 ROUNDS = 7
 
 
@@ -117,6 +122,7 @@ class Measured:
             "mechanism": config.mechanism,
             "compare": config.compare,
             "norm": config.norm,
+            "rest": config.rest,
             "dropout": config.dropout,
             "clean_gates": config.clean_gates,
             "parameters": self.translator.model.num_parameters(),
@@ -142,13 +148,19 @@ class Measured:
         full_valid = self.bleu("valid", {})
         bearable = [point for point in tried if full_valid - point["bleu"] <= most_lost]
         table = {"valid_full": full_valid, "valid": tried}
-        if not bearable:
-            return table
-        chosen = min(bearable, key=lambda point: point["flops"])
+        if bearable:
+            chosen = min(bearable, key=lambda point: point["flops"])
+        else:
+            chosen = max(tried, key=lambda point: point["bleu"])
         setting = {name: chosen[name] for name in ("epsilon", "patience")}
         score = self.bleu(TEST, setting)
         cost = self.kept.get(f"{self.name} cost {setting}", lambda: self.cost(TEST, setting))
         table |= {"chosen": setting, "bleu": score, "bleu_lost": full_bleu - score, **cost}
+        more = {"encoder_steps": self.config.encoder_steps * 3 // 2} | setting
+        table["more_steps"] = {
+            "encoder_steps": more["encoder_steps"],
+            "bleu": self.bleu(TEST, more),
+        }
         return table | {"same_steps_for_all": self.with_steps(round(cost["mean_steps"]))}
 
     def loss(self, split: str) -> float:
@@ -173,7 +185,7 @@ class Measured:
         points = []
         for patience in PATIENCE:
             found = []
-            for epsilon in CANDIDATES:
+            for epsilon in CANDIDATES[self.config.rest]:
                 search = SearchSettings(epsilon=epsilon, patience=patience)
                 depth = measure_encoder(model, pairs.head(256), search, BATCH)["encoder_depth"]
                 found.append((1.0 - depth / self.config.encoder_steps, epsilon))

@@ -186,7 +186,7 @@ def _epsilons(run: Run, path: str, limits: Limits) -> list[Shown]:
     series = [line("BLEU", [x for x, _ in pairs], [y for _, y in pairs], limits)]
     data = {"x_label": "GFLOPs of the encoder", "y_label": "BLEU", "series": series}
     command = _sweep(path, encoder_steps=[], epsilons=[point["epsilon"] for point in points])
-    caption = "Tokens stop when their gate falls below epsilon; each point is one epsilon."
+    caption = "Tokens stop when what still changes falls below epsilon; each point is one epsilon."
     return [Shown("lines", "BLEU against the encoder's FLOPs", caption, command, data)]
 
 

@@ -6,6 +6,7 @@ import torch
 from deepenough.adaptive.lazy.encoder import embed
 from deepenough.adaptive.lazy.equilibrium import run_moving, run_moving_ref
 from deepenough.adaptive.lazy.sight import BatchSight, Source, padding_mask
+from deepenough.adaptive.lazy.transition import step_similarity
 from deepenough.errors import UserError
 
 STEPS = 6
@@ -16,15 +17,31 @@ def median_gate(model, sources, steps=STEPS):
     return float(gates[sources["attention_mask"].bool()].median())
 
 
+@torch.no_grad()
+def median_turn(model, sources):
+    output = model.encoder(**sources, encoder_steps=STEPS, output_hidden_states=True)
+    turns = 1.0 - step_similarity(output.hidden_states)
+    return float(turns[sources["attention_mask"].bool()].median())
+
+
 @pytest.mark.parametrize("patience", [1, 2])
-@pytest.mark.parametrize("form", [{}, {"step_signal": "learned"}, {"norm": "every"}])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"step_signal": "learned"},
+        {"norm": "every"},
+        {"rest": "turn"},
+        {"rest": "turn", "norm": "every", "compare": "update"},
+    ],
+)
 def test_equal_to_the_reference(make_translator, sources, form, patience):
     model = make_translator(**form)
     stack, mask = model.encoder.stack, sources["attention_mask"]
     state = embed(model.embedding, sources["input_ids"], model.encoder.dropout).detach()
     positions = stack.signals.first_positions(0, 7, state)
     sight = BatchSight(2, padding_mask(mask, state))
-    epsilon = median_gate(model, sources)
+    epsilon = (median_turn if "rest" in form else median_gate)(model, sources)
     with torch.no_grad():
         args = (stack, state, positions, sight, STEPS, epsilon, patience)
         fast, slow = run_moving(*args, mask), run_moving_ref(*args)
@@ -54,6 +71,25 @@ def test_the_decoders_too(make_translator, sources, patience):
     assert torch.allclose(fast.state, slow.state, atol=1e-12)
     assert torch.equal(fast.ran, slow.ran)
     assert fast.depth.min() < fast.depth.max()
+
+
+@torch.no_grad()
+def test_tokens_rest_after_the_first_step_that_turns_them_less_than_epsilon(
+    make_translator, sources
+):
+    model = make_translator(rest="turn")
+    one = {"input_ids": sources["input_ids"][:1, :1], "attention_mask": torch.ones(1, 1).long()}
+    output = model.encoder(**one, encoder_steps=STEPS, output_hidden_states=True)
+    angles = [
+        torch.acos(torch.nn.functional.cosine_similarity(a[0, 0], b[0, 0], dim=0))
+        for a, b in zip(output.hidden_states, output.hidden_states[1:], strict=False)
+    ]
+    turns = [float(angle.sin() ** 2) for angle in angles]
+    epsilon = sorted(turns)[1] * 1.001
+    first = next(step for step, turn in enumerate(turns, 1) if turn < epsilon)
+    assert first < STEPS
+    trace = model.encoder(**one, encoder_steps=STEPS, epsilon=epsilon).trace
+    assert trace.depth.tolist() == [[first]]
 
 
 def test_with_epsilon_0_it_is_the_full_model_bit_by_bit(make_translator, sources):

@@ -36,6 +36,8 @@ def test_usual_epsilons_fit_the_gates():
     of_states = LazyTransformerConfig(compare="state").usual_epsilons
     of_updates = LazyTransformerConfig(compare="update").usual_epsilons
     assert 0 < of_states[0] < of_states[-1] < of_updates[0] < of_updates[-1] < 1
+    of_turns = LazyTransformerConfig(compare="update", rest="turn").usual_epsilons
+    assert 0 < of_turns[0] < of_turns[-1] < of_states[0]
     assert LazyTransformerConfig(mechanism="universal").usual_epsilons == ()
 
 

@@ -14,7 +14,14 @@ MECHANISMS = (LAZY, UNIVERSAL, ACT, TRANSFORMER)
 STEP_SIGNALS = ("none", "sinusoid", "learned")
 NORMS = ("final", "every")
 COMPARED = (UPDATE, STATE)
-USUAL_EPSILONS = {STATE: (0.05, 0.075, 0.1), UPDATE: (0.15, 0.2, 0.25)}
+GATE, TURN = "gate", "turn"
+RESTS = (GATE, TURN)
+"""What is small where a token is at rest: its gate, or how far a step has turned its state."""
+USUAL_EPSILONS = {
+    STATE: (0.05, 0.075, 0.1),
+    UPDATE: (0.15, 0.2, 0.25),
+    TURN: (0.0035, 0.005, 0.008),
+}
 """Epsilons with which tokens of trained translators make about 3/4, 3/5 and half of 8 steps."""
 
 
@@ -30,6 +37,8 @@ class LazyTransformerConfig(PreTrainedConfig):
     - `step_signal`: whether the block is told which step it makes, up to `max_steps`.
     - `epsilon`, `patience`: a source token whose gate is below `epsilon` for `patience` steps in a
       row stops; 0 lets none stop. `decoder_epsilon` is the same for target tokens.
+    - `rest`: `gate`, as above; `turn`, what is below `epsilon` is the squared sine of the angle by
+      which a step has turned the state. Both can be changed in a trained model.
     """
 
     model_type = "lazy-transformer"
@@ -64,6 +73,7 @@ class LazyTransformerConfig(PreTrainedConfig):
         epsilon: float = 0.0,
         decoder_epsilon: float = 0.0,
         patience: int = 1,
+        rest: str = GATE,
         is_encoder_decoder: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -79,6 +89,7 @@ class LazyTransformerConfig(PreTrainedConfig):
         self.dropout, self.ff_dropout, self.clean_gates = dropout, ff_dropout, clean_gates
         self.label_smoothing, self.act_cost = label_smoothing, act_cost
         self.epsilon, self.decoder_epsilon, self.patience = epsilon, decoder_epsilon, patience
+        self.rest = rest
         self._check()
         kwargs.setdefault("tie_word_embeddings", True)
         for name, number in (("bos", 1), ("eos", 2), ("pad", 3)):
@@ -93,13 +104,16 @@ class LazyTransformerConfig(PreTrainedConfig):
     @property
     def usual_epsilons(self) -> tuple[float, ...]:
         """Epsilons to begin with, from careful to bold; none for a model without gates."""
-        return USUAL_EPSILONS[self.compare] if self.mechanism == LAZY else ()
+        if self.mechanism != LAZY:
+            return ()
+        return USUAL_EPSILONS[TURN if self.rest == TURN else self.compare]
 
     def _check(self) -> None:
         for name, choices in (
             ("mechanism", MECHANISMS),
             ("compare", COMPARED),
             ("norm", NORMS),
+            ("rest", RESTS),
             ("step_signal", STEP_SIGNALS),
         ):
             if getattr(self, name) not in choices:

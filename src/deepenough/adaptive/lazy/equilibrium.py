@@ -2,10 +2,12 @@
 
 The gate of the lazy transition (`1 - sigma`, the share of the update that is made) measures how far
 a token is from equilibrium. Where it has been below `epsilon` for `patience` steps in a row, the
-token makes that last update and then stays as it is; the keys and values it had in its last step
+token makes that last update and then stays as it is (with `rest` "turn", where the state itself has
+turned by less: gates that compare a state with its update need not fall when states come to rest,
+as updates may go on to be new and be small); the keys and values it had in its last step
 stay for the others to see. What is computed afterwards is a list of the tokens that still move:
 fewer rows in every matrix product, fewer queries, and for a sentence without any nothing at all.
-With `epsilon` 0 no token stops, as no gate is below 0.
+With `epsilon` 0 no token stops, as no gate and no turn is below 0.
 
 Shapes: B sentences, T tokens, D width, N steps, R tokens that still move, K tokens seen.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepenough.adaptive.lazy.config import GATE, TURN
 from deepenough.adaptive.lazy.sight import (
     BatchSight,
     SourceMaps,
@@ -24,6 +27,7 @@ from deepenough.adaptive.lazy.sight import (
     update_cache,
 )
 from deepenough.adaptive.lazy.stack import Steps, StepStack
+from deepenough.adaptive.lazy.transition import squared_cosine, turned
 
 
 class MovingSight:
@@ -151,10 +155,12 @@ def run_moving(
     for step in range(num_steps):
         if len(rows):
             signal = stack.signal(signals, step)
-            moving, gate, _ = stack.transition(step).step(moving, signal, sight, step)
+            before = moving
+            moving, gate, _ = stack.transition(step).step(before, signal, sight, step)
             gates[step].index_copy_(0, rows, gate)
             ran[step].index_fill_(0, rows, True)
-            calm = torch.where(gate < epsilon, calm + 1, 0)
+            unrest = turned(before, moving) if stack.config.rest == TURN else gate
+            calm = torch.where(unrest < epsilon, calm + 1, 0)
             go_on = (calm < patience).nonzero().squeeze(1)
             if len(go_on) < len(rows):
                 state.index_copy_(0, rows, moving)
@@ -197,10 +203,11 @@ def run_moving_ref(
         sight.moving = moving
         signal = stack.signal(positions, step)
         moved, gate, _ = stack.transition(step).step(state, signal, sight, step)
+        unrest = gate if stack.config.rest == GATE else 1.0 - squared_cosine(state, moved)
         state = torch.where(moving[..., None], moved, state)
         gates.append(gate * moving)
         ran.append(moving)
-        calm = torch.where(gate < epsilon, calm + 1, 0)
+        calm = torch.where(unrest < epsilon, calm + 1, 0)
         moving = moving & (calm < patience)
     all_ran = torch.stack(ran, -1)
     normed = stack.norm(state)

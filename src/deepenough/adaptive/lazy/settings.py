@@ -64,3 +64,7 @@ class LazySettings:
 
     patience: int = 1
     """Steps in a row for which the gate must be below."""
+
+    rest: Literal["gate", "turn"] = "gate"
+    """What must be below epsilon: the gate, or how far a step has turned the state (the squared
+    sine of the angle)."""

@@ -166,6 +166,11 @@ def _mean_token(x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
     return (x_BTD * weights).sum(1) / weights.sum(1).clamp(min=1.0)
 
 
+def turned(before: Tensor, after: Tensor) -> Tensor:
+    """How far a step has turned every token's state: the squared sine of the angle, `[...]`."""
+    return 1.0 - squared_cosine(before, after)
+
+
 def step_similarity(states: Sequence[Tensor]) -> Tensor:
     """Squared cosine of every token's consecutive states, `[B, T, N]` of N + 1 states."""
     return torch.stack([squared_cosine(*pair) for pair in pairwise(states)], -1)

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         "encoder steps, FLOPs and seconds of a translator; exact match of one that executes\n"
         "programs; perplexity of a language model. The options are those of the run's task:\n"
         "deepenough lazy eval RUN --help.",
-        example="deepenough lazy eval runs/lazy-multi30k --search.epsilon 0.2",
+        example="deepenough lazy eval runs/lazy-multi30k --search.epsilon 0.005",
         positional=["run"],
     )
     for name, value in task.evaluate(settings).items():
