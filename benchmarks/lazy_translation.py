@@ -4,10 +4,10 @@
 
 Measures every finished run in a folder that is called `lazy-<kind>-<seed>` on test 2016, with
 beam 4: at the steps of training; with one and a half times and half the encoder steps; and for lazy
-models with equilibrium exit. Its epsilon and patience are chosen on the valid split, as the
-cheapest whose loss there is at most `--loss`, or if there is none, the one that loses least; the
-test split only sees what was chosen. Beside it, and once more with one and a half times the steps,
-stands the same model with as many steps for all tokens as the stopping ones make on average.
+models with equilibrium exit, at three savings of encoder steps. Epsilon and patience of each are
+chosen on the valid split, by the loss a token there; the test split only sees what was chosen, with
+the steps of training and with one and a half times as many. Beside it stands the same model with as
+many steps for all tokens as the stopping ones make on average.
 Encoder seconds are those of batches of 32, full and stopping runs taking turns.
 
 Beside them stands how far each step moves the states, which is what dropout of it amounts to.
@@ -64,7 +64,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=["measure"])
     parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--loss", type=float, default=0.3, help="BLEU that may be lost on valid")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--name", default="lazy_translation", help="of the result that is saved")
     parser.add_argument("--save", action="store_true")
@@ -77,7 +76,7 @@ def main() -> None:
     )
     kept = Kept(arguments.runs / "lazy_translation.json")
     measured = [Measured(folder, kept) for folder in folders]
-    rows = [run.figures(arguments.loss) for run in measured]
+    rows = [run.figures() for run in measured]
     result = {"test": TEST, "beams": 4, "runs": rows, "spread": spread(rows)}
     result["paired_bootstrap"] = paired(measured, [TEST])
     result["paired_bootstrap_all_tests"] = paired(measured, TESTS)
@@ -115,7 +114,7 @@ class Measured:
         weights = (folder / "model" / "model.safetensors").stat()
         self.name = f"{folder.name} {int(weights.st_mtime)}"
 
-    def figures(self, most_lost: float) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         config = self.config
         row: dict[str, Any] = {
             "run": self.folder.name,
@@ -140,44 +139,55 @@ class Measured:
             row["half_steps"] = self.with_steps(config.encoder_steps // 2)
         if config.mechanism == "lazy":
             row["gates"] = self.kept.get(f"{self.name} gates", self.gates)
-            row["equilibrium"] = self.equilibrium(row["bleu"], most_lost)
+            row["equilibrium"] = [self.at_rest(row["bleu"], share) for share in SAVED]
         return row
 
-    def equilibrium(self, full_bleu: float, most_lost: float) -> dict[str, Any]:
-        tried = [self.tried(point) for point in self.kept.get(f"{self.name} grid", self.grid)]
-        full_valid = self.bleu("valid", {})
-        bearable = [point for point in tried if full_valid - point["bleu"] <= most_lost]
-        table = {"valid_full": full_valid, "valid": tried}
-        if bearable:
-            chosen = min(bearable, key=lambda point: point["flops"])
-        else:
-            chosen = max(tried, key=lambda point: point["bleu"])
-        setting = {name: chosen[name] for name in ("epsilon", "patience")}
+    def at_rest(self, full_bleu: float, share: float) -> dict[str, Any]:
+        """Equilibrium exit that saves about this share of the steps."""
+        grid = self.kept.get(f"{self.name} grid", self.grid)
+        nearest = [
+            min(
+                (point for point in grid if point["patience"] == patience),
+                key=lambda point: abs(1.0 - point["flops"] - share),
+            )
+            for patience in PATIENCE
+        ]
+        settings = [{name: point[name] for name in ("epsilon", "patience")} for point in nearest]
+        losses = [self.loss("valid", setting) for setting in settings]
+        chosen = losses.index(min(losses))
+        setting = settings[chosen]
         score = self.bleu(TEST, setting)
         cost = self.kept.get(f"{self.name} cost {setting}", lambda: self.cost(TEST, setting))
-        table |= {"chosen": setting, "bleu": score, "bleu_lost": full_bleu - score, **cost}
-        more = {"encoder_steps": self.config.encoder_steps * 3 // 2} | setting
-        table["more_steps"] = {
-            "encoder_steps": more["encoder_steps"],
-            "bleu": self.bleu(TEST, more),
+        return {
+            **setting,
+            "valid_flops": nearest[chosen]["flops"],
+            "valid_loss": losses[chosen],
+            "other": {**nearest[1 - chosen], "valid_loss": losses[1 - chosen]},
+            "bleu": score,
+            "bleu_lost": full_bleu - score,
+            **cost,
+            "more_steps": self.with_steps(self.config.encoder_steps * 3 // 2, setting),
+            "same_steps_for_all": self.with_steps(round(cost["mean_steps"])),
         }
-        return table | {"same_steps_for_all": self.with_steps(round(cost["mean_steps"]))}
 
-    def loss(self, split: str) -> float:
+    def loss(self, split: str, setting: dict[str, Any] | None = None) -> float:
         """A token's."""
-        found: float = self.kept.get(
-            f"{self.name} loss {split}",
-            lambda: plain_loss(self.translator.model, self.split(split), 4096)["loss"],
-        )
-        return found
+        key = f"{self.name} loss {split}" + (f" {setting}" if setting else "")
 
-    def with_steps(self, encoder_steps: int) -> dict[str, Any]:
-        score = self.bleu(TEST, {"encoder_steps": encoder_steps})
+        def make() -> float:
+            usual = {name: getattr(self.config, name) for name in setting or {}}
+            self.config.update(setting or {})
+            found: float = plain_loss(self.translator.model, self.split(split), 4096)["loss"]
+            self.config.update(usual)
+            return found
+
+        return float(self.kept.get(key, make))
+
+    def with_steps(
+        self, encoder_steps: int, setting: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        score = self.bleu(TEST, {"encoder_steps": encoder_steps} | (setting or {}))
         return {"encoder_steps": encoder_steps, "bleu": score}
-
-    def tried(self, point: dict[str, Any]) -> dict[str, Any]:
-        setting = {name: point[name] for name in ("epsilon", "patience")}
-        return point | {"bleu": self.bleu("valid", setting)}
 
     def grid(self) -> list[dict[str, Any]]:
         """For each patience, the epsilons that save about the shares that are asked for."""
