@@ -110,7 +110,7 @@ class Measured:
         self.translator: Translator = load_translator(str(folder))
         self.config = self.translator.model.config
         self.pairs: dict[str, EncodedPairs] = {}
-        self.written: dict[str, list[str]] = {}
+        self.written: dict[tuple[str, str], list[str]] = {}
         weights = (folder / "model" / "model.safetensors").stat()
         self.name = f"{folder.name} {int(weights.st_mtime)}"
 
@@ -140,6 +140,8 @@ class Measured:
         if config.mechanism == "lazy":
             row["gates"] = self.kept.get(f"{self.name} gates", self.gates)
             row["equilibrium"] = [self.at_rest(row["bleu"], share) for share in SAVED]
+            middle = row["equilibrium"][len(SAVED) // 2]
+            row["equilibrium_all_tests"] = self.at_rest_on_all(middle)
         return row
 
     def at_rest(self, full_bleu: float, share: float) -> dict[str, Any]:
@@ -169,6 +171,12 @@ class Measured:
             "more_steps": self.with_steps(self.config.encoder_steps * 3 // 2, setting),
             "same_steps_for_all": self.with_steps(round(cost["mean_steps"])),
         }
+
+    def at_rest_on_all(self, point: dict[str, Any]) -> dict[str, Any]:
+        """One of these on all test sets together, beside all steps."""
+        resting = {name: point[name] for name in ("epsilon", "patience")}
+        named = {"all_steps": self.texts(TESTS, {}), "at_rest": self.texts(TESTS, resting)}
+        return resting | bootstrap(named, self.references(TESTS))
 
     def loss(self, split: str, setting: dict[str, Any] | None = None) -> float:
         """A token's."""
@@ -280,9 +288,17 @@ class Measured:
 
         found = self.kept.get(f"{self.name} {split} {setting}", make)
         self.signature = found["signature"]
-        if not setting:
-            self.written[split] = found["written"]
+        self.written[split, str(setting)] = found["written"]
         return float(found["bleu"])
+
+    def texts(self, tests: Sequence[str], setting: dict[str, Any]) -> list[str]:
+        """Its translations of several test sets."""
+        for test in tests:
+            self.bleu(test, setting)
+        return [text for test in tests for text in self.written[test, str(setting)]]
+
+    def references(self, tests: Sequence[str]) -> list[str]:
+        return [pair.target for test in tests for pair in self.split(test).pairs]
 
     def split(self, name: str) -> EncodedPairs:
         """The valid split, or one of the test sets."""
@@ -309,16 +325,19 @@ def spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def paired(runs: list[Measured], tests: Sequence[str]) -> dict[str, Any]:
-    """BLEU with its 95 % interval over sentences, and how likely chance is to differ as much."""
+    """All runs beside the first universal one."""
     if not runs:
         return {}
     first = next((run for run in runs if run.config.mechanism == "universal"), runs[0])
     systems = [first, *(run for run in runs if run is not first)]
-    named = [
-        (run.folder.name, [text for test in tests for text in run.written[test]]) for run in systems
-    ]
-    references = [[pair.target for test in tests for pair in first.split(test).pairs]]
-    _, found = PairedTest(named, {"BLEU": BLEU()}, references, "bs")()
+    named = {run.folder.name: run.texts(tests, {}) for run in systems}
+    return bootstrap(named, first.references(tests))
+
+
+def bootstrap(named: dict[str, list[str]], references: list[str]) -> dict[str, Any]:
+    """BLEU with its 95 % interval over sentences, and how likely chance is to differ as much from
+    the first."""
+    _, found = PairedTest(list(named.items()), {"BLEU": BLEU()}, [references], "bs")()
     return {
         name: {
             "bleu": score.score,
