@@ -137,6 +137,10 @@ class Measured:
         if config.mechanism != "transformer":
             row["more_steps"] = self.with_steps(config.encoder_steps * 3 // 2)
             row["half_steps"] = self.with_steps(config.encoder_steps // 2)
+            row["losses_with_steps"] = {
+                str(steps): self.loss(TEST, {"encoder_steps": steps})
+                for steps in (config.encoder_steps * 3 // 2, config.encoder_steps * 2)
+            }
         if config.mechanism == "lazy":
             row["gates"] = self.kept.get(f"{self.name} gates", self.gates)
             row["equilibrium"] = [self.at_rest(row["bleu"], share) for share in SAVED]
