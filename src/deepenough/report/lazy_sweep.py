@@ -75,7 +75,7 @@ def draw_epsilon_curve(run: Run) -> Figure | None:
                           textcoords="offset points", fontsize=style.LABEL_SIZE,
                           ha=side, color=style.MUTED)  # fmt: skip
         axes.set_xlabel(f"{name}, % of the full model's")
-        axes.margins(x=0.1, y=0.15)
+        axes.margins(x=0.14, y=0.15)
     left.set_ylabel("BLEU")
     left.set_title("numbers: epsilon", fontsize=style.SMALL_SIZE)
     return figure
