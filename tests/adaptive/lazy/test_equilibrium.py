@@ -1,5 +1,7 @@
 """Equilibrium exit: equal to a slow reference, neutral at 0, the same for every batch."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -82,7 +84,7 @@ def test_tokens_rest_after_the_first_step_that_turns_them_less_than_epsilon(
     output = model.encoder(**one, encoder_steps=STEPS, output_hidden_states=True)
     angles = [
         torch.acos(torch.nn.functional.cosine_similarity(a[0, 0], b[0, 0], dim=0))
-        for a, b in zip(output.hidden_states, output.hidden_states[1:], strict=False)
+        for a, b in pairwise(output.hidden_states)
     ]
     turns = [float(angle.sin() ** 2) for angle in angles]
     epsilon = sorted(turns)[1] * 1.001

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepenough.adaptive.lazy.config import GATE, TURN
+from deepenough.adaptive.lazy.config import TURN
 from deepenough.adaptive.lazy.sight import (
     BatchSight,
     SourceMaps,
@@ -203,7 +203,7 @@ def run_moving_ref(
         sight.moving = moving
         signal = stack.signal(positions, step)
         moved, gate, _ = stack.transition(step).step(state, signal, sight, step)
-        unrest = gate if stack.config.rest == GATE else 1.0 - squared_cosine(state, moved)
+        unrest = 1.0 - squared_cosine(state, moved) if stack.config.rest == TURN else gate
         state = torch.where(moving[..., None], moved, state)
         gates.append(gate * moving)
         ran.append(moving)

@@ -63,7 +63,7 @@ class LazySettings:
     """The same for tokens of the translation."""
 
     patience: int = 1
-    """Steps in a row for which the gate must be below."""
+    """Steps in a row for which it must be below."""
 
     rest: Literal["gate", "turn"] = "gate"
     """What must be below epsilon: the gate, or how far a step has turned the state (the squared
