@@ -118,10 +118,11 @@ class LanguageEvaluation:
     """Steps over the text; by default those of training."""
 
     decoder_epsilon: float | None = None
-    """Gate below which a token stops being updated; 0 lets none stop."""
+    """Gate (or turn, as the model rests by) below which a token stops being updated; 0 lets none
+    stop."""
 
     patience: int | None = None
-    """Steps in a row for which the gate must be below."""
+    """Steps in a row for which it must be below."""
 
     def check(self) -> None:
         if self.patience is not None and self.patience < 1:

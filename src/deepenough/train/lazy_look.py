@@ -62,11 +62,11 @@ class LazyPlot:
     """Sentences or programs of the split that the distribution is taken over."""
 
     epsilon: float | None = None
-    """Gate below which a source token is at rest; by default 0.1 or, where gates compare a state
-    with its update, 0.25."""
+    """Gate (or turn, as the model rests by) below which a source token is at rest; by default 0.1,
+    where gates compare a state with its update 0.25, and of turns 0.008."""
 
     patience: int = 1
-    """Steps in a row for which the gate must be below."""
+    """Steps in a row for which it must be below."""
 
     encoder_steps: int | None = None
     """Steps over the source; by default those of training."""

@@ -40,13 +40,14 @@ class SearchSettings:
     """Steps over the translation; by default those of training."""
 
     epsilon: float | None = None
-    """Gate below which a source token stops being updated; 0 lets none stop."""
+    """Gate (or turn, as the model rests by) below which a source token stops being updated; 0
+    lets none stop."""
 
     decoder_epsilon: float | None = None
     """The same for tokens of the translation."""
 
     patience: int | None = None
-    """Steps in a row for which the gate must be below."""
+    """Steps in a row for which it must be below."""
 
     def check(self) -> None:
         for name in ("beams", "tokens", "encoder_steps", "decoder_steps", "patience"):

@@ -155,7 +155,7 @@ class LazyTransformerConfig(PreTrainedConfig):
 
     def check_epsilon(self, epsilon: float, name: str) -> None:
         if not 0.0 <= epsilon <= 1.0:
-            raise UserError(f"{name} must be in [0, 1], as gates are: got {epsilon}.")
+            raise UserError(f"{name} must be in [0, 1], as gates and turns are: got {epsilon}.")
         if epsilon > 0.0 and self.mechanism != LAZY:
             raise UserError(
                 f"Only lazy models have gates that can reach equilibrium: leave {name} at 0 for "

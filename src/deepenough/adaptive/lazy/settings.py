@@ -57,7 +57,8 @@ class LazySettings:
     """What a step of a token costs Adaptive Computation Time, tau."""
 
     epsilon: float = 0.0
-    """Gate below which a source token stops being updated, outside training; 0 lets none stop."""
+    """Gate (or turn, see rest) below which a source token stops being updated, outside training;
+    0 lets none stop."""
 
     decoder_epsilon: float = 0.0
     """The same for tokens of the translation."""
