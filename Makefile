@@ -54,7 +54,7 @@ lint: $(STAMP)
 
 # The packaged model is converted once, here rather than in whichever test comes first.
 $(CONVERTED): $(STAMP)
-	$(BIN)/python -c "from deepenough.models.pretrained import load_model; load_model('smollm2')"
+	$(BIN)/python -c "from deepenough.hf.loading import load_model; load_model('smollm2')"
 	touch $@
 
 test: lint $(CONVERTED)

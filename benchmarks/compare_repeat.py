@@ -18,8 +18,8 @@ from typing import Any
 
 from record import save_result
 
+from deepenough.config import resolve
 from deepenough.measure.compare_intervals import Interval
-from deepenough.settings import resolve
 from deepenough.train.compare import compare
 from deepenough.train.compare_settings import CompareSettings
 from deepenough.train.par import ParTraining, train

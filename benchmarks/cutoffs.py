@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from record import save_result
 
-from deepenough.measure.cutoff_choice import choose_cutoffs
-from deepenough.measure.softmax_cost import LayerShape
-from deepenough.measure.softmax_time import time_partitions
-from deepenough.models.cutoffs import Partition, optimal_cutoffs, optimal_cutoffs_ref
+from deepenough.nn.cutoff_choice import choose_cutoffs
+from deepenough.nn.cutoffs import Partition, optimal_cutoffs, optimal_cutoffs_ref
+from deepenough.nn.softmax_cost import LayerShape
+from deepenough.nn.softmax_time import time_partitions
 
 SHAPE = LayerShape(d_model=128, div_value=4.0, batch_tokens=1024)
 

@@ -18,11 +18,11 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from deepenough.data import DataSettings, prepare
-from deepenough.train.language import LanguageTask
-from deepenough.train.processes import make_accelerator
-from deepenough.train.runner import check_folder, training
-from deepenough.train.settings import RunSettings, TrainSettings
-from deepenough.train.task import WEIGHTS, BatchLoss
+from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.distributed import make_accelerator
+from deepenough.training.language import LanguageTask
+from deepenough.training.runner import check_folder, training
+from deepenough.training.task import WEIGHTS, BatchLoss
 
 
 @dataclass

@@ -20,8 +20,8 @@ from deepenough.adaptive.exit.policies import make_policy
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.data import open_corpus
 from deepenough.data.instructions import instructions
+from deepenough.hf.loading import load_model
 from deepenough.measure.exit_losses import full_words
-from deepenough.models.pretrained import load_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -39,8 +39,8 @@ from deepenough.adaptive.exit.carry_fit import fit_carry
 from deepenough.adaptive.exit.making import make_engine
 from deepenough.adaptive.exit.tuned import Tuned
 from deepenough.data import open_corpus
-from deepenough.models.pretrained import load_model
-from deepenough.train.allocator import keep_freed_memory
+from deepenough.hf.loading import load_model
+from deepenough.training.allocator import keep_freed_memory
 
 PROMPT_TOKENS = 32
 TIE = 1e-3

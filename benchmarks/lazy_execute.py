@@ -19,12 +19,12 @@ from typing import Any
 
 from record import save_result
 
+from deepenough.config import resolve
 from deepenough.data.programs import ProgramData
-from deepenough.settings import resolve
 from deepenough.train.lazy_use import load_translator
 from deepenough.train.programs import ProgramTraining, train_programs
 from deepenough.train.programs_use import ProgramEvaluation, evaluate_programs
-from deepenough.train.settings import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainSettings
 
 STEPS = 4
 WIDTHS = {"lazy": 128, "universal": 128, "transformer": 64}

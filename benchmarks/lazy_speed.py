@@ -25,7 +25,7 @@ from deepenough.adaptive.lazy import (
     LazyTransformerConfig,
     LazyTransformerForConditionalGeneration,
 )
-from deepenough.train.allocator import keep_freed_memory
+from deepenough.training.allocator import keep_freed_memory
 
 PAIRS, LENGTH, VOCABULARY = 16, 32, 32_010
 MATRIX = 2048

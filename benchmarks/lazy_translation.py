@@ -35,7 +35,7 @@ from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
 from deepenough.data.translation_pairs import IGNORED, EncodedPairs
-from deepenough.models.dropout import Dropout
+from deepenough.nn.dropout import Dropout
 from deepenough.train.lazy_task import plain_loss
 from deepenough.train.lazy_use import (
     LazyEvaluation,

@@ -25,10 +25,10 @@ from record import RESULTS, save_result
 
 from deepenough.adaptive.par import ParForCausalLM
 from deepenough.adaptive.par.pattern import interleaved
+from deepenough.config import resolve
 from deepenough.measure.latency import forward_function, interleaved_best
 from deepenough.report import plot_frontier
 from deepenough.runs import RunFolder, read_records
-from deepenough.settings import resolve
 from deepenough.train.par import ParSearch, ParTraining, derive_run, search, train
 from deepenough.train.use import evaluate
 

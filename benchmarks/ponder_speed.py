@@ -32,7 +32,7 @@ from deepenough.adaptive.ponder import (
 )
 from deepenough.adaptive.ponder.policies import FixedExit, SampledExit
 from deepenough.measure.latency import interleaved_best
-from deepenough.train.allocator import keep_freed_memory
+from deepenough.training.allocator import keep_freed_memory
 
 TEXTS, LENGTH, PASSES, HALT = 32, 64, 12, 0.2
 SHAPE: dict[str, Any] = {

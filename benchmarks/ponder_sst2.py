@@ -25,6 +25,7 @@ from typing import Any
 from record import RESULTS, save_result
 
 from deepenough.adaptive.ponder.policies import ConfidenceExit, FixedExit, QuantileExit
+from deepenough.config import resolve
 from deepenough.data.classification import ClassificationData, LabelledTexts, open_classification
 from deepenough.data.encoded_examples import EncodedExamples
 from deepenough.measure import ponder as measure
@@ -34,7 +35,6 @@ from deepenough.report.ponder import draw_passes, draw_ponder_frontier
 from deepenough.report.ponder_halting import draw_halting
 from deepenough.report.source import Run
 from deepenough.runs import Record
-from deepenough.settings import resolve
 from deepenough.train.ponder import PonderTraining, train
 from deepenough.train.ponder_use import load_classifier
 

@@ -22,8 +22,8 @@ from deepenough.adaptive.shortcut.collect import make_reading
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.shortcut.windows import TokenBatch, batches
 from deepenough.data import open_corpus
-from deepenough.models.hf import Adapter, adapt
-from deepenough.models.pretrained import load_model
+from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.loading import load_model
 
 
 def main() -> None:

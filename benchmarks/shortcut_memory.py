@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from deepenough.adaptive.shortcut.collect import iterate_states
 from deepenough.adaptive.shortcut.pairs import make_plan, plan_bytes
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
 
 NUM_LAYERS, WIDTH, LENGTH = 12, 384, 64
 ENOUGH_POSITIONS = 100_000

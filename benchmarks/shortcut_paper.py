@@ -27,10 +27,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from deepenough.adaptive.shortcut.joint_fit import collect, fit
 from deepenough.adaptive.shortcut.replacement import Replacement
+from deepenough.hf.adapter import Adapter, adapt
 from deepenough.measure.shortcut import evaluate
 from deepenough.measure.shortcut_scores import Reference
-from deepenough.models.hf import Adapter, adapt
-from deepenough.train.allocator import keep_freed_memory
+from deepenough.training.allocator import keep_freed_memory
 
 # Given for the source's scripts on the machine of the claim, not measured here.
 SOURCE_HOURS = 11.0

@@ -21,12 +21,12 @@ from record import save_result
 
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.data import open_corpus
+from deepenough.hf.adapter import adapt
+from deepenough.hf.loading import load_model
 from deepenough.measure.shortcut import evaluate, lens
-from deepenough.models.hf import adapt
-from deepenough.models.pretrained import load_model
 from deepenough.runs import Metrics, RunFolder
-from deepenough.train.allocator import keep_freed_memory
 from deepenough.train.tune import tune
+from deepenough.training.allocator import keep_freed_memory
 
 CORPUS = "wikitext-2"
 WINDOW = 512

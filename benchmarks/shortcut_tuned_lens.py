@@ -31,9 +31,9 @@ from transformers import PreTrainedModel
 
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.data import open_corpus
+from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.loading import load_model
 from deepenough.measure.shortcut import evaluate
-from deepenough.models.hf import Adapter, adapt
-from deepenough.models.pretrained import load_model
 from deepenough.train.tune import tune
 
 CORPUS = "wikitext-2-raw"

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from deepenough.cli import COMMANDS, find_command
+from deepenough.config import options
 from deepenough.errors import UserError
-from deepenough.settings import options
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "deepenough"

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
         PonderEncoderForSequenceClassification as PonderEncoderForSequenceClassification,
     )
     from deepenough.adaptive.shortcut.shortcuts import Shortcuts as Shortcuts
-    from deepenough.adaptive.trace import DepthTrace as DepthTrace
     from deepenough.errors import UserError as UserError
     from deepenough.measure.exit_calibration import calibrate as calibrate
     from deepenough.runs import Record as Record
     from deepenough.runs import RunFolder as RunFolder
+    from deepenough.trace import DepthTrace as DepthTrace
 
 __version__ = "0.1.0"
 
@@ -66,7 +66,7 @@ __all__ = [
 _MODULES = {
     "Calibrated": "deepenough.adaptive.exit.calibrated",
     "Carry": "deepenough.adaptive.exit.carry",
-    "DepthTrace": "deepenough.adaptive.trace",
+    "DepthTrace": "deepenough.trace",
     "LazyTransformerConfig": "deepenough.adaptive.lazy",
     "LazyTransformerForCausalLM": "deepenough.adaptive.lazy",
     "LazyTransformerForConditionalGeneration": "deepenough.adaptive.lazy",

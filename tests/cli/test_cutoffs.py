@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deepenough.__main__ import main
-from deepenough.models.cutoffs import optimal_cutoffs
+from deepenough.nn.cutoffs import optimal_cutoffs
 
 COUNTS = [50, 20, 10, 5, 5, 5, 3, 2]
 

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from deepenough import Shortcuts
 from deepenough.__main__ import main
 from deepenough.cli.exit.shading import shade, shaded
+from deepenough.hf.adapter import adapt
 from deepenough.measure.exit_generation import pieces, prompt_ids
-from deepenough.models.hf import adapt
 
 WORDS = 30
 

@@ -12,8 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from deepenough import Shortcuts
 from deepenough.__main__ import main
+from deepenough.config import resolve
 from deepenough.runs import read_records
-from deepenough.settings import resolve
 from deepenough.train.shortcut import ShortcutFit
 
 

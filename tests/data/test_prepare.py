@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepenough import settings as settings_module
+from deepenough import config as settings_module
 from deepenough.data import DataSettings, prepare
 from deepenough.data import prepare as prepare_function
 from deepenough.data import tokenizer as training

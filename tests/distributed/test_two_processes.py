@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from deepenough.__main__ import main
-from deepenough.train.loop import Trainer
+from deepenough.training.trainer import Trainer
 
 Tiny = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.distributed

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from deepenough.config import resolve
 from deepenough.errors import UserError
-from deepenough.settings import resolve
-from deepenough.train.loop import Trainer
 from deepenough.train.par import ParSearch, search
-from deepenough.train.processes import make_accelerator, on_main
-from deepenough.train.settings import TrainSettings
 from deepenough.train.supernet import SearchTask
+from deepenough.training.config import TrainSettings
+from deepenough.training.distributed import make_accelerator, on_main
+from deepenough.training.trainer import Trainer
 
 
 class Stopped(Exception):

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from deepenough.__main__ import main
-from deepenough.train.loop import Trainer
+from deepenough.training.trainer import Trainer
 
 Tiny = Callable[..., dict[str, Any]]
 

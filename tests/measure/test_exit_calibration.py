@@ -12,6 +12,7 @@ from deepenough import Shortcuts, UserError
 from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.calibrated import INDEX, Calibrated
 from deepenough.adaptive.exit.policies import ConfidenceGap, FixedLayer, TopProbability
+from deepenough.hf.adapter import adapt
 from deepenough.measure.exit_calibration import calibrate, check_in_use, write
 from deepenough.measure.exit_guarantee import BOUNDS, coverage
 from deepenough.measure.exit_losses import (
@@ -23,7 +24,6 @@ from deepenough.measure.exit_losses import (
     losses_in_use,
     with_threshold,
 )
-from deepenough.models.hf import adapt
 
 VOCABULARY = 30
 LIMITS = {"max_disagreement": 0.1, "confidence": 0.9, "new_tokens": 10, "prompt_tokens": 6}

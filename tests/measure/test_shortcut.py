@@ -14,10 +14,10 @@ from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.shortcut.submodules import KINDS, Submodules
 from deepenough.adaptive.shortcut.windows import Reading, batches
 from deepenough.errors import UserError
+from deepenough.hf.adapter import adapt
 from deepenough.measure import shortcut
 from deepenough.measure.shortcut import evaluate, lens
 from deepenough.measure.shortcut_scores import score_ref
-from deepenough.models.hf import adapt
 from deepenough.runs import Record
 
 Make = Callable[[str], PreTrainedModel]

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deepenough.config import resolve
 from deepenough.runs import read_records
-from deepenough.settings import resolve
 from deepenough.train.par import ParSearch, search
 
 

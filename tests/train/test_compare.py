@@ -20,13 +20,13 @@ from deepenough.adaptive.lazy.config import MECHANISMS
 from deepenough.adaptive.lazy.settings import LazySettings
 from deepenough.cli import compare as compare_command
 from deepenough.cli.parse import parse
+from deepenough.config import dump, resolve
 from deepenough.data.encoding import save_tokenizer
 from deepenough.data.programs import ProgramData
 from deepenough.data.programs_tokens import character_tokenizer
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import joint_tokenizer
 from deepenough.runs import read_records
-from deepenough.settings import dump, resolve
 from deepenough.train.compare import compare
 from deepenough.train.compare_settings import CompareSettings
 from deepenough.train.lazy import LazyTraining, make_model

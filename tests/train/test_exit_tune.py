@@ -19,8 +19,8 @@ from deepenough.runs import read_records
 from deepenough.train.exit_tune import ExitTune, default_training, tune_run
 from deepenough.train.exit_tune_task import HeadSettings, HeadTask
 from deepenough.train.exit_tune_text import OwnTexts, OwnTextSettings, make_prompts, write_texts
-from deepenough.train.settings import RunSettings
 from deepenough.train.shortcut import ModelChoice
+from deepenough.training.config import RunSettings
 
 
 class Numbers:

@@ -25,15 +25,15 @@ from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.making import make_engine
 from deepenough.adaptive.exit.own_text import Written, continue_prompts
 from deepenough.adaptive.exit.tuned import Tuned
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
 from deepenough.runs import read_records
 from deepenough.train.exit_tune import ExitTune, default_training, tune_run
 from deepenough.train.exit_tune_lora import EarlyLayers, LoraSettings, fit_start
 from deepenough.train.exit_tune_lora_task import LoraTask
 from deepenough.train.exit_tune_task import HeadSettings, read_texts
 from deepenough.train.exit_tune_text import OwnTextSettings
-from deepenough.train.settings import RunSettings
 from deepenough.train.shortcut import ModelChoice
+from deepenough.training.config import RunSettings
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="peft is not installed"

@@ -10,16 +10,16 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from deepenough.adaptive.lazy.settings import LazySettings
+from deepenough.config import resolve
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import joint_tokenizer
 from deepenough.errors import UserError
 from deepenough.runs import read_records
-from deepenough.settings import resolve
 from deepenough.train.lazy import LazyTraining, encode_splits, make_model, train
 from deepenough.train.lazy_use import LazyEvaluation, evaluate
-from deepenough.train.settings import TrainSettings
 from deepenough.train.translate import TranslationTask
 from deepenough.train.translate_score import SearchSettings, bleu
+from deepenough.training.config import TrainSettings
 
 WORDS = {"red": "rot", "dog": "hund", "man": "mann", "big": "gross", "runs": "rennt"}
 

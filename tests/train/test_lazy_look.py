@@ -11,6 +11,7 @@ from deepenough.adaptive.lazy.settings import LazySettings
 from deepenough.cli.lazy import eval as eval_command
 from deepenough.cli.lazy import plot as plot_command
 from deepenough.cli.lazy import sweep as sweep_command
+from deepenough.config import dump
 from deepenough.data.encoding import save_tokenizer
 from deepenough.data.programs import ProgramData
 from deepenough.data.programs_tokens import character_tokenizer
@@ -21,7 +22,6 @@ from deepenough.report.lazy import write_lazy_figures
 from deepenough.report.lazy_source import epsilon_points, last_look, last_rest, step_grid
 from deepenough.report.source import read_run
 from deepenough.runs import Record, append_record, read_records
-from deepenough.settings import dump
 from deepenough.train.lazy import LazyTraining, make_model
 from deepenough.train.programs import ProgramTraining, held_out_programs
 

@@ -10,12 +10,12 @@ from deepenough.adaptive.lazy.settings import LazySettings
 from deepenough.cli.lazy import eval as eval_command
 from deepenough.cli.lazy import sweep as sweep_command
 from deepenough.cli.lazy import translate as translate_command
+from deepenough.config import dump
 from deepenough.data.encoding import save_tokenizer
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import joint_tokenizer
 from deepenough.errors import UserError
 from deepenough.runs import read_records
-from deepenough.settings import dump
 from deepenough.train.lazy import LazyTraining, make_model
 from deepenough.train.lazy_use import (
     LazyEvaluation,

@@ -13,9 +13,9 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepenough.adaptive.par.derive import BlockCosts
+from deepenough.config import resolve
 from deepenough.errors import UserError
 from deepenough.runs import Record, RunFolder, append_record, read_records
-from deepenough.settings import resolve
 from deepenough.train import par, use
 from deepenough.train.par import ParSearch, ParTraining, derive_run, search, train
 from deepenough.train.use import evaluate, load_model

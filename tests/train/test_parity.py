@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from deepenough.adaptive.ponder.parity_model import ParityModel
+from deepenough.config import resolve
 from deepenough.errors import UserError
 from deepenough.runs import Record, read_records
-from deepenough.settings import resolve
 from deepenough.train.parity import ParityTraining, train_parity
 
 

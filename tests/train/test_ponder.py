@@ -21,12 +21,12 @@ from deepenough.adaptive.ponder.policies import (
     QuantileExit,
 )
 from deepenough.cli.ponder import predict as predict_command
+from deepenough.config import resolve
 from deepenough.data.classification import ClassificationData, Example, open_classification
 from deepenough.data.encoded_examples import EncodedExamples
 from deepenough.errors import UserError
 from deepenough.measure.ponder import all_passes
 from deepenough.runs import Record, read_records
-from deepenough.settings import resolve
 from deepenough.train.ponder import PonderTraining, train
 from deepenough.train.ponder_model import make_classifier
 from deepenough.train.ponder_use import (

@@ -24,9 +24,8 @@ from transformers import (
 
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
 from deepenough.runs import Record, RunFolder, read_records
-from deepenough.train.settings import RunSettings
 from deepenough.train.shortlist import HeadOfWords, Shortlist
 from deepenough.train.tune import TuneTraining, tune
 from deepenough.train.tune_states import Kept, Recomputed, Texts, kept_bytes, make_source
@@ -38,6 +37,7 @@ from deepenough.train.tuned_maps import (
     divergences_ref,
     whitening,
 )
+from deepenough.training.config import RunSettings
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WIDTH, LAYERS = 16, 3

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     )
     from deepenough.report.frontier_file import read_frontier, write_frontier_figures
     from deepenough.train.compare import FRONTIER, compare
-    from deepenough.train.progress import reading
+    from deepenough.training.progress import reading
 
     with reading("passes") as progress:
         content = compare(settings, progress)

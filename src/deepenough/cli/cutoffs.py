@@ -16,7 +16,7 @@ from deepenough.errors import UserError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from deepenough.measure.cutoff_choice import Choice
+    from deepenough.nn.cutoff_choice import Choice
 
 DESCRIPTION = """
 Find the cutoffs of an adaptive softmax that cost least: words in the order of their frequency are
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     settings = parse("cutoffs", CutoffsSettings, words, DESCRIPTION, EXAMPLE)
     _check(settings)
 
-    from deepenough.models.cutoffs import optimal_cutoffs, partition_cost
+    from deepenough.nn.cutoffs import optimal_cutoffs, partition_cost
 
     given = _read(settings)
     masses = given if settings.keep_order else _sorted(given)
@@ -122,7 +122,7 @@ def _check(settings: CutoffsSettings) -> None:
 
 
 def _read(settings: CutoffsSettings) -> npt.NDArray[Any]:
-    from deepenough.models.word_counts import count_tokens, read_counts
+    from deepenough.nn.word_counts import count_tokens, read_counts
 
     if settings.counts is not None:
         return read_counts(settings.counts)
@@ -140,8 +140,8 @@ def _choose(masses: npt.NDArray[Any], settings: CutoffsSettings) -> Choice:
     from rich.console import Console
     from rich.progress import track
 
-    from deepenough.measure.cutoff_choice import choose_cutoffs
-    from deepenough.measure.softmax_cost import LayerShape
+    from deepenough.nn.cutoff_choice import choose_cutoffs
+    from deepenough.nn.softmax_cost import LayerShape
 
     console = Console(stderr=True)
 

@@ -18,8 +18,8 @@ from typing import TypeVar, get_args
 
 from jsonargparse import DefaultHelpFormatter, Namespace
 
+from deepenough.config import Option, build, check, make_parser, options, read_yaml
 from deepenough.errors import UserError
-from deepenough.settings import Option, build, check, make_parser, options, read_yaml
 
 S = TypeVar("S")
 

@@ -9,7 +9,7 @@ from deepenough.cli.parse import parse
 
 def main(argv: list[str]) -> int:
     from deepenough.train.par import ParTraining, train
-    from deepenough.train.processes import is_main_process
+    from deepenough.training.distributed import is_main_process
 
     settings = parse(
         "train",

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from deepenough.adaptive.exit.costs import Costs
-from deepenough.adaptive.trace import DepthTrace
 from deepenough.errors import UserError
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
+from deepenough.trace import DepthTrace
 
 #: New tokens of a first, untimed turn: what is done once is done then.
 _WARM = 4

@@ -21,7 +21,7 @@ from deepenough.adaptive.exit.accelerate import Accelerated, accelerate
 from deepenough.adaptive.exit.policies import make_policy
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
-from deepenough.models.pretrained import load_model
+from deepenough.hf.loading import load_model
 
 try:
     from lm_eval.api.registry import register_model  # type: ignore

@@ -28,11 +28,11 @@ from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.shortcut.submodules import Submodules, wanted_places
 from deepenough.adaptive.shortcut.windows import Positions, TokenBatch, batches
 from deepenough.errors import UserError
+from deepenough.hf.adapter import Adapter, adapt
 from deepenough.measure.exit_sweep import LAMBDAS
 from deepenough.measure.shortcut_evaluation import Evaluation
 from deepenough.measure.shortcut_lens import lens
 from deepenough.measure.shortcut_scores import Reference, Scores
-from deepenough.models.hf import Adapter, adapt
 
 __all__ = ["Evaluation", "evaluate", "lens"]
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import Record
 
 

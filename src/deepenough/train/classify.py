@@ -21,9 +21,9 @@ from deepenough.data.encoded_examples import EncodedExamples
 from deepenough.data.length_batches import LengthBatches
 from deepenough.errors import UserError
 from deepenough.measure.ponder import all_passes, quality
-from deepenough.train.log import without_bars
-from deepenough.train.settings import TrainSettings
-from deepenough.train.task import WEIGHTS, BatchLoss, PlainTask
+from deepenough.training.config import TrainSettings
+from deepenough.training.log import without_bars
+from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
 
 
 class ClassificationTask(PlainTask):

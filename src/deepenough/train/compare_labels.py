@@ -17,7 +17,7 @@ from deepenough.adaptive.ponder.policies import (
     FixedExit,
     QuantileExit,
 )
-from deepenough.adaptive.trace import DepthTrace
+from deepenough.config import resolve
 from deepenough.data.classification import (
     ClassificationData,
     LabelledTexts,
@@ -29,7 +29,7 @@ from deepenough.data.length_batches import by_length
 from deepenough.errors import UserError
 from deepenough.measure.compare import Judged, OperatingPoint, Task
 from deepenough.measure.compare_intervals import share_interval
-from deepenough.settings import resolve
+from deepenough.trace import DepthTrace
 from deepenough.train.compare_settings import ComparedData, Entry, content_of, read_section
 from deepenough.train.ponder import token_limit
 from deepenough.train.ponder_use import load_classifier

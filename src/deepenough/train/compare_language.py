@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from deepenough.adaptive.par.model import Memories, ParForCausalLM
-from deepenough.adaptive.trace import DepthTrace
+from deepenough.config import resolve
 from deepenough.data import ContextBatches, DataSettings, load_tokenizer, open_corpus, token_file
 from deepenough.data.tokens import tokenizer_fingerprint
 from deepenough.errors import UserError
 from deepenough.measure.compare import Judged, OperatingPoint, Task
 from deepenough.measure.compare_intervals import perplexity_interval
 from deepenough.runs import RunFolder
-from deepenough.settings import resolve
+from deepenough.trace import DepthTrace
 from deepenough.train.compare_settings import (
     ComparedData,
     Entry,
@@ -30,8 +30,8 @@ from deepenough.train.compare_settings import (
     read_config,
     read_section,
 )
-from deepenough.train.language import evaluation_lanes
 from deepenough.train.use import load_model, model_folder
+from deepenough.training.language import evaluation_lanes
 
 SEGMENTS = 64
 

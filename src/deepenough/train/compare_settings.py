@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
+from deepenough.config import options, resolve
 from deepenough.errors import UserError
 from deepenough.measure.compare import Rules
 from deepenough.runs import RunFolder
-from deepenough.settings import options, resolve
 from deepenough.train.use import model_folder
 
 

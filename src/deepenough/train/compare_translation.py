@@ -17,14 +17,14 @@ from typing import Any
 import sacrebleu
 import torch
 
-from deepenough.adaptive.trace import DepthTrace
+from deepenough.config import resolve
 from deepenough.data.encoding import lowers_case
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.errors import UserError
 from deepenough.measure.compare import Judged, OperatingPoint, Task
 from deepenough.measure.compare_intervals import Interval, share_interval
-from deepenough.settings import resolve
+from deepenough.trace import DepthTrace
 from deepenough.train.compare_settings import (
     ComparedData,
     Entry,

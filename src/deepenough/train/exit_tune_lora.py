@@ -34,9 +34,9 @@ from deepenough.adaptive.exit.first_layers import first_layers
 from deepenough.adaptive.exit.own_text import Written
 from deepenough.adaptive.shortcut.partial_run import hidden_of, tensor_of
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
 from deepenough.train.exit_tune_task import read_texts
-from deepenough.train.seeds import seed_at
+from deepenough.training.seeds import seed_at
 
 log = logging.getLogger("deepenough")
 

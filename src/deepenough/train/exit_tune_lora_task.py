@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from deepenough.adaptive.exit.adapted import INDEX, Adapted
 from deepenough.adaptive.exit.own_text import Written
 from deepenough.adaptive.exit.tuned import ADAPTED, Tuned
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 from deepenough.runs import RunFolder
 from deepenough.train.exit_tune_lora import EarlyLayers, LoraSettings, fit_start
 from deepenough.train.exit_tune_task import Batch, DraftTask, Guess, before_and_after
-from deepenough.train.runner import Settings, training
-from deepenough.train.settings import RunSettings
+from deepenough.training.config import RunSettings
+from deepenough.training.runner import Settings, training
 
 LORA = "lora"
 

@@ -30,11 +30,11 @@ from deepenough.adaptive.exit.carry import shortlist_head
 from deepenough.adaptive.exit.head import DraftHead
 from deepenough.adaptive.exit.own_text import Written
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 from deepenough.runs import RunFolder, read_records
-from deepenough.train.seeds import seed_at
-from deepenough.train.settings import TrainSettings
-from deepenough.train.task import BatchLoss, PlainTask
+from deepenough.training.config import TrainSettings
+from deepenough.training.seeds import seed_at
+from deepenough.training.task import BatchLoss, PlainTask
 
 HEAD = "head"
 

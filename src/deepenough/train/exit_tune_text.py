@@ -32,7 +32,7 @@ from deepenough.adaptive.shortcut import files
 from deepenough.data import open_corpus
 from deepenough.data.instructions import instructions
 from deepenough.errors import UserError
-from deepenough.train.seeds import seed_at
+from deepenough.training.seeds import seed_at
 
 INDEX = "text.json"
 

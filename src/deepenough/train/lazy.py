@@ -17,11 +17,11 @@ from deepenough.data.translation import ParallelText, TranslationData, open_para
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs, joint_tokenizer
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder
-from deepenough.train.processes import make_accelerator
-from deepenough.train.runner import check_folder, training
-from deepenough.train.settings import RunSettings, TrainSettings
 from deepenough.train.translate import TranslationTask
 from deepenough.train.translate_score import SearchSettings
+from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.distributed import make_accelerator
+from deepenough.training.runner import check_folder, training
 
 
 @dataclass

@@ -17,19 +17,19 @@ from torch import nn
 
 from deepenough.adaptive.lazy import LazyTransformerConfig, LazyTransformerForCausalLM
 from deepenough.adaptive.lazy.settings import LazySettings
+from deepenough.config import resolve
 from deepenough.data import DataSettings, Prepared, load_tokenizer, open_corpus, prepare, token_file
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder
-from deepenough.settings import resolve
-from deepenough.train.language import LanguageTask, evaluate_language
 from deepenough.train.lazy_task import model_identity
 from deepenough.train.lazy_use import keep_record
-from deepenough.train.log import without_bars
-from deepenough.train.processes import make_accelerator, on_main
-from deepenough.train.runner import check_folder, training
-from deepenough.train.settings import RunSettings, TrainSettings
-from deepenough.train.task import BatchLoss
 from deepenough.train.use import model_folder
+from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.distributed import make_accelerator, on_main
+from deepenough.training.language import LanguageTask, evaluate_language
+from deepenough.training.log import without_bars
+from deepenough.training.runner import check_folder, training
+from deepenough.training.task import BatchLoss
 
 EVALUATION = "language"
 """Kind of the records that tell perplexity of one setting."""

@@ -22,11 +22,11 @@ from deepenough.adaptive.lazy import (
 from deepenough.data.encoding import save_tokenizer
 from deepenough.data.translation_batches import cut_by_tokens
 from deepenough.data.translation_pairs import IGNORED, EncodedPairs
-from deepenough.train.log import without_bars
-from deepenough.train.processes import from_all, place_among
-from deepenough.train.seeds import seed_at
-from deepenough.train.settings import TrainSettings
-from deepenough.train.task import WEIGHTS, BatchLoss, PlainTask
+from deepenough.training.config import TrainSettings
+from deepenough.training.distributed import from_all, place_among
+from deepenough.training.log import without_bars
+from deepenough.training.seeds import seed_at
+from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
 
 # What decides the weights of a model; the rest of its config can be changed at any time.
 MODEL_IDENTITY = (

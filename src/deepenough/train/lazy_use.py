@@ -16,18 +16,18 @@ from deepenough.adaptive.lazy import (
     LazyTransformerForCausalLM,
     LazyTransformerForConditionalGeneration,
 )
-from deepenough.adaptive.trace import DepthTrace
+from deepenough.config import resolve
 from deepenough.data.encoding import lowers_case
 from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.translation import Pair, TranslationData, open_parallel
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.errors import UserError
 from deepenough.runs import Metrics, Record, RunFolder, read_records
-from deepenough.settings import resolve
+from deepenough.trace import DepthTrace
 from deepenough.train.lazy import LazyTraining
-from deepenough.train.log import without_bars
 from deepenough.train.translate_score import SearchSettings, bleu, translate_pairs
 from deepenough.train.use import model_folder
+from deepenough.training.log import without_bars
 
 EVALUATION = "translation"
 """Kind of the records that tell BLEU, depth and cost of one setting."""

@@ -19,19 +19,19 @@ from deepenough.adaptive.par.config import ParConfig
 from deepenough.adaptive.par.derive import BlockCosts, derive
 from deepenough.adaptive.par.pattern import OPEN, check_pattern, interleaved
 from deepenough.adaptive.par.settings import ModelSettings, SearchSettings
+from deepenough.config import resolve
 from deepenough.data import DataSettings, Prepared, prepare
 from deepenough.errors import UserError
 from deepenough.measure.latency import count_block_costs, measure_block_costs
 from deepenough.runs import Record, RunFolder, append_record, read_records
-from deepenough.settings import resolve
-from deepenough.train.checkpoint import list_names
-from deepenough.train.language import LanguageTask
-from deepenough.train.processes import is_main_process, make_accelerator, on_main
-from deepenough.train.runner import check_folder, training
-from deepenough.train.settings import RunSettings, TrainSettings
 from deepenough.train.supernet import SearchTask
 from deepenough.train.use import load_model
 from deepenough.train.warm_start import take_weights
+from deepenough.training.checkpoint import list_names
+from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.distributed import is_main_process, make_accelerator, on_main
+from deepenough.training.language import LanguageTask
+from deepenough.training.runner import check_folder, training
 
 
 @dataclass

@@ -19,12 +19,12 @@ from deepenough.adaptive.ponder.parity_model import ParityConfig, ParityModel
 from deepenough.data.parity import ParityBatch, ParityData, parity_batch
 from deepenough.errors import UserError
 from deepenough.runs import Record, RunFolder, append_record, read_records
-from deepenough.train.log import without_bars
-from deepenough.train.processes import make_accelerator, on_main
-from deepenough.train.runner import check_folder, training
-from deepenough.train.seeds import seed_at
-from deepenough.train.settings import RunSettings, TrainSettings
-from deepenough.train.task import WEIGHTS, BatchLoss, PlainTask
+from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.distributed import make_accelerator, on_main
+from deepenough.training.log import without_bars
+from deepenough.training.runner import check_folder, training
+from deepenough.training.seeds import seed_at
+from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
 
 DIFFICULTY = "parity"
 """Kind of the records that tell accuracy and passes of one band of difficulty."""

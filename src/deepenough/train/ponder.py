@@ -20,9 +20,9 @@ from deepenough.errors import UserError
 from deepenough.runs import RunFolder
 from deepenough.train.classify import ClassificationTask
 from deepenough.train.ponder_model import EncoderSettings, make_classifier
-from deepenough.train.processes import make_accelerator
-from deepenough.train.runner import check_folder, training
-from deepenough.train.settings import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.distributed import make_accelerator
+from deepenough.training.runner import check_folder, training
 
 
 @dataclass

@@ -19,7 +19,7 @@ from deepenough.adaptive.ponder.model import PonderClassifier
 from deepenough.adaptive.ponder.settings import PonderSettings
 from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
-from deepenough.models.pretrained import load_model
+from deepenough.hf.loading import load_model
 
 ALBERT = "albert"
 

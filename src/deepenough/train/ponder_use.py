@@ -15,6 +15,7 @@ from deepenough.adaptive.ponder.model import PonderClassifier
 from deepenough.adaptive.ponder.policies import ExitPolicy, FixedExit, make_policy
 from deepenough.adaptive.ponder.settings import Exit, check_settings
 from deepenough.adaptive.ponder.texts import Text
+from deepenough.config import resolve
 from deepenough.data.classification import (
     ClassificationData,
     LabelledTexts,
@@ -26,10 +27,9 @@ from deepenough.errors import UserError
 from deepenough.measure import ponder as measure
 from deepenough.measure.ponder_time import time_exits, time_records
 from deepenough.runs import Metrics, RunFolder, read_records
-from deepenough.settings import resolve
-from deepenough.train.log import without_bars
 from deepenough.train.ponder import PonderTraining, token_limit
 from deepenough.train.use import model_folder
+from deepenough.training.log import without_bars
 
 ALL_PASSES, OWN_EXIT = "all passes", "own exit"
 SPLITS = ("valid", "test", "train")

@@ -19,11 +19,11 @@ from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.runs import RunFolder
 from deepenough.train.lazy import make_model
 from deepenough.train.lazy_task import PairsTask, model_identity, plain_loss
-from deepenough.train.processes import make_accelerator
-from deepenough.train.runner import check_folder, training
-from deepenough.train.seeds import seed_at
-from deepenough.train.settings import RunSettings, TrainSettings
 from deepenough.train.translate_score import SearchSettings, translate_pairs
+from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.distributed import make_accelerator
+from deepenough.training.runner import check_folder, training
+from deepenough.training.seeds import seed_at
 
 EVAL_TOKENS = 8192
 """Tokens that are measured at once."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from deepenough.config import resolve
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.runs import RunFolder
-from deepenough.settings import resolve
 from deepenough.train.programs import ProgramTraining, held_out_programs
 from deepenough.train.use import model_folder
 

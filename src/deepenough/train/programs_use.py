@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from deepenough.config import resolve
 from deepenough.runs import RunFolder
-from deepenough.settings import resolve
 from deepenough.train.lazy_use import keep_record, load_translator
 from deepenough.train.programs import ProgramTraining, held_out_programs, measure_programs
 from deepenough.train.translate_score import SearchSettings

@@ -18,16 +18,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import deepenough.adaptive.par  # noqa: F401 - registers our own models for loading
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.shortcut.submodules import Submodules
+from deepenough.config import dump, resolve
 from deepenough.data import open_corpus
 from deepenough.errors import UserError
+from deepenough.hf.loading import load_model
 from deepenough.measure.shortcut import Evaluation, evaluate, lens
-from deepenough.models.pretrained import load_model
 from deepenough.runs import Metrics, Record, RunFolder, read_records
-from deepenough.settings import dump, resolve
-from deepenough.train.allocator import keep_freed_memory
-from deepenough.train.processes import is_main_process
-from deepenough.train.settings import RunSettings, TrainSettings
 from deepenough.train.tune import TuneSettings, TuneTraining, default_training, tune
+from deepenough.training.allocator import keep_freed_memory
+from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.distributed import is_main_process
 
 Progress = Callable[[int, int | None], None]
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 Head = Callable[[Tensor], Tensor]
 

@@ -21,11 +21,11 @@ from deepenough.adaptive.par.derive import BlockCosts
 from deepenough.adaptive.par.pattern import BRANCHES, IDENTITY, OPEN, interleaved
 from deepenough.adaptive.par.settings import SearchSettings
 from deepenough.data import DataSettings, Prepared
-from deepenough.train.language import LanguageTask, save_model
-from deepenough.train.schedule import tau_at
-from deepenough.train.seeds import seed_at
-from deepenough.train.settings import TrainSettings
-from deepenough.train.task import WEIGHTS, BatchLoss
+from deepenough.training.config import TrainSettings
+from deepenough.training.language import LanguageTask, save_model
+from deepenough.training.schedule import tau_at
+from deepenough.training.seeds import seed_at
+from deepenough.training.task import WEIGHTS, BatchLoss
 
 CHOICES = "choices"
 

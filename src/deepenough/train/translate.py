@@ -19,8 +19,8 @@ from deepenough.data.translation_batches import TokenBatches
 from deepenough.data.translation_pairs import EncodedPairs
 from deepenough.errors import UserError
 from deepenough.train.lazy_task import PairsTask, model_identity, plain_loss
-from deepenough.train.settings import TrainSettings
 from deepenough.train.translate_score import SearchSettings, bleu, translate_pairs
+from deepenough.training.config import TrainSettings
 
 logger = logging.getLogger("deepenough")
 

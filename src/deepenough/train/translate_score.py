@@ -17,7 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from deepenough.data.translation_batches import cut_by_tokens
 from deepenough.data.translation_pairs import EncodedPairs
 from deepenough.errors import UserError
-from deepenough.train.processes import from_all, place_among
+from deepenough.training.distributed import from_all, place_among
 
 
 @dataclass

@@ -26,16 +26,16 @@ from transformers import PreTrainedModel
 
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import read_records
-from deepenough.train.loop import Trainer
-from deepenough.train.processes import make_accelerator
-from deepenough.train.runner import check_folder, training
-from deepenough.train.settings import RunSettings, TrainSettings
 from deepenough.train.shortlist import Shortlist
 from deepenough.train.tune_states import SAMPLE_PER_WIDTH, Positions, Texts, make_source
 from deepenough.train.tune_task import TuneTask
 from deepenough.train.tuned_maps import TunedMaps, closed_form_error, whitening
+from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.distributed import make_accelerator
+from deepenough.training.runner import check_folder, training
+from deepenough.training.trainer import Trainer
 
 log = logging.getLogger("deepenough")
 

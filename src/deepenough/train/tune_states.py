@@ -18,11 +18,11 @@ from torch import Tensor
 from deepenough.adaptive.shortcut.collect import make_reading, run_batch
 from deepenough.adaptive.shortcut.windows import Tally, TokenBatch, batches
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter
-from deepenough.train.processes import is_main_process
-from deepenough.train.progress import reading
-from deepenough.train.seeds import seed_at
+from deepenough.hf.adapter import Adapter
 from deepenough.train.tuned_maps import Whitening
+from deepenough.training.distributed import is_main_process
+from deepenough.training.progress import reading
+from deepenough.training.seeds import seed_at
 
 HELD_OUT_EVERY = 16
 """One in so many batches of text is held out: about 6 % of it."""

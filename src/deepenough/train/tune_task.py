@@ -10,13 +10,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from deepenough.models.hf import Adapter
-from deepenough.train.seeds import seed_at
-from deepenough.train.settings import TrainSettings
+from deepenough.hf.adapter import Adapter
 from deepenough.train.shortlist import HeadOfWords, Shortlist, Words
-from deepenough.train.task import BatchLoss, PlainTask
 from deepenough.train.tune_states import Positions, Source
 from deepenough.train.tuned_maps import Logits, TunedMaps, divergences
+from deepenough.training.config import TrainSettings
+from deepenough.training.seeds import seed_at
+from deepenough.training.task import BatchLoss, PlainTask
 
 MAPS = "maps"
 _ROWS = 128

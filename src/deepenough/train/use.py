@@ -16,8 +16,8 @@ from deepenough.adaptive.par import ParConfig, ParForCausalLM
 from deepenough.data import DataSettings, load_tokenizer, open_corpus, token_file
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder
-from deepenough.train.language import evaluate_language
-from deepenough.train.log import without_bars
+from deepenough.training.language import evaluate_language
+from deepenough.training.log import without_bars
 
 #: Below this temperature sampling is taking the likeliest.
 COLDEST = 1e-6

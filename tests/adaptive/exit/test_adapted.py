@@ -15,7 +15,7 @@ from deepenough.adaptive.exit.head import DraftHead, HeadShape
 from deepenough.adaptive.exit.making import make_engine
 from deepenough.adaptive.exit.sources import Drafting, Workshop
 from deepenough.adaptive.exit.tuned import Tuned
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
 
 WORDS = torch.arange(39, 2, -1)
 GREEDY = {"do_sample": False, "max_new_tokens": 20}

@@ -8,7 +8,7 @@ from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.carry import Carry
 from deepenough.adaptive.exit.carry_fit import Sums, fit_carry, inputs_of
 from deepenough.adaptive.exit.own_text import WritingSettings, write
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
 
 
 def tokenizer(text: str) -> dict[str, list[int]]:

@@ -18,7 +18,7 @@ from deepenough.adaptive.exit.policies import (
     TopProbability,
     make_policy,
 )
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 

@@ -10,7 +10,7 @@ from deepenough.adaptive.exit.drafts import FirstOf, Lookup
 from deepenough.adaptive.exit.head import DraftHead, HeadShape
 from deepenough.adaptive.exit.head_draft import HeadDraft
 from deepenough.adaptive.exit.tuned import Tuned
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
 
 WORDS = torch.arange(39, 2, -1)
 GREEDY = {"do_sample": False, "max_new_tokens": 20}

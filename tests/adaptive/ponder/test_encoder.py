@@ -16,7 +16,7 @@ from transformers import (
 
 from deepenough import UserError
 from deepenough.adaptive.ponder import PonderEncoderConfig, PonderEncoderForSequenceClassification
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
 
 ARCHITECTURES = ("bert", "roberta", "mpnet", "distilbert", "electra", "modernbert", "albert")
 

@@ -7,7 +7,7 @@ import torch
 
 from deepenough import UserError
 from deepenough.adaptive.ponder.stack import LayerStack
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
 
 ARCHITECTURES = ("bert", "roberta", "mpnet", "distilbert", "electra", "modernbert", "albert")
 

@@ -16,8 +16,8 @@ from deepenough import UserError
 from deepenough.adaptive.ponder import PonderEncoderForSequenceClassification
 from deepenough.adaptive.ponder.distribution import log_geometric
 from deepenough.adaptive.ponder.policies import FixedExit, SampledExit
-from deepenough.models.hf import adapt
-from deepenough.models.pretrained import load_model
+from deepenough.hf.adapter import adapt
+from deepenough.hf.loading import load_model
 
 TEXTS = [
     "the film is good",

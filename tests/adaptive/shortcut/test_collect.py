@@ -11,7 +11,7 @@ from deepenough.adaptive.shortcut import windows as module
 from deepenough.adaptive.shortcut.collect import StateBatch, iterate_states, run_batch
 from deepenough.adaptive.shortcut.windows import Reading, Tally, batches, choose_window
 from deepenough.errors import UserError
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
 
 
 def gathered(found: list[StateBatch]) -> dict[tuple[int, int], torch.Tensor]:

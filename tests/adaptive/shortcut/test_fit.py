@@ -18,7 +18,7 @@ from deepenough.adaptive.shortcut.pairs import make_plan
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.shortcut.statistics import Statistics
 from deepenough.errors import UserError
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
 
 BLOCK = 16 * 16 * 8 * 1.3  # of a limit, one block of the tiny models' width
 

@@ -44,7 +44,7 @@ from deepenough.adaptive.shortcut.submodules import (
     parts_of,
 )
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 50,

@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from deepenough.adaptive.exit.first_layers import first_layers
 from deepenough.adaptive.shortcut import files
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
 
 INDEX, TENSORS = "lora.json", "lora.safetensors"
 FORMAT, VERSION = "deepenough-lora", 1

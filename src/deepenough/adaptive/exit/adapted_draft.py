@@ -22,7 +22,7 @@ from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.making import make_engine
 from deepenough.adaptive.exit.rows import Row
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 #: Slots are added in pieces of so many tokens.
 _PIECE = 256

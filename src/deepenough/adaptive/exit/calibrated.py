@@ -23,7 +23,7 @@ from deepenough.adaptive.exit.policies import POLICIES, ExitPolicy, ThresholdPol
 from deepenough.adaptive.shortcut import files
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 INDEX = "exit.json"
 FORMAT, VERSION = "deepenough-exit", 1

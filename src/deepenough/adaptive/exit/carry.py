@@ -33,7 +33,7 @@ from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.rows import Row
 from deepenough.adaptive.shortcut import files
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 INDEX, TENSORS = "carry.json", "carry.safetensors"
 FORMAT, VERSION = "deepenough-carry", 1

@@ -28,7 +28,7 @@ from deepenough.adaptive.exit.carry import Carry, shortlist_head
 from deepenough.adaptive.exit.own_text import WritingSettings, Written, write
 from deepenough.adaptive.shortcut.solve import make_solver
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
 from deepenough.provenance import provenance
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)

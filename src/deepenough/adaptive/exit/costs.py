@@ -6,7 +6,7 @@ A layer costs two operations for each entry of its matrices and, for attention o
 
 from __future__ import annotations
 
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 
 class Costs:

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 
 def first_layers(adapter: Adapter, number: int) -> PreTrainedModel:

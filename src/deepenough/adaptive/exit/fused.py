@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from deepenough.adaptive.exit.engine import Engine, Step, row_lengths
 from deepenough.adaptive.exit.slots import NO_SLOTS, Place, Slots, attend
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 
 class FusedEngine(Engine):

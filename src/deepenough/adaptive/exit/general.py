@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from deepenough.adaptive.exit.engine import Engine, Step, row_lengths
 from deepenough.adaptive.shortcut.partial_run import hidden_of, in_this_thread, tensor_of
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 
 class _Call(NamedTuple):

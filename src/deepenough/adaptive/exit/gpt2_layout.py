@@ -15,7 +15,7 @@ from transformers.activations import NewGELUActivation
 from deepenough.adaptive.exit.engine import Step
 from deepenough.adaptive.exit.fused import FusedEngine, LinearMap
 from deepenough.adaptive.exit.slots import Place
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 _FUSED_GELU = partial(F.gelu, approximate="tanh")
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 _THETA = 10_000.0
 _EPS = 1e-6

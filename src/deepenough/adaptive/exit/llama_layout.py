@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from deepenough.adaptive.exit.engine import Step
 from deepenough.adaptive.exit.fused import FusedEngine, LinearMap, join
 from deepenough.adaptive.exit.slots import Place
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 #: Architectures whose blocks compute exactly this; Qwen 2 adds biases to queries, keys and values.
 MODEL_TYPES = ("llama", "mistral", "qwen2")

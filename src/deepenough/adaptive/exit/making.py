@@ -8,7 +8,7 @@ from deepenough.adaptive.exit import gpt2_layout, llama_layout
 from deepenough.adaptive.exit.engine import Engine, agrees, check_cache
 from deepenough.adaptive.exit.general import GeneralEngine
 from deepenough.errors import UserError
-from deepenough.models.hf import adapt
+from deepenough.hf.adapter import adapt
 
 
 def make_engine(model: PreTrainedModel, fused: bool = True) -> Engine:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from deepenough.adaptive.exit.rows import Row
-from deepenough.adaptive.trace import DepthTrace
+from deepenough.trace import DepthTrace
 
 
 @dataclass

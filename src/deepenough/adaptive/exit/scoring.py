@@ -28,7 +28,7 @@ from deepenough.adaptive.exit.costs import Costs
 from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.leaving import EarlyExit, ExitTest, Streaks
 from deepenough.adaptive.shortcut.partial_run import hidden_of, in_this_thread
-from deepenough.adaptive.trace import DepthTrace
+from deepenough.trace import DepthTrace
 
 #: Positions whose probabilities are held at once.
 _CHUNK = 256

@@ -22,7 +22,7 @@ from deepenough.adaptive.exit.head import DraftHead, HeadShape
 from deepenough.adaptive.shortcut import files
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 INDEX, TENSORS, CHOICE = "head.json", "head.safetensors", "choice.json"
 SHORTCUTS, ADAPTED = "shortcuts", "lora"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from deepenough.adaptive.lazy.config import LazyTransformerConfig
 from deepenough.adaptive.lazy.sight import Sight
-from deepenough.models.dropout import Dropout
-from deepenough.models.linear import Linear
+from deepenough.nn.dropout import Dropout
+from deepenough.nn.linear import Linear
 
 
 class Block(nn.Module):

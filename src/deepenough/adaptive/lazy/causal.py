@@ -16,8 +16,8 @@ from deepenough.adaptive.lazy.base import IGNORED, LazyPreTrainedModel
 from deepenough.adaptive.lazy.config import LazyTransformerConfig
 from deepenough.adaptive.lazy.decoder import LazyDecoder
 from deepenough.adaptive.lazy.output import LazyOutput
-from deepenough.models.generation import CheckedGenerationMixin
-from deepenough.models.linear import Linear
+from deepenough.hf.generation import CheckedGenerationMixin
+from deepenough.nn.linear import Linear
 
 
 class LazyTransformerForCausalLM(LazyPreTrainedModel, CheckedGenerationMixin):

@@ -23,8 +23,8 @@ from deepenough.adaptive.lazy.sight import (
     own_cache,
 )
 from deepenough.adaptive.lazy.stack import Steps, StepStack
-from deepenough.adaptive.trace import DepthTrace
-from deepenough.models.dropout import Dropout
+from deepenough.nn.dropout import Dropout
+from deepenough.trace import DepthTrace
 
 
 class Decoded(NamedTuple):

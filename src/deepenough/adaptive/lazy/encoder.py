@@ -12,7 +12,7 @@ from deepenough.adaptive.lazy.flops import encoder_trace
 from deepenough.adaptive.lazy.output import LazyEncoderOutput
 from deepenough.adaptive.lazy.sight import BatchSight, padding_mask
 from deepenough.adaptive.lazy.stack import StepStack
-from deepenough.models.dropout import Dropout
+from deepenough.nn.dropout import Dropout
 
 
 class LazyEncoder(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepenough.adaptive.lazy.config import TRANSFORMER, LazyTransformerConfig
 from deepenough.adaptive.lazy.stack import Steps
-from deepenough.adaptive.trace import DepthTrace
+from deepenough.trace import DepthTrace
 
 
 def step_flops(config: LazyTransformerConfig, num_keys: int, num_source: int | None = None) -> int:

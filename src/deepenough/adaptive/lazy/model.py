@@ -23,8 +23,8 @@ from deepenough.adaptive.lazy.decoder import LazyDecoder
 from deepenough.adaptive.lazy.encoder import LazyEncoder
 from deepenough.adaptive.lazy.output import LazyEncoderOutput, LazyOutput
 from deepenough.adaptive.lazy.sight import Source, padding_mask
-from deepenough.models.generation import CheckedGenerationMixin
-from deepenough.models.linear import Linear
+from deepenough.hf.generation import CheckedGenerationMixin
+from deepenough.nn.linear import Linear
 
 
 class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenerationMixin):

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
-from deepenough.adaptive.trace import DepthTrace
+from deepenough.trace import DepthTrace
 
 
 @dataclass

@@ -16,8 +16,8 @@ from transformers import Cache
 from deepenough.adaptive.par.config import ParConfig
 from deepenough.adaptive.par.context import Context
 from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY, OPEN
-from deepenough.models.attention import RelativeAttention
-from deepenough.models.dropout import Dropout
+from deepenough.nn.dropout import Dropout
+from deepenough.nn.relative_attention import RelativeAttention
 
 
 class Dense(nn.Module):

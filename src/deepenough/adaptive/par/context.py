@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepenough.adaptive.par.config import ParConfig
-from deepenough.models.attention import distance_codes, visible_keys
+from deepenough.nn.relative_attention import distance_codes, visible_keys
 
 
 @dataclass(frozen=True)

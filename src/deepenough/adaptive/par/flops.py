@@ -13,8 +13,8 @@ from torch import Tensor
 
 from deepenough.adaptive.par.config import ParConfig
 from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY, OPEN
-from deepenough.models.attention import projects_queries
-from deepenough.models.embedding import cluster_width
+from deepenough.nn.embedding import cluster_width
+from deepenough.nn.relative_attention import projects_queries
 
 
 def branch_flops(

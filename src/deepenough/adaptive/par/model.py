@@ -27,12 +27,12 @@ from deepenough.adaptive.par.config import ParConfig, with_pattern
 from deepenough.adaptive.par.context import Contexts
 from deepenough.adaptive.par.flops import branch_flops, embedding_flops, head_flops
 from deepenough.adaptive.par.pattern import BRANCHES, IDENTITY, OPEN
-from deepenough.adaptive.trace import DepthTrace
 from deepenough.errors import UserError
-from deepenough.models.attention import RelativeAttention
-from deepenough.models.dropout import Dropout
-from deepenough.models.embedding import embedding
-from deepenough.models.generation import CheckedGenerationMixin
+from deepenough.hf.generation import CheckedGenerationMixin
+from deepenough.nn.dropout import Dropout
+from deepenough.nn.embedding import embedding
+from deepenough.nn.relative_attention import RelativeAttention
+from deepenough.trace import DepthTrace
 
 Memories = tuple[Tensor | None, ...]
 

@@ -16,8 +16,8 @@ from deepenough.adaptive.ponder.checkpoints import changed, read_config, take_ch
 from deepenough.adaptive.ponder.config import PonderAlbertConfig
 from deepenough.adaptive.ponder.model import PonderClassifier
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter
-from deepenough.models.layouts import LAYOUTS, register
+from deepenough.hf.adapter import Adapter
+from deepenough.hf.layouts import LAYOUTS, register
 
 register(PonderAlbertConfig.model_type, LAYOUTS["albert"])
 

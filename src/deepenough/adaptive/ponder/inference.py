@@ -18,8 +18,8 @@ from torch import Tensor
 from deepenough.adaptive.ponder.inputs import Inputs
 from deepenough.adaptive.ponder.output import PonderOutput
 from deepenough.adaptive.ponder.policies import ExitPolicy, StepView
-from deepenough.adaptive.trace import DepthTrace
 from deepenough.errors import UserError
+from deepenough.trace import DepthTrace
 
 if TYPE_CHECKING:
     from deepenough.adaptive.ponder.model import PonderClassifier

@@ -37,7 +37,7 @@ from deepenough.adaptive.ponder.output import PonderOutput
 from deepenough.adaptive.ponder.policies import ExitPolicy, make_policy
 from deepenough.adaptive.ponder.stack import LayerStack
 from deepenough.adaptive.ponder.texts import ReadsTexts
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
 
 
 class Reading(NamedTuple):

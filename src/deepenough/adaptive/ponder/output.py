@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from deepenough.adaptive.trace import DepthTrace
+from deepenough.trace import DepthTrace
 
 
 @dataclass

@@ -18,7 +18,7 @@ from deepenough.adaptive.shortcut.windows import (
     choose_window,
 )
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 
 class StateBatch(NamedTuple):

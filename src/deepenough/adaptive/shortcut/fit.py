@@ -25,7 +25,7 @@ from deepenough.adaptive.shortcut.solve import Maps, solve
 from deepenough.adaptive.shortcut.statistics import Statistics
 from deepenough.adaptive.shortcut.windows import Positions, Reading, Tally, batches
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 from deepenough.provenance import provenance
 
 Progress = Callable[[int, int | None], None]

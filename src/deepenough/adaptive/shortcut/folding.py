@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from deepenough.adaptive.shortcut.partial_run import hidden_of, tensor_of
 from deepenough.adaptive.shortcut.submodules import LinearMap
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 
 def readers_of(adapter: Adapter, norms: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:

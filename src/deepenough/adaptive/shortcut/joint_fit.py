@@ -27,7 +27,7 @@ from deepenough.adaptive.shortcut.submodules import (
     wanted_places,
 )
 from deepenough.adaptive.shortcut.windows import Positions, Tally, batches
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
 
 
 class JointStatistics(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 Forward = Callable[..., Any]
 

@@ -30,7 +30,7 @@ from deepenough.adaptive.shortcut.partial_run import (
     started_at,
 )
 from deepenough.adaptive.shortcut.submodules import Chain, LinearMap, Submodules, parts_of
-from deepenough.models.hf import Adapter
+from deepenough.hf.adapter import Adapter
 
 
 class Replacement:

@@ -28,7 +28,7 @@ from deepenough.adaptive.shortcut.solve import Maps, check_enough, solve
 from deepenough.adaptive.shortcut.statistics import Statistics, check_states
 from deepenough.adaptive.shortcut.windows import Positions
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import Record
 
 Tuned = dict[int, tuple[Tensor, Tensor]]

@@ -4,7 +4,7 @@ Jump to Conclusions (arXiv 2303.09435), section 6: the matrix that best maps wha
 what it returns, at the same token, `A = argmin ||y - A x||^2`, without intercept (affine on
 request). `replacement.py` puts these maps in the places of the parts.
 
-What a part is, is said in `deepenough.models.layouts`: it stands between residual connections,
+What a part is, is said in `deepenough.hf.layouts`: it stands between residual connections,
 which are not part of it.
 """
 
@@ -29,7 +29,7 @@ from deepenough.adaptive.shortcut.partial_run import LayerCounter, hidden_of, te
 from deepenough.adaptive.shortcut.solve import check_enough, make_solver
 from deepenough.adaptive.shortcut.windows import Positions, TokenBatch, batches
 from deepenough.errors import UserError
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
 
 KINDS = ("attention", "feed_forward", "norms")
 FILE = "submodules.safetensors"
@@ -55,7 +55,7 @@ def parts_of(adapter: Adapter, kinds: Sequence[str] = KINDS) -> dict[Place, Chai
     if not places:
         raise UserError(
             f"{type(adapter.model).__name__} has no part that is known as {' or '.join(kinds)}: "
-            "say where they are with deepenough.models.layouts.register(...)."
+            "say where they are with deepenough.hf.layouts.register(...)."
         )
     return places
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deepenough.cli.parse import parse
-from deepenough.train.progress import reading
 from deepenough.train.shortcut import ModelChoice, TextChoice
+from deepenough.training.progress import reading
 
 
 @dataclass

@@ -91,8 +91,8 @@ def main(argv: list[str]) -> int:
         positional=["prompt"],
     )
     prompt = sys.stdin.read() if settings.prompt is None else settings.prompt
+    from deepenough.hf.loading import load_model
     from deepenough.measure.exit_generation import generate_told, prompt_ids
-    from deepenough.models.pretrained import load_model
 
     options = _options(settings)
     model, tokenizer = load_model(settings.model, "causal", settings.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepenough.cli.parse import parse
 from deepenough.train.exit_tune import ExitTune, tune_run
-from deepenough.train.progress import reading
+from deepenough.training.progress import reading
 
 
 def main(argv: list[str]) -> int:

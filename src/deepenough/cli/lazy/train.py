@@ -7,7 +7,7 @@ from typing import Any
 
 from deepenough.cli.parse import parse
 from deepenough.train.lazy_tasks import TASKS, TRANSLATION, task_in, task_named
-from deepenough.train.processes import is_main_process
+from deepenough.training.distributed import is_main_process
 
 
 def main(argv: list[str]) -> int:

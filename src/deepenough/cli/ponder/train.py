@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepenough.cli.parse import parse
 from deepenough.train.ponder import PonderTraining, train
-from deepenough.train.processes import is_main_process
+from deepenough.training.distributed import is_main_process
 
 
 def main(argv: list[str]) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from deepenough.cli.parse import parse
-from deepenough.train.progress import reading
 from deepenough.train.shortcut import ShortcutEval, evaluate_run
+from deepenough.training.progress import reading
 
 #: What the table shows of a layer.
 _COLUMNS = {

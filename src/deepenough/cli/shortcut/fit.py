@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from deepenough.cli.parse import parse
-from deepenough.train.processes import is_main_process
-from deepenough.train.progress import reading
 from deepenough.train.shortcut import ShortcutFit, fit_run
+from deepenough.training.distributed import is_main_process
+from deepenough.training.progress import reading
 
 
 def main(argv: list[str]) -> int:

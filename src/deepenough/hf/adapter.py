@@ -1,0 +1,280 @@
+"""One interface to the layers of any Hugging Face model: `adapt(model)`.
+
+`h_0` is what the first of `L` layers reads, `h_l` what layer `l` returns, and `h_L` is taken before
+the final norm, so that `head(final_norm(h_L))` are the model's logits. The model is not changed:
+hooks read the states while it runs.
+
+Shapes: B texts, T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from deepenough.errors import UserError
+from deepenough.hf.fingerprint import fingerprint
+from deepenough.hf.heads import run_head
+from deepenough.hf.layouts import LAYOUTS, Layout, Path, register, resolve
+from deepenough.hf.structure import advice, candidates, find_parts
+
+__all__ = ["Adapter", "Captured", "Layout", "adapt", "register"]
+
+Kind = Literal["causal", "masked", "encoder"]
+
+
+@dataclass
+class Captured:
+    """What a forward pass left: `states` is `h_0 ... h_L`, each `[B, T, D]`."""
+
+    states: list[Tensor] = field(default_factory=list)
+
+
+class Adapter:
+    """A model seen as `L` layers between embeddings and a head."""
+
+    def __init__(self, model: PreTrainedModel, layout: Layout) -> None:
+        self.model = model
+        self.kind: Kind = kind_of(model)
+        self._layout = layout
+        self.trunk: Any = _found(model, model.base_model, layout.trunk, "trunk")
+        if callable(layout.layers):
+            self.layers = layout.layers(self.trunk)
+        else:
+            self.layers = list(_found(model, self.trunk, layout.layers, "layers"))
+        self.num_layers = len(self.layers)
+        self.width: int = model.config.get_text_config().hidden_size
+
+    # -- states ------------------------------------------------------------------------------
+
+    @contextmanager
+    def capture(self) -> Iterator[Captured]:
+        """Within, every forward pass of the model (or its trunk) leaves its states behind."""
+        captured = Captured()
+        shared = self.layers.count(self.layers[0]) > 1
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A shared layer is entered several times; only the first begins a pass.
+            if not shared or len(captured.states) in (0, self.num_layers + 1):
+                captured.states = [args[0] if args else kwargs["hidden_states"]]
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            captured.states.append(output[0] if isinstance(output, tuple) else output)
+
+        handles = [self.layers[0].register_forward_pre_hook(before, with_kwargs=True)]
+        handles += [layer.register_forward_hook(after) for layer in dict.fromkeys(self.layers)]
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def states(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **more: Any
+    ) -> list[Tensor]:
+        """`h_0 ... h_L`, from the trunk alone: neither head nor cache."""
+        accepted = inspect.signature(self.trunk.forward).parameters
+        if "use_cache" in accepted:
+            more = {"use_cache": False, **more}
+        if "logits_to_keep" in accepted:  # a model that is its own trunk
+            more = {"logits_to_keep": 1, **more}
+        with self.capture() as captured:
+            self.trunk(input_ids=input_ids, attention_mask=attention_mask, **more)
+        if len(captured.states) != self.num_layers + 1:
+            raise UserError(
+                f"{type(self.model).__name__} ran {max(0, len(captured.states) - 1)} of its "
+                f"{self.num_layers} layers: put it in eval mode, where no layer is skipped."
+            )
+        return captured.states
+
+    # -- from a state to logits --------------------------------------------------------------
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The norm between the last layer and the head; nothing in post-norm models."""
+        norm = resolve(self.trunk, self._layout.final_norm) if self._layout.final_norm else None
+        return hidden if norm is None else norm(hidden.to(self.model.dtype))
+
+    def head(self, normed: Tensor) -> Tensor:
+        """Logits `[..., V]` of normalised states `[..., D]`, with all that the model does there."""
+        if self.kind == "encoder":
+            raise UserError(
+                f"{type(self.model).__name__} has no language-model head: load it with "
+                "AutoModelForCausalLM or AutoModelForMaskedLM."
+            )
+        hidden_BTD = self._project(normed.to(self.model.dtype))
+        flat = hidden_BTD.ndim != 3
+        if flat:
+            hidden_BTD = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1])
+        logits_BTV = self._run_head(hidden_BTD)
+        # Not -1 for the last: of no states at all it could be anything.
+        return logits_BTV.view(*normed.shape[:-1], logits_BTV.shape[-1]) if flat else logits_BTV
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the model would predict if `hidden` were the output of its last layer."""
+        return self.head(self.final_norm(hidden))
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        path = self._layout.projection
+        projection = resolve(self.trunk, path) if path else None
+        return hidden if projection is None else projection(hidden)
+
+    def _run_head(self, hidden_BTD: Tensor) -> Tensor:
+        head = self._layout.head
+        logits: Tensor
+        if isinstance(head, str):
+            logits = _found(self.model, self.model, head, "head")(hidden_BTD)
+        elif head is not None:
+            logits = head(self.model, hidden_BTD)
+        elif self.trunk is self.model:
+            # The trunk cannot be told from the head: all there is to go by is the last map.
+            logits = self.model.get_output_embeddings()(hidden_BTD)
+        else:
+            logits = run_head(self.model, self._trunk_path(), hidden_BTD)
+        return logits
+
+    def _trunk_path(self) -> str:
+        return ".".join(filter(None, (self.model.base_model_prefix, self._layout.trunk)))
+
+    # -- parts and identity ------------------------------------------------------------------
+
+    def submodules(self, layer: int) -> dict[str, nn.Module | list[nn.Module]]:
+        """The parts "attention", "feed_forward" and "norms" of a block (from 0), where it has them.
+
+        Of attention or feed-forward, a list is one part made of several modules: from the input of
+        the first to the output of the last. Norms are always a list, each for itself.
+        """
+        block, layout = self.layers[layer], self._layout
+        attention, feed_forward, norms = layout.attention, layout.feed_forward, layout.norms
+        if not (attention or feed_forward or norms):
+            attention, feed_forward, norms = find_parts(block)
+        parts: dict[str, nn.Module | list[nn.Module]] = {}
+        for name, path in (("attention", attention), ("feed_forward", feed_forward)):
+            found = _part(block, path)
+            if found:
+                parts[name] = found[0] if len(found) == 1 else found
+        present = [norm for path in norms if (norm := resolve(block, path)) is not None]
+        if present:
+            parts["norms"] = present
+        return parts
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest text in tokens; None where there is no limit."""
+        for module in self.trunk.modules():
+            table = getattr(module, "position_embeddings", None)
+            if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+                # RoBERTa counts positions from behind the padding's.
+                return table.num_embeddings - table.padding_idx - 1
+        config = self.model.config.get_text_config()
+        limits = (
+            getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")
+        )
+        return next((limit for limit in limits if limit and limit > 0), None)
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this model from others: name, revision, shape, and a hash of its weights."""
+        config = self.model.config
+        return {
+            "model": config._name_or_path,
+            "revision": getattr(config, "_commit_hash", None),
+            "architecture": config.model_type,
+            "layers": self.num_layers,
+            "width": self.width,
+            "fingerprint": fingerprint(
+                config, self.model.get_input_embeddings(), *dict.fromkeys(self.layers)
+            ),
+        }
+
+
+def adapt(model: PreTrainedModel) -> Adapter:
+    """The adapter of a model: by its row in `layouts.py`, or else by its structure."""
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{type(model).__name__} is an encoder-decoder ({config.model_type}), which has two "
+            "stacks of layers: give a model with one, such as its encoder alone."
+        )
+    if layout := LAYOUTS.get(config.model_type):
+        return Adapter(model, layout)
+    return _search(model)
+
+
+def _search(model: PreTrainedModel) -> Adapter:
+    """The first candidate whose states lead to what the model itself returns."""
+    for layout in candidates(model):
+        adapter = Adapter(model, layout)
+        if _agrees(adapter):
+            return adapter
+    raise UserError(
+        f"{type(model).__name__} has layers, but no norm or head after them was found that gives "
+        f"its own output; {advice(model)}"
+    )
+
+
+@torch.no_grad()
+def _agrees(adapter: Adapter) -> bool:
+    """Whether, on three tokens, the last state leads to what the model returns."""
+    model, has_head = adapter.model, adapter.kind != "encoder"
+    ids = torch.arange(1, 4, device=model.device)[None]
+    runs = model if has_head else adapter.trunk
+    try:
+        with adapter.capture() as captured:
+            output = runs(input_ids=ids, attention_mask=torch.ones_like(ids))
+    except Exception as error:  # a model that reads something else than text, in any way
+        raise UserError(
+            f"{type(model).__name__} does not run on tokens alone, so that its layers could not be "
+            f"found ({type(error).__name__}: {error}); {advice(model)}"
+        ) from error
+    if len(captured.states) != adapter.num_layers + 1:
+        return False
+    expected = output.logits if has_head else output[0]
+    try:
+        found = (adapter.logits if has_head else adapter.final_norm)(captured.states[-1])
+    except (AttributeError, TypeError, RuntimeError):  # a wrong candidate fails in many ways
+        return False
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def kind_of(model: PreTrainedModel) -> Kind:
+    """By the class: a model without a language-model head is an encoder, whatever its mask."""
+    name, config = type(model).__name__, model.config
+    # BERT and its kin have a class for each use of one head; without a causal mask it fills gaps.
+    sees_all = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    sees_all = sees_all and not getattr(config, "is_decoder", True)
+    if _is_listed(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) or name.endswith("ForCausalLM"):
+        return "masked" if sees_all else "causal"
+    if _is_listed(name, MODEL_FOR_MASKED_LM_MAPPING_NAMES) or name.endswith("ForMaskedLM"):
+        return "masked"
+    return "encoder"
+
+
+def _is_listed(name: str, table: Any) -> bool:
+    return any(name == listed or name in listed for listed in table.values())
+
+
+def _found(model: PreTrainedModel, root: Any, path: str, what: str) -> Any:
+    found = resolve(root, path)
+    if found is None:
+        raise UserError(
+            f"{type(model).__name__} has no {path!r} in its {type(root).__name__}, where the "
+            f"{what} should be; {advice(model)}"
+        )
+    return found
+
+
+def _part(block: nn.Module, path: Path) -> list[nn.Module]:
+    """The modules of a part; none unless all are there."""
+    modules = [resolve(block, step) for step in ((path,) if isinstance(path, str) else path)]
+    return [] if None in modules else modules

@@ -1,0 +1,149 @@
+"""Several processes that train one model: who does what, and how they agree.
+
+Processes come from `torchrun` or `accelerate launch`; alone, everything here costs nothing. What
+one process decides for all travels as JSON, so nothing is pickled on the way either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch import Tensor
+
+from deepenough.errors import UserError
+from deepenough.training.config import TrainSettings
+
+T = TypeVar("T")
+
+# The others wait while the first process prepares a corpus, which may be large.
+_PATIENCE = timedelta(hours=12)
+
+
+def make_accelerator(settings: TrainSettings, may_skip: bool = True) -> Accelerator:
+    """Processes, device and precision, from the environment and the settings.
+
+    `may_skip` says that a batch may leave weights unused: a cluster of the adaptive softmax that no
+    token falls into, the branches of a block that has been closed.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    precision = settings.precision
+    if precision == "auto":
+        precision = "bf16" if torch.cuda.is_available() else "fp32"
+    if precision == "bf16" and not torch.accelerator.is_available():
+        _check_bf16()
+    # Accelerate keeps the precision of the first run of a process for all later ones.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        # Else accelerate takes the processes of a machine without a GPU for so many single ones.
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=may_skip),
+            InitProcessGroupKwargs(timeout=_PATIENCE),
+        ],
+    )
+    if accelerator.num_processes != (started := int(os.environ.get("WORLD_SIZE", "1"))):
+        raise UserError(
+            f"{started} processes were started, but they cannot train together on "
+            f"{accelerator.device}: start one."
+        )
+    return accelerator
+
+
+_BF16_PRODUCT = "import torch; x = torch.ones(64, 64).bfloat16(); print(float((x @ x)[0, 0]))"
+
+
+def _check_bf16() -> None:
+    """Refuse bf16 where it would kill the process, as on virtual machines that announce AMX but do
+    not let it be used; hence tried in a process of its own."""
+    tried = subprocess.run([sys.executable, "-c", _BF16_PRODUCT], capture_output=True, text=True)
+    if tried.stdout.strip() != "64.0":
+        raise UserError(
+            "This CPU announces bf16 instructions that it cannot run: leave train.precision at "
+            "auto, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment."
+        )
+
+
+def is_main_process() -> bool:
+    """Whether this is the first process, where there need not be an accelerator."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """What `function` returns in the first process, or the UserError it raises, for all of them.
+
+    The result must be something that JSON can say.
+    """
+    if accelerator.num_processes == 1:
+        return function()
+    answer = b""
+    if accelerator.is_main_process:
+        try:
+            answer = json.dumps({"result": function()}).encode()
+        except UserError as error:
+            answer = json.dumps({"error": str(error)}).encode()
+    content = json.loads(_broadcast(answer, accelerator))
+    if "error" in content:
+        raise UserError(content["error"])
+    result: T = content["result"]
+    return result
+
+
+def from_all(accelerator: Accelerator | None, value: T) -> list[T]:
+    """What every process gives, in their order, for all of them; something that JSON can say."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return [value]
+    own = json.dumps(value).encode()
+    senders = range(accelerator.num_processes)
+    return [json.loads(_broadcast(own, accelerator, sender)) for sender in senders]
+
+
+def place_among(accelerator: Accelerator | None) -> tuple[int, int]:
+    """This process's number, and how many there are."""
+    if accelerator is None:
+        return 0, 1
+    return accelerator.process_index, accelerator.num_processes
+
+
+def _broadcast(content: bytes, accelerator: Accelerator, sender: int = 0) -> bytes:
+    size = torch.tensor(len(content), device=accelerator.device)
+    torch.distributed.broadcast(size, sender)
+    data = torch.zeros(int(size), dtype=torch.uint8)
+    if accelerator.process_index == sender:
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    data = data.to(accelerator.device)
+    torch.distributed.broadcast(data, sender)
+    return bytes(data.cpu().numpy())
+
+
+def mean_over(accelerator: Accelerator, value: Tensor) -> float:
+    """The mean of a number over all processes."""
+    if accelerator.num_processes > 1:
+        value = accelerator.reduce(value, reduction="mean")
+    return float(value)
+
+
+def all_lanes(accelerator: Accelerator, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The lanes (first axis) of all processes in their order, from each one's own."""
+    if accelerator.num_processes == 1:
+        return dict(state)
+    return {name: accelerator.gather(lanes.contiguous()) for name, lanes in state.items()}
+
+
+def own_lanes(accelerator: Accelerator, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This process's lanes of all."""
+    rank, world = accelerator.process_index, accelerator.num_processes
+    return {name: lanes.chunk(world)[rank] for name, lanes in state.items()}

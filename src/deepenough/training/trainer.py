@@ -1,0 +1,200 @@
+"""The training loop of every method.
+
+A `Task` brings the model, the data and the loss; the loop brings everything else: optimisers and
+their schedule, accumulation, clipping, processes (through accelerate, so that `torchrun` and
+`accelerate launch` run the same command), records, checkpoints, exact resumption.
+
+Every random draw follows from (seed, step, process), never from what came before. A run that was
+killed and resumed therefore repeats the uninterrupted one to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError
+from torch import nn
+
+from deepenough.errors import UserError
+from deepenough.runs import RunFolder, read_records
+from deepenough.training import checkpoint as checkpoints
+from deepenough.training.allocator import keep_freed_memory
+from deepenough.training.config import TrainSettings
+from deepenough.training.distributed import mean_over, on_main
+from deepenough.training.progress import Progress
+from deepenough.training.recorder import Meter, Recorder
+from deepenough.training.resume import TrainingState
+from deepenough.training.schedule import lr_factor
+from deepenough.training.seeds import seed_at
+from deepenough.training.task import Task
+
+
+class StepResult(NamedTuple):
+    loss: float
+    grad_norm: float
+    units: int
+    """Over all processes."""
+
+
+class Trainer:
+    """`resume()` first, which changes nothing on disk if it refuses; then `fit()`."""
+
+    def __init__(
+        self, task: Task, settings: TrainSettings, run: RunFolder, accelerator: Accelerator
+    ) -> None:
+        settings.check()
+        keep_freed_memory()
+        self.task, self.settings, self.run, self.accelerator = task, settings, run, accelerator
+        model = task.model.to(accelerator.device)
+        self.optimizers = {
+            phase: _optimizer(settings, groups) for phase, groups in task.parameters().items()
+        }
+        self.model = accelerator.prepare_model(torch.compile(model) if settings.compile else model)
+        self.meter = Meter()
+        self.state = TrainingState(run, accelerator, task, model, self.optimizers, self.meter)
+        self.recorder = Recorder(run, accelerator.is_main_process)
+        self.first = 0
+
+    def resume(self) -> int:
+        """Take up the last checkpoint in the run folder, if there is one; the steps done."""
+        self.first = self.state.restore()
+        on_main(self.accelerator, lambda: self.recorder.begin(self.first))
+        return self.first
+
+    def fit(self) -> None:
+        """Train to the last step, measure on the test split, write the model."""
+        settings, task = self.settings, self.task
+        task.model.train()
+        is_main = self.accelerator.is_main_process
+        with (
+            self.recorder,
+            Progress(settings.steps, self.first, task.unit, enabled=is_main) as progress,
+        ):
+            for step in range(self.first, settings.steps):
+                started = time.perf_counter()
+                result = self._step(step)
+                seconds = time.perf_counter() - started
+                self.meter.add(result.loss, result.units, seconds)
+                progress.advance(step + 1, result.units, seconds, result.loss)
+                self._after(step + 1, result)
+            self._finish()
+
+    def _after(self, done: int, result: StepResult) -> None:
+        """What is due after so many steps: records, validation, a checkpoint."""
+        settings, last = self.settings, done == self.settings.steps
+        if done % settings.log_every == 0 or last:
+            values = self.meter.take()
+            values["lr"] = settings.lr * lr_factor(settings, done - 1)
+            values["grad_norm"] = result.grad_norm
+            self.recorder.record(done, "train", values | self.task.train_values())
+        if done % settings.valid_every == 0 or last:
+            self._evaluate(done, "valid")
+        if done % settings.save_every == 0 or last:
+            self._check_weights(done)
+            self.state.save(done, settings.keep)
+
+    def _step(self, step: int) -> StepResult:
+        """One step of every phase due; the first one's result."""
+        self.task.begin_step(step)
+        results = [self._phase(step, phase) for phase in self.task.phases(step)]
+        self.task.end_step()
+        return results[0]
+
+    def _phase(self, step: int, phase: str) -> StepResult:
+        settings, accelerator = self.settings, self.accelerator
+        torch.manual_seed(seed_at(settings.seed, step, phase, accelerator.process_index))
+        total = torch.zeros((), device=accelerator.device)
+        units = 0
+        for micro in range(settings.accumulate):
+            last = micro == settings.accumulate - 1
+            # Gradients travel between processes once a step, with the last batch.
+            with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+                with accelerator.autocast():
+                    batch = self.task.loss(self.model, phase, step, micro)
+                accelerator.backward(batch.objective / settings.accumulate)
+            total += batch.loss.detach() / settings.accumulate
+            units += batch.units
+        loss = mean_over(accelerator, total)
+        optimizer = self.optimizers[phase]
+        norm = self._clip(optimizer)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._diverged(step + 1, f"The loss became {loss} (gradient norm {norm})")
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * group["lr_scale"] * lr_factor(settings, step)
+        optimizer.step()
+        for each in self.optimizers.values():
+            each.zero_grad(set_to_none=True)
+        return StepResult(loss, norm, units * accelerator.num_processes)
+
+    def _clip(self, optimizer: torch.optim.Optimizer) -> float:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return float(nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf))
+
+    def _evaluate(self, step: int, split: str) -> None:
+        started = time.perf_counter()
+        values = self.task.evaluate(self.accelerator, split)
+        if not values:
+            return
+        if not math.isfinite(values["loss"]):
+            raise self._diverged(step, f"The loss on the {split} split became {values['loss']}")
+        values["seconds"] = time.perf_counter() - started
+        self.recorder.record(step, split, values)
+
+    def _check_weights(self, step: int) -> None:
+        """A checkpoint from which nothing can go on must not replace one that is good."""
+        if not all(bool(p.isfinite().all()) for p in self.task.model.parameters()):
+            raise self._diverged(step, "Weights became infinite")
+
+    def _diverged(self, step: int, what: str) -> UserError:
+        if checkpoints.list_names(self.run.checkpoints):
+            advice = "the last checkpoint is intact: lower train.lr and go on with --resume."
+        else:
+            advice = "there is no checkpoint yet: lower train.lr and start anew with --overwrite."
+        return UserError(f"{what} at step {step}, so training stopped; {advice}")
+
+    def _finish(self) -> None:
+        """What follows the last step, as far as an earlier run has not done it."""
+        steps = self.settings.steps
+        if not on_main(self.accelerator, lambda: self.run.model.exists()):
+            on_main(self.accelerator, lambda: _write_model(self.task, self.run.model))
+        if not on_main(self.accelerator, lambda: _has_record(self.run, steps, "test")):
+            self._evaluate(steps, "test")
+
+
+def _optimizer(settings: TrainSettings, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    beta1, beta2 = settings.betas
+    return torch.optim.AdamW(
+        [{"lr_scale": 1.0} | group for group in groups],
+        lr=settings.lr,
+        betas=(beta1, beta2),
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
+def _has_record(run: RunFolder, step: int, kind: str) -> bool:
+    records = read_records(run.metrics)[0] if run.metrics.is_file() else []
+    return any(record.step == step and record.kind == kind for record in records)
+
+
+def _write_model(task: Task, folder: Path) -> None:
+    """The model's folder, complete or absent."""
+    partial = folder.with_name(f"{folder.name}.tmp")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        task.save(partial)
+        os.replace(partial, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"The model could not be written to {folder} ({error}); the last checkpoint is intact: "
+            "make room and finish with --resume."
+        ) from error

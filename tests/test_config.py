@@ -1,0 +1,204 @@
+"""Settings: precedence, refusals in one sentence, and a saved file that can be given again."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import yaml
+
+from deepenough.config import dump, nearest, options, resolve, to_dict
+from deepenough.errors import UserError
+from deepenough.provenance import provenance
+
+
+@dataclass
+class Depth:
+    """How deep."""
+
+    num_blocks: int = 6
+    """Number of blocks."""
+    pattern: str | None = None
+    """Letters of the blocks,
+    or nothing for a search."""
+
+
+@dataclass
+class Model:
+    """The model."""
+
+    d_model: int = 128
+    """Width of the hidden states."""
+    dropout: float = 0.1
+    """Share of values dropped."""
+    cutoffs: list[int] = field(default_factory=lambda: [250, 2500])
+    """Ends of the clusters."""
+    activation: Literal["relu", "gelu"] = "relu"
+    """Function between the two layers."""
+    depth: Depth = field(default_factory=Depth)
+
+
+@dataclass
+class Base:
+    seed: int = 0
+    """Where random numbers start."""
+
+
+@dataclass
+class Settings(Base):
+    """Settings of a command."""
+
+    model: Model = field(default_factory=lambda: Model(d_model=64))
+    """What to build."""
+    folder: Path = Path("runs/x")
+    """Where to write."""
+    compile: bool = False
+    """Whether to compile."""
+
+
+@dataclass
+class Needy:
+    counts: str
+    """File of word counts."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "settings.yaml"
+
+
+class TestOptions:
+    def test_text_is_the_string_under_the_field(self) -> None:
+        texts = {option.name: option.text for option in options(Settings)}
+        assert texts == {
+            "seed": "Where random numbers start.",
+            "folder": "Where to write.",
+            "compile": "Whether to compile.",
+            "model.d_model": "Width of the hidden states.",
+            "model.dropout": "Share of values dropped.",
+            "model.cutoffs": "Ends of the clusters.",
+            "model.activation": "Function between the two layers.",
+            "model.depth.num_blocks": "Number of blocks.",
+            "model.depth.pattern": "Letters of the blocks, or nothing for a search.",
+        }
+
+    def test_sections_are_titled_by_field_or_class(self) -> None:
+        sections = {option.name: option.section for option in options(Settings)}
+        assert sections["seed"] == ""
+        assert sections["model.d_model"] == "What to build"
+        assert sections["model.depth.pattern"] == "How deep"
+
+
+class TestPrecedence:
+    def test_defaults(self) -> None:
+        assert resolve(Settings) == Settings()
+        assert resolve(Settings).model.d_model == 64
+
+    def test_file_beats_defaults_and_overrides_beat_file(self, file: Path) -> None:
+        file.write_text("seed: 1\nmodel:\n  d_model: 32\n  dropout: 1e-2\n")
+        settings = resolve(Settings, str(file), {"model": {"d_model": 16}, "compile": True})
+        assert settings.seed == 1
+        assert settings.model.d_model == 16
+        assert settings.model.dropout == 0.01
+        assert settings.compile is True
+        assert settings.model.cutoffs == [250, 2500]
+
+    def test_overrides_may_be_dotted(self) -> None:
+        settings = resolve(Settings, overrides={"model.depth.pattern": "aad-", "folder": "here"})
+        assert settings.model.depth.pattern == "aad-"
+        assert settings.folder == Path("here")
+
+    def test_defaults_are_not_shared(self) -> None:
+        resolve(Settings).model.cutoffs.append(3)
+        assert resolve(Settings).model.cutoffs == [250, 2500]
+
+    @pytest.mark.parametrize("text", ["", "model:\n", "# nothing\n"])
+    def test_an_empty_file_changes_nothing(self, file: Path, text: str) -> None:
+        file.write_text(text)
+        assert resolve(Settings, file) == Settings()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("sed: 1", r"no setting sed \(in .*settings\.yaml\); did you mean seed\?"),
+            ("model: {dmodel: 3}", r"no setting model\.dmodel .* did you mean model\.d_model\?"),
+            ("d_model: 3", r"no setting d_model .* did you mean model\.d_model\?"),
+            ("modle: {d_model: 3}", r"no setting modle .* did you mean model\?"),
+            ("zzzzzz: 3", r"no setting zzzzzz .*; remove it"),
+            ("model: 3", "model .* is a section"),
+            ("seed: many", "--seed must be a whole number, not 'many'"),
+            ("seed: 1.5", "--seed must be a whole number, not '1.5'"),
+            ("seed: null", "--seed needs a value: where random"),
+            ("model: {activation: tanh}", "--model.activation must be relu or gelu, not 'tanh'"),
+            ("model: {cutoffs: 3}", r"--model.cutoffs must be a list.*such as \[1,2\], not '3'"),
+            ("model: {depth: {pattern: 3}}", "pattern must be text or null, not '3'"),
+            ("- 1", "must hold `name: value` lines"),
+            ("seed: [", "not valid YAML at line"),
+        ],
+    )
+    def test_one_sentence(self, file: Path, text: str, message: str) -> None:
+        file.write_text(text + "\n")
+        with pytest.raises(UserError, match=message) as error:
+            resolve(Settings, file)
+        assert "\n" not in str(error.value)
+
+    def test_unreadable_files(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="cannot be read: No such file"):
+            resolve(Settings, tmp_path / "missing.yaml")
+        with pytest.raises(UserError, match="cannot be read: Is a directory"):
+            resolve(Settings, tmp_path)
+        binary = tmp_path / "binary"
+        binary.write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(UserError, match="not UTF-8"):
+            resolve(Settings, binary)
+
+    def test_overrides_are_checked_alike(self) -> None:
+        with pytest.raises(UserError, match="in the given settings"):
+            resolve(Settings, overrides={"sed": 3})
+        with pytest.raises(UserError, match="whole number"):
+            resolve(Settings, overrides={"seed": "x"})
+
+    def test_a_field_without_default_must_be_given(self) -> None:
+        with pytest.raises(UserError, match="--counts must be given; file of word counts"):
+            resolve(Needy)
+        assert resolve(Needy, overrides={"counts": "a.txt"}) == Needy("a.txt")
+
+
+class TestDump:
+    def test_round_trip(self, file: Path) -> None:
+        settings = resolve(Settings, overrides={"folder": "elsewhere", "model.cutoffs": [7]})
+        dump(settings, file, {"command": "search"})
+        assert resolve(Settings, file) == settings
+        assert list(file.parent.iterdir()) == [file]
+
+    def test_provenance_is_beside_the_settings(self, file: Path) -> None:
+        dump(Settings(), file, {"command": "search"})
+        content = yaml.safe_load(file.read_text())
+        origin = content.pop("provenance")
+        assert content == to_dict(Settings())
+        assert set(origin["versions"]) == {"python", "torch", "transformers", "deepenough"}
+        assert origin["command"] == "search"
+        assert "commit" in origin
+
+    def test_plain_values(self) -> None:
+        assert to_dict(Settings())["folder"] == "runs/x"
+        assert to_dict(Settings())["model"]["depth"] == {"num_blocks": 6, "pattern": None}
+
+
+def test_commit_is_that_of_the_package_not_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = provenance()["commit"]
+    monkeypatch.chdir(tmp_path)
+    assert provenance()["commit"] == here
+    assert here is None or len(here.removesuffix("-dirty")) == 40
+
+
+def test_nearest() -> None:
+    names = ["model.d_model", "run.folder", "seed"]
+    assert nearest("folder", names) == "run.folder"
+    assert nearest("modl.d_model", names) == "model.d_model"
+    assert nearest("sede", names) == "seed"
+    assert nearest("qqqq", names) is None

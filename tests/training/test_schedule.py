@@ -1,0 +1,65 @@
+"""Schedules against values worked out by hand."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepenough.training.config import TrainSettings
+from deepenough.training.schedule import lr_factor, tau_at
+
+
+def test_warmup_and_cosine_by_hand() -> None:
+    settings = TrainSettings(steps=12, warmup=4, schedule="cosine")
+    factors = [lr_factor(settings, step) for step in range(13)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors[6] == pytest.approx((1 + math.sqrt(0.5)) / 2)  # a quarter of the way: 45 degrees
+    assert factors[8] == pytest.approx(0.5)
+    assert factors[10] == pytest.approx((1 - math.sqrt(0.5)) / 2)
+    assert factors[12] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("inverse_sqrt", [0.5, 1.0, *(math.sqrt(2 / n) for n in (3, 4, 5, 6))]),
+    ],
+)
+def test_other_schedules_by_hand(schedule: str, expected: list[float]) -> None:
+    settings = TrainSettings(steps=6, warmup=2, schedule=schedule)  # type: ignore[arg-type]
+    assert [lr_factor(settings, step) for step in range(6)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "inverse_sqrt"])
+def test_there_need_be_no_warmup(schedule: str) -> None:
+    settings = TrainSettings(steps=3, warmup=0, schedule=schedule)  # type: ignore[arg-type]
+    assert lr_factor(settings, 0) == 1.0
+
+
+def test_tau_by_hand() -> None:
+    assert tau_at("exponential", 1.0, 0.01, 0.5) == pytest.approx(0.1)
+    assert tau_at("linear", 1.0, 0.1, 0.5) == pytest.approx(0.55)
+    assert tau_at("constant", 0.7, 0.1, 0.5) == 0.7
+
+
+positive = st.floats(1e-3, 1e3)
+
+
+@given(kind=st.sampled_from(["exponential", "linear"]), start=positive, end=positive)
+def test_tau_begins_and_ends_exactly(kind: str, start: float, end: float) -> None:
+    assert tau_at(kind, start, end, 0.0) == start
+    assert tau_at(kind, start, end, 1.0) == end
+
+
+@given(
+    kind=st.sampled_from(["exponential", "linear"]),
+    start=positive,
+    end=positive,
+    progress=st.floats(0, 1),
+)
+def test_tau_stays_between_its_ends(kind: str, start: float, end: float, progress: float) -> None:
+    tau = tau_at(kind, start, end, progress)
+    assert min(start, end) * (1 - 1e-9) <= tau <= max(start, end) * (1 + 1e-9)

@@ -1,0 +1,356 @@
+"""The loop, watched through a task that fits a line."""
+
+import errno
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepenough.errors import UserError
+from deepenough.runs import Record, RunFolder
+from deepenough.training.checkpoint import list_names, load_last
+from deepenough.training.config import TrainSettings
+from deepenough.training.distributed import make_accelerator
+from deepenough.training.task import BatchLoss
+from deepenough.training.trainer import Trainer
+
+Fit = Callable[..., Trainer]
+Records = Callable[[Path], list[Record]]
+
+
+class Killed(Exception):
+    """Stands for a kill: nothing in the loop catches it."""
+
+
+# -- records and resumption ------------------------------------------------------------------
+
+
+def test_a_run_records_what_is_due(tmp_path: Path, line: Any, fit: Fit, records: Records) -> None:
+    fit(line())
+    found = [(record.step, record.kind) for record in records(tmp_path / "run")]
+    assert found == [
+        (3, "train"),
+        (5, "valid"),
+        (6, "train"),
+        (9, "train"),
+        (10, "train"),
+        (10, "valid"),
+        (10, "test"),
+    ]
+    assert list_names(tmp_path / "run" / "checkpoints") == ["step-000000008", "step-000000010"]
+    assert (tmp_path / "run" / "model" / "weights.txt").is_file()
+
+
+def test_a_record_is_the_mean_since_the_last(
+    tmp_path: Path, line: Any, fit: Fit, records: Records
+) -> None:
+    """Validations and checkpoints in between take nothing away from it."""
+    fit(line(), "each", log_every=1, valid_every=2, save_every=2)
+    fit(line(), "three", log_every=3, valid_every=2, save_every=2)
+    each = [r.values["loss"] for r in records(tmp_path / "each") if r.kind == "train"]
+    three = [r.values for r in records(tmp_path / "three") if r.kind == "train"]
+    assert len(each) == 10 and len(three) == 4
+    for position, values in enumerate(three):
+        losses = each[3 * position : 3 * position + 3]
+        assert values["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+        assert values["perplexity"] == pytest.approx(math.exp(values["loss"]))
+
+
+@pytest.mark.parametrize("stop", [0, 3, 4, 5, 9])
+def test_an_interrupted_run_goes_on_exactly(
+    tmp_path: Path, line: Any, fit: Fit, records: Records, stop: int
+) -> None:
+    whole = fit(line(), "whole")
+    task = line()
+    task.begin_step = raise_at(stop)
+    with pytest.raises(Killed):
+        fit(task, "broken")
+    resumed = fit(line(), "broken")
+    assert resumed.first == stop // 4 * 4
+    assert records(tmp_path / "broken") == records(tmp_path / "whole")
+    assert torch.equal(resumed.task.model.weight, whole.task.model.weight)
+
+
+def raise_at(stop: int) -> Callable[[int], None]:
+    def begin_step(step: int) -> None:
+        if step == stop:
+            raise Killed
+
+    return begin_step
+
+
+def test_a_finished_run_is_left_alone(tmp_path: Path, line: Any, fit: Fit) -> None:
+    fit(line())
+
+    def content() -> dict[str, bytes]:
+        files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+        return {str(path): path.read_bytes() for path in files}
+
+    before = content()
+    assert len(before) > 8
+    task = line()
+    fit(task)
+    assert task.seen == []
+    assert content() == before
+
+
+@pytest.mark.parametrize("what", ["save", "evaluate"])
+def test_what_follows_the_last_step_is_made_up_for(
+    tmp_path: Path, line: Any, fit: Fit, records: Records, what: str
+) -> None:
+    task = line()
+
+    def fail(*arguments: Any) -> Any:
+        if what == "save" or arguments[-1] == "test":
+            raise Killed
+        return line.evaluate(task, *arguments)
+
+    setattr(task, what, fail)
+    with pytest.raises(Killed):
+        fit(task)
+    fit(line())
+    fit(line(), "whole")
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    assert (tmp_path / "run" / "model" / "weights.txt").is_file()
+
+
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, line: Any, fit: Fit, records: Records
+) -> None:
+    fit(line())
+    before = records(tmp_path / "run")
+    task = line()
+    task.identity = lambda: {"task": {"name": "line", "lanes": 8}}
+    with pytest.raises(UserError, match=r"task\.lanes was 4 and is now 8"):
+        fit(task)
+    assert records(tmp_path / "run") == before
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+    tmp_path: Path, line: Any, fit: Fit, records: Records, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(line())
+    whole = records(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-000000010" / "model.safetensors").write_bytes(b"?")
+    trainer = fit(line())
+    assert trainer.first == 8
+    assert "step-000000010 cannot be read: going on from step 8" in caplog.text
+    assert records(tmp_path / "run") == whole
+
+
+def test_with_all_checkpoints_damaged_nothing_is_lost(
+    tmp_path: Path, line: Any, fit: Fit, records: Records
+) -> None:
+    fit(line())
+    whole = records(tmp_path / "run")
+    for name in list_names(tmp_path / "run" / "checkpoints"):
+        (tmp_path / "run" / "checkpoints" / name / "state.json").write_text("{")
+    with pytest.raises(UserError, match="No checkpoint"):
+        fit(line())
+    assert records(tmp_path / "run") == whole
+
+
+# -- what can go wrong -----------------------------------------------------------------------
+
+
+def diverge_at(line: Any, stop: int, value: float) -> Any:
+    task = line()
+
+    def loss(model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        batch = line.loss(task, model, phase, step, micro)
+        return batch._replace(loss=batch.loss * value) if step == stop else batch
+
+    task.loss = loss
+    return task
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_stops_training(
+    tmp_path: Path, line: Any, fit: Fit, records: Records, value: float
+) -> None:
+    with pytest.raises(UserError, match=r"at step 7.*checkpoint is intact.*train\.lr.*--resume"):
+        fit(diverge_at(line, 6, value))
+    found, damaged = load_last(tmp_path / "run" / "checkpoints")
+    assert found is not None and found.step == 4 and damaged == []
+    fit(line(), lr=0.05)  # as advised
+    assert records(tmp_path / "run")[-1].kind == "test"
+
+
+def test_without_a_checkpoint_none_is_promised(line: Any, fit: Fit) -> None:
+    with pytest.raises(UserError, match=r"no checkpoint yet.*--overwrite"):
+        fit(diverge_at(line, 2, math.nan))
+
+
+def test_an_infinite_gradient_stops_training(line: Any, fit: Fit) -> None:
+    task = line()
+    task.model.weight.register_hook(lambda grad: grad * math.inf)
+    with pytest.raises(UserError, match=r"gradient norm (inf|nan)"):
+        fit(task)
+
+
+def test_infinite_weights_are_not_saved(tmp_path: Path, line: Any, fit: Fit) -> None:
+    task = line()
+
+    @torch.no_grad()
+    def end_step() -> None:
+        if task.seen[-1][0] == 7:
+            task.model.weight.fill_(math.inf)
+
+    task.end_step = end_step
+    with pytest.raises(UserError, match="Weights became infinite at step 8"):
+        fit(task)
+    assert list_names(tmp_path / "run" / "checkpoints") == ["step-000000004"]
+
+
+def test_a_validation_that_is_no_number_stops_before_the_checkpoint(
+    tmp_path: Path, line: Any, fit: Fit
+) -> None:
+    task = line()
+    task.evaluate = lambda *_: {"loss": math.nan if len(task.seen) > 5 else 1.0}
+    with pytest.raises(UserError, match="valid split became nan at step 8"):
+        fit(task, valid_every=4)
+    assert list_names(tmp_path / "run" / "checkpoints") == ["step-000000004"]
+
+
+@pytest.mark.parametrize("size", [900, 1500])
+def test_a_disk_full_of_records_ends_in_a_sentence(
+    tmp_path: Path,
+    line: Any,
+    fit: Fit,
+    records: Records,
+    file_limit: Callable[[int], AbstractContextManager[None]],
+    capfd: pytest.CaptureFixture[str],
+    size: int,
+) -> None:
+    with file_limit(size), pytest.raises(UserError, match=r"cannot be written"):
+        fit(line(), steps=20, save_every=3, log_every=1)
+    found, _ = load_last(tmp_path / "run" / "checkpoints")
+    assert found is not None and found.step >= 3
+    assert "Traceback" not in capfd.readouterr().err
+    fit(line(), steps=20, save_every=3, log_every=1)
+    fit(line(), "whole", steps=20, save_every=3, log_every=1)
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+def test_a_disk_full_at_the_end_leaves_no_half_model(tmp_path: Path, line: Any, fit: Fit) -> None:
+    task = line()
+
+    def save(folder: Path) -> None:
+        line.save(task, folder)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    task.save = save
+    with pytest.raises(UserError, match=r"model could not be written.*No space.*--resume"):
+        fit(task)
+    assert not list((tmp_path / "run").glob("model*"))
+    fit(line())
+    assert (tmp_path / "run" / "model" / "weights.txt").is_file()
+
+
+# -- the step --------------------------------------------------------------------------------
+
+
+def make_trainer(task: Any, folder: Path, **settings: Any) -> Trainer:
+    values = TrainSettings(**settings)
+    return Trainer(task, values, RunFolder.create(folder / "run"), make_accelerator(values))
+
+
+def gradient_norms(task: Any, folder: Path, clip: float) -> tuple[list[float], list[float]]:
+    """Of three steps: as recorded, and as the optimiser meets them."""
+    trainer = make_trainer(task, folder, steps=3, warmup=0, clip=clip)
+    met: list[float] = []
+
+    def note(*_: Any) -> None:
+        met.append(float(torch.cat([p.grad.flatten() for p in task.model.parameters()]).norm()))
+
+    trainer.optimizers["weights"].register_step_pre_hook(note)
+    return [trainer._step(step).grad_norm for step in range(3)], met
+
+
+def test_the_gradient_is_clipped_to_its_bound(tmp_path: Path, line: Any) -> None:
+    recorded, met = gradient_norms(line(), tmp_path / "clipped", clip=0.1)
+    assert all(norm <= 0.1 * (1 + 1e-5) for norm in met)
+    assert min(recorded) > 0.2  # so there was something to clip
+
+
+def test_there_need_be_no_bound(tmp_path: Path, line: Any) -> None:
+    recorded, met = gradient_norms(line(), tmp_path / "free", clip=0.0)
+    assert met == pytest.approx(recorded)
+
+
+def test_the_learning_rate_follows_schedule_and_scale(tmp_path: Path, line: Any) -> None:
+    task = line()
+    weight, bias = task.model.parameters()
+    groups = [{"params": [weight]}, {"params": [bias], "lr_scale": 10.0}]
+    task.parameters = lambda: {"weights": groups}
+    trainer = make_trainer(task, tmp_path, steps=4, warmup=2, lr=0.5)
+    seen = []
+    for step in range(4):
+        trainer._step(step)
+        seen += [group["lr"] for group in trainer.optimizers["weights"].param_groups]
+    assert seen == pytest.approx([0.25, 2.5, 0.5, 5.0, 0.5, 5.0, 0.25, 2.5])
+
+
+def test_accumulation_is_the_mean_over_batches(tmp_path: Path, line: Any) -> None:
+    """Two batches of four lanes move the weights as one of eight does."""
+
+    def clean(task: Any, model: nn.Module, step: int, micro: int, lanes: int) -> BatchLoss:
+        inputs, targets = task.points(step, micro)
+        inputs = torch.cat([inputs, torch.zeros(len(inputs), 1)], 1)
+        loss = (model(inputs[:lanes]) - targets[:lanes]).square().mean()
+        return BatchLoss(loss, loss, lanes)
+
+    halves, whole = line(), line()
+    both = [halves.points(0, micro) for micro in range(2)]
+    whole.points = lambda step, micro: tuple(torch.cat(parts) for parts in zip(*both, strict=True))
+    halves.loss = lambda model, phase, step, micro: clean(halves, model, step, micro, 4)
+    whole.loss = lambda model, phase, step, micro: clean(whole, model, step, micro, 8)
+    settings = {"steps": 1, "warmup": 0, "lr": 0.1, "clip": 0.0}
+    in_halves = make_trainer(halves, tmp_path / "halves", **settings, accumulate=2)._step(0)
+    at_once = make_trainer(whole, tmp_path / "whole", **settings)._step(0)
+    assert in_halves.units == at_once.units == 8
+    assert in_halves.loss == pytest.approx(at_once.loss)
+    assert in_halves.grad_norm == pytest.approx(at_once.grad_norm)
+    assert torch.allclose(halves.model.weight, whole.model.weight)
+
+
+def test_every_step_draws_its_own_noise(tmp_path: Path, line: Any) -> None:
+    task = line()
+    draws = []
+
+    def loss(model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        draws.append(torch.rand(1).item())
+        return line.loss(task, model, phase, step, micro)
+
+    task.loss = loss
+    trainer = make_trainer(task, tmp_path, steps=4, accumulate=2)
+    for step in (0, 1, 1):
+        trainer._step(step)
+    assert len(set(draws[:4])) == 4
+    assert draws[2:4] == draws[4:6]  # the same step again
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": 0},
+        {"accumulate": 0},
+        {"lr": 0.0},
+        {"lr": math.nan},
+        {"warmup": -1},
+        {"clip": -0.5},
+        {"weight_decay": -1.0},
+        {"betas": [0.9]},
+        {"betas": [0.9, 1.0]},
+        {"keep": 0},
+        {"threads": 0},
+    ],
+)
+def test_settings_out_of_range_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"train.{next(iter(wrong))}"):
+        TrainSettings(**wrong).check()
