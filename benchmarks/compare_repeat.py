@@ -20,9 +20,9 @@ from record import save_result
 
 from deepenough.config import resolve
 from deepenough.measure.compare_intervals import Interval
+from deepenough.par.training import ParTraining, train
 from deepenough.train.compare import compare
 from deepenough.train.compare_settings import CompareSettings
-from deepenough.train.par import ParTraining, train
 
 MODEL = {
     "data.vocab_size": 2000,

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from record import RESULTS, save_result
 
-from deepenough.adaptive.par import ParForCausalLM
-from deepenough.adaptive.par.pattern import interleaved
 from deepenough.config import resolve
-from deepenough.measure.latency import forward_function, interleaved_best
+from deepenough.par import ParForCausalLM
+from deepenough.par.evaluation import evaluate
+from deepenough.par.latency import forward_function, interleaved_best
+from deepenough.par.pattern import interleaved
+from deepenough.par.training import ParSearch, ParTraining, derive_run, search, train
 from deepenough.report import plot_frontier
 from deepenough.runs import RunFolder, read_records
-from deepenough.train.par import ParSearch, ParTraining, derive_run, search, train
-from deepenough.train.use import evaluate
 
 CONFIG = Path(__file__).parent.parent / "configs" / "par-long-context.yaml"
 HAND_WRITTEN = ("daddaddadd", "dddddddddd")

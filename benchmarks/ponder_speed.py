@@ -31,7 +31,7 @@ from deepenough.adaptive.ponder import (
     PonderEncoderForSequenceClassification,
 )
 from deepenough.adaptive.ponder.policies import FixedExit, SampledExit
-from deepenough.measure.latency import interleaved_best
+from deepenough.par.latency import interleaved_best
 from deepenough.training.allocator import keep_freed_memory
 
 TEXTS, LENGTH, PASSES, HALT = 32, 64, 12, 0.2

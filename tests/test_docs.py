@@ -217,7 +217,7 @@ def test_every_option_of_the_method_is_documented() -> None:
     page = ROOT / "docs" / "par.md"
     if not page.exists():
         pytest.skip("there is no docs/par.md")
-    from deepenough.train.par import ParSearch
+    from deepenough.par.training import ParSearch
 
     text = page.read_text("utf-8")
     names = [option.name for option in options(ParSearch)]

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
         LazyTransformerForConditionalGeneration as LazyTransformerForConditionalGeneration,
     )
     from deepenough.adaptive.lazy import LazyTransition as LazyTransition
-    from deepenough.adaptive.par import ParConfig as ParConfig
-    from deepenough.adaptive.par import ParForCausalLM as ParForCausalLM
     from deepenough.adaptive.ponder import PonderAlbertConfig as PonderAlbertConfig
     from deepenough.adaptive.ponder import (
         PonderAlbertForSequenceClassification as PonderAlbertForSequenceClassification,
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
     from deepenough.adaptive.shortcut.shortcuts import Shortcuts as Shortcuts
     from deepenough.errors import UserError as UserError
     from deepenough.measure.exit_calibration import calibrate as calibrate
+    from deepenough.par import ParConfig as ParConfig
+    from deepenough.par import ParForCausalLM as ParForCausalLM
     from deepenough.runs import Record as Record
     from deepenough.runs import RunFolder as RunFolder
     from deepenough.trace import DepthTrace as DepthTrace
@@ -71,8 +71,8 @@ _MODULES = {
     "LazyTransformerForCausalLM": "deepenough.adaptive.lazy",
     "LazyTransformerForConditionalGeneration": "deepenough.adaptive.lazy",
     "LazyTransition": "deepenough.adaptive.lazy",
-    "ParConfig": "deepenough.adaptive.par",
-    "ParForCausalLM": "deepenough.adaptive.par",
+    "ParConfig": "deepenough.par",
+    "ParForCausalLM": "deepenough.par",
     "PonderAlbertConfig": "deepenough.adaptive.ponder",
     "PonderAlbertForSequenceClassification": "deepenough.adaptive.ponder",
     "PonderEncoderConfig": "deepenough.adaptive.ponder",

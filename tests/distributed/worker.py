@@ -9,8 +9,8 @@ import torch
 
 from deepenough.config import resolve
 from deepenough.errors import UserError
-from deepenough.train.par import ParSearch, search
-from deepenough.train.supernet import SearchTask
+from deepenough.par.search import SearchTask
+from deepenough.par.training import ParSearch, search
 from deepenough.training.config import TrainSettings
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.trainer import Trainer

@@ -8,9 +8,9 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
-from deepenough.adaptive.par import ParConfig, ParForCausalLM
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.par import ParConfig, ParForCausalLM
 
 VOCABULARY, WIDTH, LENGTH = 96, 16, 64
 SIZES: dict[str, Any] = {

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from deepenough.adaptive.par import ParForCausalLM
-from deepenough.adaptive.par.derive import BlockCosts
 from deepenough.config import resolve
 from deepenough.data import ContextBatches, Prepared, prepare
 from deepenough.errors import UserError
+from deepenough.par import ParForCausalLM
+from deepenough.par.derive import BlockCosts
+from deepenough.par.search import CHOICES, SearchTask
+from deepenough.par.training import ParSearch
 from deepenough.runs import RunFolder
-from deepenough.train.par import ParSearch
-from deepenough.train.supernet import CHOICES, SearchTask
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.language import LanguageTask, evaluate_language
 from deepenough.training.task import WEIGHTS

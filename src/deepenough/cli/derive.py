@@ -35,8 +35,8 @@ def main(argv: list[str]) -> int:
         description="The likeliest block pattern of a search, within a budget if one is given.",
         example="deepenough derive --run runs/mine --budget 0.65",
     )
+    from deepenough.par.training import derive_run
     from deepenough.runs import RunFolder
-    from deepenough.train.par import derive_run
 
     found = derive_run(RunFolder.open(settings.run), settings.budget, settings.spend)
     if settings.json:

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     )
     if settings.data.tokenizer is not None:
         raise UserError("A model is measured with its own tokenizer: leave out --data.tokenizer.")
-    from deepenough.train.use import evaluate
+    from deepenough.par.evaluation import evaluate
 
     values = evaluate(settings.run, settings.data, settings.split, settings.mem_len)
     if settings.json:

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         description="Continue a prompt with a trained model.",
         example="deepenough generate --run runs/mine --prompt 'The function returns'",
     )
-    from deepenough.train.use import continue_text
+    from deepenough.par.evaluation import continue_text
 
     print(
         continue_text(

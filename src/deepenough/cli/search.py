@@ -8,7 +8,7 @@ from deepenough.cli.parse import parse
 
 
 def main(argv: list[str]) -> int:
-    from deepenough.train.par import ParSearch, search
+    from deepenough.par.training import ParSearch, search
     from deepenough.training.distributed import is_main_process
 
     settings = parse(

@@ -8,7 +8,7 @@ from deepenough.cli.parse import parse
 
 
 def main(argv: list[str]) -> int:
-    from deepenough.train.par import ParTraining, train
+    from deepenough.par.training import ParTraining, train
     from deepenough.training.distributed import is_main_process
 
     settings = parse(

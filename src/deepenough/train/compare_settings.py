@@ -14,8 +14,8 @@ import yaml
 from deepenough.config import options, resolve
 from deepenough.errors import UserError
 from deepenough.measure.compare import Rules
+from deepenough.par.evaluation import model_folder
 from deepenough.runs import RunFolder
-from deepenough.train.use import model_folder
 
 
 @dataclass

@@ -24,6 +24,7 @@ from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.errors import UserError
 from deepenough.measure.compare import Judged, OperatingPoint, Task
 from deepenough.measure.compare_intervals import Interval, share_interval
+from deepenough.par.evaluation import model_folder
 from deepenough.trace import DepthTrace
 from deepenough.train.compare_settings import (
     ComparedData,
@@ -35,7 +36,6 @@ from deepenough.train.compare_settings import (
 from deepenough.train.lazy_use import load_translator
 from deepenough.train.programs_pairs import held_out_pairs
 from deepenough.train.translate_score import SearchSettings, translate_pairs
-from deepenough.train.use import model_folder
 
 SENTENCES = 128
 RESAMPLES = 1000

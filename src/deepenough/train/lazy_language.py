@@ -20,10 +20,10 @@ from deepenough.adaptive.lazy.settings import LazySettings
 from deepenough.config import resolve
 from deepenough.data import DataSettings, Prepared, load_tokenizer, open_corpus, prepare, token_file
 from deepenough.errors import UserError
+from deepenough.par.evaluation import model_folder
 from deepenough.runs import RunFolder
 from deepenough.train.lazy_task import model_identity
 from deepenough.train.lazy_use import keep_record
-from deepenough.train.use import model_folder
 from deepenough.training.config import RunSettings, TrainSettings
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.language import LanguageTask, evaluate_language

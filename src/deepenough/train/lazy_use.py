@@ -22,11 +22,11 @@ from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.translation import Pair, TranslationData, open_parallel
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.errors import UserError
+from deepenough.par.evaluation import model_folder
 from deepenough.runs import Metrics, Record, RunFolder, read_records
 from deepenough.trace import DepthTrace
 from deepenough.train.lazy import LazyTraining
 from deepenough.train.translate_score import SearchSettings, bleu, translate_pairs
-from deepenough.train.use import model_folder
 from deepenough.training.log import without_bars
 
 EVALUATION = "translation"

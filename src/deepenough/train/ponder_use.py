@@ -26,9 +26,9 @@ from deepenough.data.encoded_examples import EncodedExamples
 from deepenough.errors import UserError
 from deepenough.measure import ponder as measure
 from deepenough.measure.ponder_time import time_exits, time_records
+from deepenough.par.evaluation import model_folder
 from deepenough.runs import Metrics, RunFolder, read_records
 from deepenough.train.ponder import PonderTraining, token_limit
-from deepenough.train.use import model_folder
 from deepenough.training.log import without_bars
 
 ALL_PASSES, OWN_EXIT = "all passes", "own exit"

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from deepenough.config import resolve
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
+from deepenough.par.evaluation import model_folder
 from deepenough.runs import RunFolder
 from deepenough.train.programs import ProgramTraining, held_out_programs
-from deepenough.train.use import model_folder
 
 
 class HeldOut(NamedTuple):

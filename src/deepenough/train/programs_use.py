@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepenough.config import resolve
+from deepenough.par.evaluation import model_folder
 from deepenough.runs import RunFolder
 from deepenough.train.lazy_use import keep_record, load_translator
 from deepenough.train.programs import ProgramTraining, held_out_programs, measure_programs
 from deepenough.train.translate_score import SearchSettings
-from deepenough.train.use import model_folder
 
 EVALUATION = "programs"
 """Kind of the records that tell exact match of one setting."""

@@ -15,7 +15,7 @@ from typing import Literal
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import deepenough.adaptive.par  # noqa: F401 - registers our own models for loading
+import deepenough.par  # noqa: F401 - registers our own models for loading
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.shortcut.submodules import Submodules
 from deepenough.config import dump, resolve

@@ -10,10 +10,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from deepenough.adaptive.par import ParConfig, ParForCausalLM
-from deepenough.adaptive.par.model import Memories
 from deepenough.data import ContextBatches, DataSettings, Prepared, TokenFile, save_tokenizer
 from deepenough.errors import UserError
+from deepenough.par import ParConfig, ParForCausalLM
+from deepenough.par.model import Memories
 from deepenough.training.config import TrainSettings
 from deepenough.training.distributed import place_among
 from deepenough.training.log import without_bars

@@ -26,7 +26,6 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from deepenough.adaptive.par import ParConfig, ParForCausalLM
 from deepenough.adaptive.shortcut.partial_run import (
     LayerCounter,
     OutputForms,
@@ -45,6 +44,7 @@ from deepenough.adaptive.shortcut.submodules import (
 )
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.par import ParConfig, ParForCausalLM
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 50,

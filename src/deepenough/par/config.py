@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from deepenough.adaptive.par.pattern import OPEN, check_pattern
 from deepenough.errors import UserError
+from deepenough.par.pattern import OPEN, check_pattern
 
 
 class ParConfig(PreTrainedConfig):

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from deepenough.adaptive.par.pattern import BRANCHES
+from deepenough.par.pattern import BRANCHES
 
 
 def gumbel_noise(

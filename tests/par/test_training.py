@@ -12,13 +12,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deepenough.adaptive.par.derive import BlockCosts
 from deepenough.config import resolve
 from deepenough.errors import UserError
+from deepenough.par import evaluation, training
+from deepenough.par.derive import BlockCosts
+from deepenough.par.evaluation import evaluate, load_model
+from deepenough.par.training import ParSearch, ParTraining, derive_run, search, train
 from deepenough.runs import Record, RunFolder, append_record, read_records
-from deepenough.train import par, use
-from deepenough.train.par import ParSearch, ParTraining, derive_run, search, train
-from deepenough.train.use import evaluate, load_model
 
 Tiny = Callable[..., dict[str, Any]]
 FLOPS = {"search.cost": "flops"}
@@ -161,7 +161,7 @@ def test_costs_are_measured_at_the_real_shape_and_kept(
         asked.append((config.d_model, lanes))
         return BlockCosts(3.0 + len(asked), 2.0, 0.0, 1.0)
 
-    monkeypatch.setattr(par, "measure_block_costs", measure)
+    monkeypatch.setattr(training, "measure_block_costs", measure)
     folder = tmp_path / "run"
     settings = tiny(folder, {"search.cost": "latency", "search.cost_weight": 0.1}, steps=2)
     run_search(settings)
@@ -270,7 +270,7 @@ def test_a_folder_in_use_is_refused_before_the_work_begins(
     def prepare(*_: Any) -> None:
         raise AssertionError("the corpus was opened first")
 
-    monkeypatch.setattr(par, "prepare", prepare)
+    monkeypatch.setattr(training, "prepare", prepare)
     with pytest.raises(UserError, match="exists already"):
         run_training(tiny(trained))
     assert content(trained) == before
@@ -364,12 +364,12 @@ def test_lines_are_written_as_lines(trained: Path, monkeypatch: pytest.MonkeyPat
         asked.append(ids[0].tolist())
         return torch.cat([ids, torch.tensor([[end, *tokenizer.encode("the")]])], 1)
 
-    monkeypatch.setattr(use.ParForCausalLM, "generate", generate)
-    text = use.continue_text(str(trained), "a line\nthe next", 5, 0.0, 0, 0)
+    monkeypatch.setattr(evaluation.ParForCausalLM, "generate", generate)
+    text = evaluation.continue_text(str(trained), "a line\nthe next", 5, 0.0, 0, 0)
     assert asked[0].count(end) == 1
     assert text.split("\n")[0] == "a line" and text.count("\n") == 2
     with pytest.raises(UserError, match="top_k must not be negative"):
-        use.continue_text(str(trained), "a", 5, 1.0, -1, 0)
+        evaluation.continue_text(str(trained), "a", 5, 1.0, -1, 0)
 
 
 def test_prompts_of_several_lengths_are_padded_before_them(trained: Path) -> None:

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from deepenough.adaptive.par.config import ParConfig
-from deepenough.adaptive.par.context import Context
-from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY, OPEN
 from deepenough.nn.dropout import Dropout
 from deepenough.nn.relative_attention import RelativeAttention
+from deepenough.par.config import ParConfig
+from deepenough.par.context import Context
+from deepenough.par.pattern import ATTENTION, DENSE, IDENTITY, OPEN
 
 
 class Dense(nn.Module):

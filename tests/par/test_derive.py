@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deepenough import UserError
-from deepenough.adaptive.par.derive import BlockCosts, derive, derive_ref
-from deepenough.adaptive.par.pattern import BRANCHES, interleaved
+from deepenough.par.derive import BlockCosts, derive, derive_ref
+from deepenough.par.pattern import BRANCHES, interleaved
 
 COSTS = BlockCosts(attention=4.0, dense=2.0, identity=0.0, rest=1.0)
 

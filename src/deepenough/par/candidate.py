@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepenough.adaptive.par.model import Memories, ParForCausalLM
 from deepenough.config import resolve
 from deepenough.data import ContextBatches, DataSettings, load_tokenizer, open_corpus, token_file
 from deepenough.data.tokens import tokenizer_fingerprint
 from deepenough.errors import UserError
 from deepenough.measure.compare import Judged, OperatingPoint, Task
 from deepenough.measure.compare_intervals import perplexity_interval
+from deepenough.par.evaluation import load_model, model_folder
+from deepenough.par.model import Memories, ParForCausalLM
 from deepenough.runs import RunFolder
 from deepenough.trace import DepthTrace
 from deepenough.train.compare_settings import (
@@ -30,7 +31,6 @@ from deepenough.train.compare_settings import (
     read_config,
     read_section,
 )
-from deepenough.train.use import load_model, model_folder
 from deepenough.training.language import evaluation_lanes
 
 SEGMENTS = 64

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.adaptive.par.choice import BranchChoice, entropy, gumbel_noise
+from deepenough.par.choice import BranchChoice, entropy, gumbel_noise
 
 
 def make_choice(

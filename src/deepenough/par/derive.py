@@ -18,15 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepenough.adaptive.par.pattern import (
-    ATTENTION,
-    BRANCHES,
-    DENSE,
-    IDENTITY,
-    OPEN,
-    interleaved,
-)
 from deepenough.errors import UserError
+from deepenough.par.pattern import ATTENTION, BRANCHES, DENSE, IDENTITY, OPEN, interleaved
 
 
 @dataclass(frozen=True)

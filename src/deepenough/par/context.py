@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepenough.adaptive.par.config import ParConfig
 from deepenough.nn.relative_attention import distance_codes, visible_keys
+from deepenough.par.config import ParConfig
 
 
 @dataclass(frozen=True)

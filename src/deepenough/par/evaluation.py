@@ -12,9 +12,9 @@ import torch
 import yaml
 from safetensors import SafetensorError
 
-from deepenough.adaptive.par import ParConfig, ParForCausalLM
 from deepenough.data import DataSettings, load_tokenizer, open_corpus, token_file
 from deepenough.errors import UserError
+from deepenough.par import ParConfig, ParForCausalLM
 from deepenough.runs import RunFolder
 from deepenough.training.language import evaluate_language
 from deepenough.training.log import without_bars

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deepenough.adaptive.par.config import ParConfig, with_pattern
-from deepenough.adaptive.par.derive import BlockCosts
-from deepenough.adaptive.par.flops import branch_flops, embedding_flops, head_flops
-from deepenough.adaptive.par.model import Memories, ParForCausalLM
-from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY, interleaved
+from deepenough.par.config import ParConfig, with_pattern
+from deepenough.par.derive import BlockCosts
+from deepenough.par.flops import branch_flops, embedding_flops, head_flops
+from deepenough.par.model import Memories, ParForCausalLM
+from deepenough.par.pattern import ATTENTION, DENSE, IDENTITY, interleaved
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from deepenough import ParConfig, UserError
-from deepenough.adaptive.par.config import with_pattern
+from deepenough.par.config import with_pattern
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from deepenough.adaptive.par.config import ParConfig
-from deepenough.adaptive.par.pattern import ATTENTION, DENSE, IDENTITY, OPEN
 from deepenough.nn.embedding import cluster_width
 from deepenough.nn.relative_attention import projects_queries
+from deepenough.par.config import ParConfig
+from deepenough.par.pattern import ATTENTION, DENSE, IDENTITY, OPEN
 
 
 def branch_flops(

@@ -2,8 +2,8 @@
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deepenough.adaptive.par.config import ParConfig
-from deepenough.adaptive.par.model import ParForCausalLM, ParOutput
+from deepenough.par.config import ParConfig
+from deepenough.par.model import ParForCausalLM, ParOutput
 
 AutoConfig.register("par", ParConfig)
 AutoModelForCausalLM.register(ParConfig, ParForCausalLM)

@@ -15,12 +15,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from deepenough.adaptive.par import ParForCausalLM
-from deepenough.adaptive.par.choice import BranchChoice, entropy, gumbel_noise
-from deepenough.adaptive.par.derive import BlockCosts
-from deepenough.adaptive.par.pattern import BRANCHES, IDENTITY, OPEN, interleaved
-from deepenough.adaptive.par.settings import SearchSettings
 from deepenough.data import DataSettings, Prepared
+from deepenough.par import ParForCausalLM
+from deepenough.par.choice import BranchChoice, entropy, gumbel_noise
+from deepenough.par.derive import BlockCosts
+from deepenough.par.pattern import BRANCHES, IDENTITY, OPEN, interleaved
+from deepenough.par.settings import SearchSettings
 from deepenough.training.config import TrainSettings
 from deepenough.training.language import LanguageTask, save_model
 from deepenough.training.schedule import tau_at

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from deepenough.adaptive.par import ParForCausalLM
-from deepenough.adaptive.par.config import ParConfig
-from deepenough.adaptive.par.derive import BlockCosts, derive
-from deepenough.adaptive.par.pattern import OPEN, check_pattern, interleaved
-from deepenough.adaptive.par.settings import ModelSettings, SearchSettings
 from deepenough.config import resolve
 from deepenough.data import DataSettings, Prepared, prepare
 from deepenough.errors import UserError
-from deepenough.measure.latency import count_block_costs, measure_block_costs
+from deepenough.par import ParForCausalLM
+from deepenough.par.config import ParConfig
+from deepenough.par.derive import BlockCosts, derive
+from deepenough.par.evaluation import load_model
+from deepenough.par.latency import count_block_costs, measure_block_costs
+from deepenough.par.pattern import OPEN, check_pattern, interleaved
+from deepenough.par.search import SearchTask
+from deepenough.par.settings import ModelSettings, SearchSettings
+from deepenough.par.warm_start import take_weights
 from deepenough.runs import Record, RunFolder, append_record, read_records
-from deepenough.train.supernet import SearchTask
-from deepenough.train.use import load_model
-from deepenough.train.warm_start import take_weights
 from deepenough.training.checkpoint import list_names
 from deepenough.training.config import RunSettings, TrainSettings
 from deepenough.training.distributed import is_main_process, make_accelerator, on_main

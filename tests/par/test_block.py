@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepenough.adaptive.par.block import ParBlock
-from deepenough.adaptive.par.config import ParConfig
-from deepenough.adaptive.par.context import Context, Contexts
-from deepenough.adaptive.par.pattern import IDENTITY, OPEN
+from deepenough.par.block import ParBlock
+from deepenough.par.config import ParConfig
+from deepenough.par.context import Context, Contexts
+from deepenough.par.pattern import IDENTITY, OPEN
 
 
 def make_block(config, kind: str) -> tuple[ParBlock, Context, torch.Tensor]:

@@ -21,17 +21,17 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils.generic import ModelOutput
 
-from deepenough.adaptive.par.block import ParBlock
-from deepenough.adaptive.par.choice import BranchChoice
-from deepenough.adaptive.par.config import ParConfig, with_pattern
-from deepenough.adaptive.par.context import Contexts
-from deepenough.adaptive.par.flops import branch_flops, embedding_flops, head_flops
-from deepenough.adaptive.par.pattern import BRANCHES, IDENTITY, OPEN
 from deepenough.errors import UserError
 from deepenough.hf.generation import CheckedGenerationMixin
 from deepenough.nn.dropout import Dropout
 from deepenough.nn.embedding import embedding
 from deepenough.nn.relative_attention import RelativeAttention
+from deepenough.par.block import ParBlock
+from deepenough.par.choice import BranchChoice
+from deepenough.par.config import ParConfig, with_pattern
+from deepenough.par.context import Contexts
+from deepenough.par.flops import branch_flops, embedding_flops, head_flops
+from deepenough.par.pattern import BRANCHES, IDENTITY, OPEN
 from deepenough.trace import DepthTrace
 
 Memories = tuple[Tensor | None, ...]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from deepenough.adaptive.par.pattern import check_pattern, interleaved
 from deepenough.errors import UserError
+from deepenough.par.pattern import check_pattern, interleaved
 
 
 @pytest.mark.parametrize("pattern", ["a", "d", "aadad-", "-d", "ad" * 20])

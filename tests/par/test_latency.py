@@ -7,16 +7,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepenough import ParConfig, ParForCausalLM
-from deepenough.adaptive.par.config import with_pattern
-from deepenough.adaptive.par.pattern import interleaved
-from deepenough.measure import latency
-from deepenough.measure.latency import (
+from deepenough.par import latency
+from deepenough.par.config import with_pattern
+from deepenough.par.latency import (
     count_block_costs,
     forward_function,
     interleaved_best,
     measure_block_costs,
     measure_blocks,
 )
+from deepenough.par.pattern import interleaved
 
 
 def make_config(**changes) -> ParConfig:

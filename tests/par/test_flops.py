@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from deepenough.adaptive.par.flops import branch_flops, embedding_flops, head_flops
+from deepenough.par.flops import branch_flops, embedding_flops, head_flops
 
 FORMS = [
     {"pattern": "a"},

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from deepenough.config import resolve
+from deepenough.par.training import ParSearch, search
 from deepenough.runs import read_records
-from deepenough.train.par import ParSearch, search
 
 
 def test_choices_stay_uniform_until_their_time_has_come(

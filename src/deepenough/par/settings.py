@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from deepenough.adaptive.par.config import ParConfig
 from deepenough.errors import UserError
+from deepenough.par.config import ParConfig
 
 
 @dataclass
