@@ -19,11 +19,11 @@ from typing import Any
 from record import RESULTS, save_result
 
 from deepenough.config import resolve
+from deepenough.ponder.parity import ParityTraining, train_parity
 from deepenough.report import read_run, style
 from deepenough.report.parity import draw_parity
 from deepenough.report.ponder_source import ParityBand, parity_bands
 from deepenough.runs import read_records
-from deepenough.train.parity import ParityTraining, train_parity
 
 MECHANISMS = ("ponder", "act", "fixed")
 

@@ -25,13 +25,13 @@ from record import save_result
 from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
-from deepenough.adaptive.ponder import (
+from deepenough.par.latency import interleaved_best
+from deepenough.ponder import (
     PonderAlbertConfig,
     PonderAlbertForSequenceClassification,
     PonderEncoderForSequenceClassification,
 )
-from deepenough.adaptive.ponder.policies import FixedExit, SampledExit
-from deepenough.par.latency import interleaved_best
+from deepenough.ponder.policies import FixedExit, SampledExit
 from deepenough.training.allocator import keep_freed_memory
 
 TEXTS, LENGTH, PASSES, HALT = 32, 64, 12, 0.2

@@ -24,19 +24,19 @@ from typing import Any
 
 from record import RESULTS, save_result
 
-from deepenough.adaptive.ponder.policies import ConfidenceExit, FixedExit, QuantileExit
 from deepenough.config import resolve
 from deepenough.data.classification import ClassificationData, LabelledTexts, open_classification
 from deepenough.data.encoded_examples import EncodedExamples
-from deepenough.measure import ponder as measure
-from deepenough.measure.ponder_time import time_exits
+from deepenough.ponder import measure as measure
+from deepenough.ponder.evaluation import load_classifier
+from deepenough.ponder.policies import ConfidenceExit, FixedExit, QuantileExit
+from deepenough.ponder.timing import time_exits
+from deepenough.ponder.training import PonderTraining, train
 from deepenough.report import style
 from deepenough.report.ponder import draw_passes, draw_ponder_frontier
 from deepenough.report.ponder_halting import draw_halting
 from deepenough.report.source import Run
 from deepenough.runs import Record
-from deepenough.train.ponder import PonderTraining, train
-from deepenough.train.ponder_use import load_classifier
 
 CONFIG = Path(__file__).parent.parent / "configs" / "ponder-sst2.yaml"
 #: What is trained, by the name it has in the pictures.

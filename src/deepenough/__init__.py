@@ -21,19 +21,19 @@ if TYPE_CHECKING:
         LazyTransformerForConditionalGeneration as LazyTransformerForConditionalGeneration,
     )
     from deepenough.adaptive.lazy import LazyTransition as LazyTransition
-    from deepenough.adaptive.ponder import PonderAlbertConfig as PonderAlbertConfig
-    from deepenough.adaptive.ponder import (
-        PonderAlbertForSequenceClassification as PonderAlbertForSequenceClassification,
-    )
-    from deepenough.adaptive.ponder import PonderEncoderConfig as PonderEncoderConfig
-    from deepenough.adaptive.ponder import (
-        PonderEncoderForSequenceClassification as PonderEncoderForSequenceClassification,
-    )
     from deepenough.adaptive.shortcut.shortcuts import Shortcuts as Shortcuts
     from deepenough.errors import UserError as UserError
     from deepenough.measure.exit_calibration import calibrate as calibrate
     from deepenough.par import ParConfig as ParConfig
     from deepenough.par import ParForCausalLM as ParForCausalLM
+    from deepenough.ponder import PonderAlbertConfig as PonderAlbertConfig
+    from deepenough.ponder import (
+        PonderAlbertForSequenceClassification as PonderAlbertForSequenceClassification,
+    )
+    from deepenough.ponder import PonderEncoderConfig as PonderEncoderConfig
+    from deepenough.ponder import (
+        PonderEncoderForSequenceClassification as PonderEncoderForSequenceClassification,
+    )
     from deepenough.runs import Record as Record
     from deepenough.runs import RunFolder as RunFolder
     from deepenough.trace import DepthTrace as DepthTrace
@@ -73,10 +73,10 @@ _MODULES = {
     "LazyTransition": "deepenough.adaptive.lazy",
     "ParConfig": "deepenough.par",
     "ParForCausalLM": "deepenough.par",
-    "PonderAlbertConfig": "deepenough.adaptive.ponder",
-    "PonderAlbertForSequenceClassification": "deepenough.adaptive.ponder",
-    "PonderEncoderConfig": "deepenough.adaptive.ponder",
-    "PonderEncoderForSequenceClassification": "deepenough.adaptive.ponder",
+    "PonderAlbertConfig": "deepenough.ponder",
+    "PonderAlbertForSequenceClassification": "deepenough.ponder",
+    "PonderEncoderConfig": "deepenough.ponder",
+    "PonderEncoderForSequenceClassification": "deepenough.ponder",
     "Record": "deepenough.runs",
     "RunFolder": "deepenough.runs",
     "Shortcuts": "deepenough.adaptive.shortcut.shortcuts",

@@ -28,12 +28,12 @@ from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import joint_tokenizer
 from deepenough.par.training import ParTraining
 from deepenough.par.training import train as train_par
+from deepenough.ponder.training import PonderTraining
+from deepenough.ponder.training import train as train_ponder
 from deepenough.runs import read_records
 from deepenough.train.compare import compare
 from deepenough.train.compare_settings import CompareSettings
 from deepenough.train.lazy import LazyTraining, make_model
-from deepenough.train.ponder import PonderTraining
-from deepenough.train.ponder import train as train_ponder
 from deepenough.train.programs import ProgramTraining
 
 #: All of one length, so that nothing is padded and the two counts of FLOPs can be equal.

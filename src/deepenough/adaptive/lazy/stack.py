@@ -20,8 +20,8 @@ from deepenough.adaptive.lazy.config import ACT, LAZY, TRANSFORMER, LazyTransfor
 from deepenough.adaptive.lazy.sight import Sight
 from deepenough.adaptive.lazy.signals import Signals
 from deepenough.adaptive.lazy.transition import LazyTransition, dropout_noise
-from deepenough.adaptive.ponder.act import act_halting
 from deepenough.errors import UserError
+from deepenough.ponder.act import act_halting
 
 
 class Steps(NamedTuple):

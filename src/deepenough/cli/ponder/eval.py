@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepenough.cli.parse import parse
-from deepenough.train.ponder_use import PonderEvaluation, evaluate
+from deepenough.ponder.evaluation import PonderEvaluation, evaluate
 
 
 def main(argv: list[str]) -> int:

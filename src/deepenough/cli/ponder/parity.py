@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepenough.cli.parse import parse
-from deepenough.train.parity import ParityTraining, train_parity
+from deepenough.ponder.parity import ParityTraining, train_parity
 from deepenough.training.distributed import is_main_process
 
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from deepenough.adaptive.ponder.texts import Text
 from deepenough.cli.lines import read_lines
 from deepenough.cli.parse import parse
-from deepenough.train.ponder_use import ExitSettings, predict
+from deepenough.ponder.evaluation import ExitSettings, predict
+from deepenough.ponder.texts import Text
 
 
 @dataclass

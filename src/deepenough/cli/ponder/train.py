@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepenough.cli.parse import parse
-from deepenough.train.ponder import PonderTraining, train
+from deepenough.ponder.training import PonderTraining, train
 from deepenough.training.distributed import is_main_process
 
 
