@@ -20,10 +20,10 @@ from typing import Any
 from record import save_result
 
 from deepenough.config import resolve
-from deepenough.data.programs import ProgramData
-from deepenough.train.lazy_use import load_translator
-from deepenough.train.programs import ProgramTraining, train_programs
-from deepenough.train.programs_use import ProgramEvaluation, evaluate_programs
+from deepenough.lazy.evaluation import load_translator
+from deepenough.lazy.programs import ProgramData
+from deepenough.lazy.programs_training import ProgramTraining, train_programs
+from deepenough.lazy.programs_use import ProgramEvaluation, evaluate_programs
 from deepenough.training.config import RunSettings, TrainSettings
 
 STEPS = 4

@@ -21,10 +21,7 @@ import torch
 from record import save_result
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepenough.adaptive.lazy import (
-    LazyTransformerConfig,
-    LazyTransformerForConditionalGeneration,
-)
+from deepenough.lazy import LazyTransformerConfig, LazyTransformerForConditionalGeneration
 from deepenough.training.allocator import keep_freed_memory
 
 PAIRS, LENGTH, VOCABULARY = 16, 32, 32_010

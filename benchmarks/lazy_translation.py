@@ -35,16 +35,16 @@ from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
 from deepenough.data.translation_pairs import IGNORED, EncodedPairs
-from deepenough.nn.dropout import Dropout
-from deepenough.train.lazy_task import plain_loss
-from deepenough.train.lazy_use import (
+from deepenough.lazy.evaluation import (
     LazyEvaluation,
     Translator,
     load_translator,
     measure_encoder,
     measured_pairs,
 )
-from deepenough.train.translate_score import SearchSettings, bleu, translate_pairs
+from deepenough.lazy.task import plain_loss
+from deepenough.lazy.translate_score import SearchSettings, bleu, translate_pairs
+from deepenough.nn.dropout import Dropout
 
 TEST = "test_2016_flickr"
 TESTS = (TEST, "test_2017_flickr", "test_2017_mscoco", "test_2018_flickr")

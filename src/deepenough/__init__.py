@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from deepenough.adaptive.exit.calibrated import Calibrated as Calibrated
     from deepenough.adaptive.exit.carry import Carry as Carry
     from deepenough.adaptive.exit.tuned import Tuned as Tuned
-    from deepenough.adaptive.lazy import LazyTransformerConfig as LazyTransformerConfig
-    from deepenough.adaptive.lazy import LazyTransformerForCausalLM as LazyTransformerForCausalLM
-    from deepenough.adaptive.lazy import (
-        LazyTransformerForConditionalGeneration as LazyTransformerForConditionalGeneration,
-    )
-    from deepenough.adaptive.lazy import LazyTransition as LazyTransition
     from deepenough.adaptive.shortcut.shortcuts import Shortcuts as Shortcuts
     from deepenough.errors import UserError as UserError
+    from deepenough.lazy import LazyTransformerConfig as LazyTransformerConfig
+    from deepenough.lazy import LazyTransformerForCausalLM as LazyTransformerForCausalLM
+    from deepenough.lazy import (
+        LazyTransformerForConditionalGeneration as LazyTransformerForConditionalGeneration,
+    )
+    from deepenough.lazy import LazyTransition as LazyTransition
     from deepenough.measure.exit_calibration import calibrate as calibrate
     from deepenough.par import ParConfig as ParConfig
     from deepenough.par import ParForCausalLM as ParForCausalLM
@@ -67,10 +67,10 @@ _MODULES = {
     "Calibrated": "deepenough.adaptive.exit.calibrated",
     "Carry": "deepenough.adaptive.exit.carry",
     "DepthTrace": "deepenough.trace",
-    "LazyTransformerConfig": "deepenough.adaptive.lazy",
-    "LazyTransformerForCausalLM": "deepenough.adaptive.lazy",
-    "LazyTransformerForConditionalGeneration": "deepenough.adaptive.lazy",
-    "LazyTransition": "deepenough.adaptive.lazy",
+    "LazyTransformerConfig": "deepenough.lazy",
+    "LazyTransformerForCausalLM": "deepenough.lazy",
+    "LazyTransformerForConditionalGeneration": "deepenough.lazy",
+    "LazyTransition": "deepenough.lazy",
     "ParConfig": "deepenough.par",
     "ParForCausalLM": "deepenough.par",
     "PonderAlbertConfig": "deepenough.ponder",

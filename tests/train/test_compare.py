@@ -16,16 +16,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from deepenough import UserError
 from deepenough.__main__ import main
-from deepenough.adaptive.lazy.config import MECHANISMS
-from deepenough.adaptive.lazy.settings import LazySettings
 from deepenough.cli import compare as compare_command
 from deepenough.cli.parse import parse
 from deepenough.config import dump, resolve
 from deepenough.data.encoding import save_tokenizer
-from deepenough.data.programs import ProgramData
-from deepenough.data.programs_tokens import character_tokenizer
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import joint_tokenizer
+from deepenough.lazy.config import MECHANISMS
+from deepenough.lazy.programs import ProgramData
+from deepenough.lazy.programs_tokens import character_tokenizer
+from deepenough.lazy.programs_training import ProgramTraining
+from deepenough.lazy.settings import LazySettings
+from deepenough.lazy.training import LazyTraining, make_model
 from deepenough.par.training import ParTraining
 from deepenough.par.training import train as train_par
 from deepenough.ponder.training import PonderTraining
@@ -33,8 +35,6 @@ from deepenough.ponder.training import train as train_ponder
 from deepenough.runs import read_records
 from deepenough.train.compare import compare
 from deepenough.train.compare_settings import CompareSettings
-from deepenough.train.lazy import LazyTraining, make_model
-from deepenough.train.programs import ProgramTraining
 
 #: All of one length, so that nothing is padded and the two counts of FLOPs can be equal.
 SENTENCES = ["ein mann faehrt rad", "eine frau geht aus", "der hund geht aus", "ein hund geht rad"]

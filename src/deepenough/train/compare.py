@@ -23,6 +23,7 @@ import torch
 
 from deepenough.config import to_dict
 from deepenough.errors import UserError
+from deepenough.lazy.candidate import open_pairs
 from deepenough.measure.compare import Advance, Candidate, Measured, measure
 from deepenough.measure.compare_intervals import coverage
 from deepenough.par.candidate import LanguageCandidate
@@ -30,7 +31,6 @@ from deepenough.ponder.candidate import LabelCandidate
 from deepenough.provenance import provenance
 from deepenough.runs import RunFolder, read_records
 from deepenough.train.compare_settings import ComparedData, CompareSettings, Entry
-from deepenough.train.compare_translation import open_pairs
 from deepenough.train.compare_words import WordsCandidate
 
 FRONTIER = "frontier.json"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deepenough.cli.parse import parse
-from deepenough.train.lazy_tasks import TRANSLATION, run_in, task_named, task_of_run
+from deepenough.lazy.tasks import TRANSLATION, run_in, task_named, task_of_run
 
 
 def main(argv: list[str]) -> int:

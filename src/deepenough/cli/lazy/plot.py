@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepenough.cli.parse import parse
+from deepenough.lazy.look import LazyPlot, look
 from deepenough.par.evaluation import model_folder
 from deepenough.runs import RunFolder
-from deepenough.train.lazy_look import LazyPlot, look
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepenough.cli.parse import parse
-from deepenough.train.lazy_sweep import LazySweep, sweep
+from deepenough.lazy.sweep import LazySweep, sweep
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deepenough.cli.parse import parse
-from deepenough.train.lazy_tasks import TASKS, TRANSLATION, task_in, task_named
+from deepenough.lazy.tasks import TASKS, TRANSLATION, task_in, task_named
 from deepenough.training.distributed import is_main_process
 
 

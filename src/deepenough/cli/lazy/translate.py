@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from deepenough.cli.lines import read_lines
 from deepenough.cli.parse import parse
-from deepenough.train.lazy_use import load_translator, translate_lines
-from deepenough.train.translate_score import SearchSettings
+from deepenough.lazy.evaluation import load_translator, translate_lines
+from deepenough.lazy.translate_score import SearchSettings
 
 
 @dataclass

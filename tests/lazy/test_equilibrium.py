@@ -1,0 +1,175 @@
+"""Equilibrium exit: equal to a slow reference, neutral at 0, the same for every batch."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from deepenough.errors import UserError
+from deepenough.lazy.encoder import embed
+from deepenough.lazy.equilibrium import run_moving, run_moving_ref
+from deepenough.lazy.sight import BatchSight, Source, padding_mask
+from deepenough.lazy.transition import step_similarity
+
+STEPS = 6
+
+
+def median_gate(model, sources, steps=STEPS):
+    gates = model.encoder(**sources, encoder_steps=steps).gates
+    return float(gates[sources["attention_mask"].bool()].median())
+
+
+@torch.no_grad()
+def median_turn(model, sources):
+    output = model.encoder(**sources, encoder_steps=STEPS, output_hidden_states=True)
+    turns = 1.0 - step_similarity(output.hidden_states)
+    return float(turns[sources["attention_mask"].bool()].median())
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"step_signal": "learned"},
+        {"norm": "every"},
+        {"rest": "turn"},
+        {"rest": "turn", "norm": "every", "compare": "update"},
+    ],
+)
+def test_equal_to_the_reference(make_translator, sources, form, patience):
+    model = make_translator(**form)
+    stack, mask = model.encoder.stack, sources["attention_mask"]
+    state = embed(model.embedding, sources["input_ids"], model.encoder.dropout).detach()
+    positions = stack.signals.first_positions(0, 7, state)
+    sight = BatchSight(2, padding_mask(mask, state))
+    epsilon = (median_turn if "rest" in form else median_gate)(model, sources)
+    with torch.no_grad():
+        args = (stack, state, positions, sight, STEPS, epsilon, patience)
+        fast, slow = run_moving(*args, mask), run_moving_ref(*args)
+    real = mask.bool()
+    assert torch.allclose(fast.state[real], slow.state[real], atol=1e-12)
+    assert torch.allclose(fast.gates[real], slow.gates[real], atol=1e-12)
+    assert torch.equal(fast.ran[real], slow.ran[real])
+    stopped = fast.depth[real]
+    assert 1 <= stopped.min() < stopped.max() <= STEPS, "the case shows nothing"
+    assert int(fast.depth[~real].sum()) == 0
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_the_decoders_too(make_translator, sources, patience):
+    model = make_translator()
+    stack = model.decoder.stack
+    ids = torch.randint(4, 40, (3, 6), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        states = model.encoder(**sources).last_hidden_state
+        state = embed(model.embedding, ids, model.decoder.dropout)
+        positions = stack.signals.first_positions(0, 6, state)
+        source = Source(states, padding_mask(sources["attention_mask"], states), 2)
+        sight = BatchSight(2, causal=True, source=source)
+        epsilon = float(stack(state, positions, sight, STEPS).gates.median())
+        args = (stack, state, positions, sight, STEPS, epsilon, patience)
+        fast, slow = run_moving(*args), run_moving_ref(*args)
+    assert torch.allclose(fast.state, slow.state, atol=1e-12)
+    assert torch.equal(fast.ran, slow.ran)
+    assert fast.depth.min() < fast.depth.max()
+
+
+@torch.no_grad()
+def test_tokens_rest_after_the_first_step_that_turns_them_less_than_epsilon(
+    make_translator, sources
+):
+    model = make_translator(rest="turn")
+    one = {"input_ids": sources["input_ids"][:1, :1], "attention_mask": torch.ones(1, 1).long()}
+    output = model.encoder(**one, encoder_steps=STEPS, output_hidden_states=True)
+    angles = [
+        torch.acos(torch.nn.functional.cosine_similarity(a[0, 0], b[0, 0], dim=0))
+        for a, b in pairwise(output.hidden_states)
+    ]
+    turns = [float(angle.sin() ** 2) for angle in angles]
+    epsilon = sorted(turns)[1] * 1.001
+    first = next(step for step, turn in enumerate(turns, 1) if turn < epsilon)
+    assert first < STEPS
+    trace = model.encoder(**one, encoder_steps=STEPS, epsilon=epsilon).trace
+    assert trace.depth.tolist() == [[first]]
+
+
+def test_with_epsilon_0_it_is_the_full_model_bit_by_bit(make_translator, sources):
+    model = make_translator()
+    full = model.encoder(**sources)
+    zero = model.encoder(**sources, epsilon=0.0)
+    assert torch.equal(full.last_hidden_state, zero.last_hidden_state)
+    assert torch.equal(full.gates, zero.gates)
+    assert zero.trace.total_flops == full.trace.total_flops
+
+
+def test_the_compacted_path_without_anyone_stopping_is_the_full_model(make_translator, sources):
+    model = make_translator()
+    full = model.encoder(**sources, encoder_steps=STEPS)
+    least = float(full.gates[sources["attention_mask"].bool()].min())
+    moving = model.encoder(**sources, encoder_steps=STEPS, epsilon=least / 2)
+    real = sources["attention_mask"].bool()
+    assert torch.allclose(full.last_hidden_state[real], moving.last_hidden_state[real], atol=1e-12)
+    assert moving.trace.total_flops == full.trace.total_flops
+
+
+def test_with_epsilon_1_all_stop_after_their_patience(make_translator, sources):
+    model = make_translator()
+    trace = model.encoder(**sources, encoder_steps=STEPS, epsilon=1.0, patience=2).trace
+    assert trace.depth[0].tolist() == [2] * 7
+    full = model.encoder(**sources, encoder_steps=2).trace
+    assert trace.total_flops == full.total_flops
+
+
+def test_a_batch_is_its_sentences_one_by_one(make_translator, sources):
+    model = make_translator()
+    epsilon = median_gate(model, sources)
+    together = model.encoder(**sources, encoder_steps=STEPS, epsilon=epsilon)
+    depths = set()
+    for row, length in enumerate([7, 4, 5]):
+        alone = model.encoder(
+            sources["input_ids"][row : row + 1, :length], encoder_steps=STEPS, epsilon=epsilon
+        )
+        assert torch.allclose(
+            together.last_hidden_state[row, :length], alone.last_hidden_state[0], atol=1e-12
+        )
+        assert torch.equal(together.trace.depth[row, :length], alone.trace.depth[0])
+        depths |= set(alone.trace.depth[0].tolist())
+    assert len(depths) > 1
+
+
+def test_rows_of_the_matrix_products_shrink(make_translator, sources):
+    model = make_translator()
+    epsilon = median_gate(model, sources)
+    rows = []
+    layer = model.encoder.stack.transitions[0].block.ff_in
+    handle = layer.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    trace = model.encoder(**sources, encoder_steps=STEPS, epsilon=epsilon).trace
+    handle.remove()
+    assert rows == trace.ran.flatten(0, 1).sum(0).tolist()[: len(rows)]
+    assert rows[0] == 16  # of 21 places, those that are no padding
+    assert rows[-1] < 16
+
+
+def test_states_of_stopped_tokens_stay(make_translator, sources):
+    model = make_translator()
+    epsilon = median_gate(model, sources)
+    output = model.encoder(
+        **sources, encoder_steps=STEPS, epsilon=epsilon, output_hidden_states=True
+    )
+    states = torch.stack(output.hidden_states, 2)  # [B, T, N + 1, D]
+    changed = (states[:, :, 1:] != states[:, :, :-1]).any(-1)
+    assert torch.equal(changed, output.trace.ran)
+    assert bool((output.gates[~output.trace.ran] == 0).all())
+
+
+def test_training_lets_no_token_stop(make_translator, sources):
+    model = make_translator(epsilon=1.0).train()
+    output = model(**sources, labels=torch.tensor([[5, 6]] * 3))
+    full = make_translator().train()(**sources, labels=torch.tensor([[5, 6]] * 3))
+    assert torch.equal(output.loss, full.loss)
+
+
+def test_models_without_gates_refuse(make_translator, sources):
+    with pytest.raises(UserError, match="Only lazy models"):
+        make_translator(mechanism="act").encoder(**sources, epsilon=0.5)

@@ -1,0 +1,170 @@
+"""The lazy transition: the gate by hand and by the literal formula, gradients, dropout, norm."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from deepenough.lazy.transition import (
+    LazyTransition,
+    dropout_noise,
+    linear_cka_ref,
+    sentence_similarity,
+    squared_cosine,
+    step_similarity,
+    update_share,
+)
+
+
+class Fixed(nn.Module):
+    """A block whose update is given."""
+
+    def __init__(self, update: torch.Tensor) -> None:
+        super().__init__()
+        self.update = nn.Parameter(update)
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        return self.update.expand_as(state)
+
+
+def test_the_gate_by_hand():
+    x = torch.tensor([[3.0, 4.0], [3.0, 4.0], [1.0, 0.0], [1.0, 0.0]])
+    y = torch.tensor([[6.0, 8.0], [-4.0, 3.0], [1.0, 1.0], [-5.0, 0.0]])
+    # parallel, orthogonal, 45 degrees, opposite
+    assert squared_cosine(x, y).tolist() == pytest.approx([1.0, 0.0, 0.5, 1.0])
+    assert update_share(x, y).tolist() == pytest.approx([0.0, 1.0, 0.5, 0.0])
+
+
+def test_a_step_by_hand():
+    """x = (1, 0), y = (1, 1): sigma is 1/2, so half of y is added."""
+    transition = LazyTransition(Fixed(torch.tensor([1.0, 1.0])))
+    state, gate, _ = transition.step(torch.tensor([[1.0, 0.0]]))
+    assert gate.item() == pytest.approx(0.5)
+    assert state.tolist() == [pytest.approx([1.5, 0.5])]
+    assert torch.equal(transition(torch.tensor([[1.0, 0.0]])), state)
+
+
+def test_a_step_compared_with_the_state_it_would_make_by_hand():
+    """x = (1, 0), y = (0, 1): the state would turn by 45 degrees, so half of the way is made."""
+    transition = LazyTransition(Fixed(torch.tensor([0.0, 1.0])), compare="state")
+    state, gate, _ = transition.step(torch.tensor([[1.0, 0.0]]))
+    assert gate.item() == pytest.approx(0.5)
+    assert state.tolist() == [pytest.approx([1.0, 0.5])]
+    small = LazyTransition(Fixed(torch.tensor([0.0, 0.01])), compare="state")
+    assert small.step(torch.tensor([[1.0, 0.0]])).gate.item() == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_the_papers_norm_comes_after_the_update():
+    transition = LazyTransition(Fixed(torch.tensor([1.0, 1.0])), norm=nn.LayerNorm(2))
+    state = transition(torch.tensor([[1.0, 0.0]]))
+    assert state[0].tolist() == pytest.approx([1.0, -1.0], abs=1e-4)  # of (1.5, 0.5)
+
+
+def test_without_laziness_it_is_a_residual_connection():
+    transition = LazyTransition(Fixed(torch.tensor([1.0, 1.0])), lazy=False)
+    state, gate, _ = transition.step(torch.tensor([[1.0, 0.0]]))
+    assert state.tolist() == [[2.0, 1.0]]
+    assert gate.tolist() == [1.0]
+
+
+vectors = st.lists(st.floats(-100, 100), min_size=5, max_size=5).filter(
+    lambda values: math.hypot(*values) > 1e-3
+)
+
+
+@given(vectors, vectors)
+def test_squared_cosine_is_the_literal_cka(x, y):
+    a, b = torch.tensor(x, dtype=torch.double), torch.tensor(y, dtype=torch.double)
+    literal = float(linear_cka_ref(a, b))
+    assert float(squared_cosine(a, b)) == pytest.approx(literal, abs=1e-9)
+
+
+def test_zero_vectors_are_not_similar_and_large_ones_do_not_overflow():
+    zero, one = torch.zeros(1, 4), torch.ones(1, 4)
+    assert squared_cosine(zero, one).tolist() == [0.0]
+    assert squared_cosine(one, zero).tolist() == [0.0]
+    assert squared_cosine(1e15 * one, 1e12 * one).tolist() == pytest.approx([1.0])
+
+
+def test_no_gradient_goes_through_the_gate():
+    update = torch.tensor([1.0, 1.0])
+    transition = LazyTransition(Fixed(update))
+    transition(torch.tensor([[1.0, 0.0]])).sum().backward()
+    # With the gate a constant 1/2, the derivative of each channel's sum is just that.
+    assert transition.block.update.grad.tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_dropout_acts_on_the_update_and_not_on_the_gate():
+    torch.manual_seed(0)
+    transition = LazyTransition(Fixed(torch.ones(1000)), dropout=0.5)
+    start = torch.zeros(1, 1000)
+    start[0, 0] = 1.0
+    state, gate, _ = transition.step(start)
+    assert gate.item() == pytest.approx(1 - 1 / 1000)
+    moved = (state - start)[0] / gate
+    assert set(moved.round(decimals=3).tolist()) == {0.0, 2.0}
+    assert 400 < int((moved > 1).sum()) < 600
+    transition.eval()
+    assert torch.allclose(transition(start), start + gate)
+
+
+def test_sentence_similarity_is_of_mean_tokens_without_padding():
+    x = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 99.0]]])
+    y = torch.tensor([[[1.0, 2.0], [1.0, 0.0], [50.0, 0.0]]])
+    mask = torch.tensor([[1, 1, 0]])
+    assert sentence_similarity(x, y, mask).tolist() == pytest.approx([0.5])  # (2, 0) and (1, 1)
+    both = sentence_similarity(x[:, :2], y[:, :2])
+    assert torch.allclose(both, sentence_similarity(x, y, mask))
+
+
+def test_step_similarity_is_of_consecutive_states():
+    states = [torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[1.0, 1.0]]]), torch.ones(1, 1, 2) * 7]
+    assert step_similarity(states).flatten().tolist() == pytest.approx([0.5, 1.0])
+
+
+def test_any_block_can_be_made_lazy():
+    torch.manual_seed(0)
+    transition = LazyTransition(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), dropout=0.1)
+    state = torch.randn(2, 3, 8)
+    for _ in range(4):
+        state = transition(state)
+    state.sum().backward()
+    assert all(parameter.grad is not None for parameter in transition.parameters())
+
+
+def test_noise_is_taken_out_of_the_products_by_hand():
+    """x = (1, 0) and e = (0, 1): without e the state would not turn, with it by 18 degrees."""
+    noisy, update, noise = torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, 0.0]]), torch.ones(1)
+    assert update_share(noisy, update, "state").item() == pytest.approx(0.1)
+    assert update_share(noisy, update, "state", noise).item() == pytest.approx(0.0, abs=1e-6)
+    assert update_share(noisy, update, "update").item() == pytest.approx(0.5)
+    assert update_share(noisy, update, "update", noise).item() == pytest.approx(0.0, abs=1e-6)
+    # More than there is: nothing is known of such a state, and it is left where it is.
+    assert update_share(noisy, update, "state", 9 * noise).item() == 0.0
+
+
+@pytest.mark.parametrize("compare", ["state", "update"])
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm(512, elementwise_affine=False)])
+def test_gates_without_noise_are_those_of_evaluation(compare, norm):
+    """Two steps of a block whose updates are mostly more of the same, as trained ones are."""
+    torch.manual_seed(0)
+    clean = torch.randn(1, 512)
+    update = 1.5 * clean[0] + torch.randn(512)
+    transition = LazyTransition(Fixed(update), norm, dropout=0.3, compare=compare).eval()
+    gates = []
+    for _ in range(2):
+        clean, gate, _ = transition.step(clean)
+        gates.append(gate.item())
+    torch.manual_seed(0)
+    start = torch.randn(1, 512).expand(2000, 512)
+    transition.train()
+    plain = freed = transition.dropout(start)
+    noise = dropout_noise(plain, 0.3)
+    for wanted in gates:
+        plain, biased, _ = transition.step(plain)
+        freed, found, noise = transition.step(freed, noise=noise)
+        assert abs(float(biased.mean()) - wanted) > 0.03, "without noise nothing is shown"
+        assert float(found.mean()) == pytest.approx(wanted, abs=0.012)
