@@ -17,11 +17,11 @@ from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.own_text import Written
 from deepenough.adaptive.exit.planning import choose_exits, measured_prices
 from deepenough.adaptive.exit.policies import make_policy
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.data import open_corpus
 from deepenough.data.instructions import instructions
 from deepenough.hf.loading import load_model
 from deepenough.measure.exit_losses import full_words
+from deepenough.shortcut.shortcuts import Shortcuts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

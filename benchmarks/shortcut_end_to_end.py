@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from record import save_result
 
-from deepenough.adaptive.shortcut.collect import make_reading
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
-from deepenough.adaptive.shortcut.windows import TokenBatch, batches
 from deepenough.data import open_corpus
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.loading import load_model
+from deepenough.shortcut.collect import make_reading
+from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.windows import TokenBatch, batches
 
 
 def main() -> None:

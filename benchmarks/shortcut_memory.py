@@ -24,10 +24,10 @@ import torch
 from record import save_result
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from deepenough.adaptive.shortcut.collect import iterate_states
-from deepenough.adaptive.shortcut.pairs import make_plan, plan_bytes
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.shortcut.collect import iterate_states
+from deepenough.shortcut.pairs import make_plan, plan_bytes
+from deepenough.shortcut.shortcuts import Shortcuts
 
 NUM_LAYERS, WIDTH, LENGTH = 12, 384, 64
 ENOUGH_POSITIONS = 100_000

@@ -25,11 +25,11 @@ import torch
 from record import save_result
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
-from deepenough.adaptive.shortcut.joint_fit import collect, fit
-from deepenough.adaptive.shortcut.replacement import Replacement
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.measure.shortcut import evaluate
-from deepenough.measure.shortcut_scores import Reference
+from deepenough.shortcut.evaluation import evaluate
+from deepenough.shortcut.joint_fit import collect, fit
+from deepenough.shortcut.replacement import Replacement
+from deepenough.shortcut.scores import Reference
 from deepenough.training.allocator import keep_freed_memory
 
 # Given for the source's scripts on the machine of the claim, not measured here.

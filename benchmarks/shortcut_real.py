@@ -19,13 +19,13 @@ from typing import Any
 
 from record import save_result
 
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.data import open_corpus
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load_model
-from deepenough.measure.shortcut import evaluate, lens
 from deepenough.runs import Metrics, RunFolder
-from deepenough.train.tune import tune
+from deepenough.shortcut.evaluation import evaluate, lens
+from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.tune import tune
 from deepenough.training.allocator import keep_freed_memory
 
 CORPUS = "wikitext-2"

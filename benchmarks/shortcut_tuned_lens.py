@@ -29,12 +29,12 @@ import torch
 from record import save_result
 from transformers import PreTrainedModel
 
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.data import open_corpus
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.loading import load_model
-from deepenough.measure.shortcut import evaluate
-from deepenough.train.tune import tune
+from deepenough.shortcut.evaluation import evaluate
+from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.tune import tune
 
 CORPUS = "wikitext-2-raw"
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from deepenough.adaptive.exit.calibrated import Calibrated as Calibrated
     from deepenough.adaptive.exit.carry import Carry as Carry
     from deepenough.adaptive.exit.tuned import Tuned as Tuned
-    from deepenough.adaptive.shortcut.shortcuts import Shortcuts as Shortcuts
     from deepenough.errors import UserError as UserError
     from deepenough.lazy import LazyTransformerConfig as LazyTransformerConfig
     from deepenough.lazy import LazyTransformerForCausalLM as LazyTransformerForCausalLM
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     )
     from deepenough.runs import Record as Record
     from deepenough.runs import RunFolder as RunFolder
+    from deepenough.shortcut.shortcuts import Shortcuts as Shortcuts
     from deepenough.trace import DepthTrace as DepthTrace
 
 __version__ = "0.1.0"
@@ -79,7 +79,7 @@ _MODULES = {
     "PonderEncoderForSequenceClassification": "deepenough.ponder",
     "Record": "deepenough.runs",
     "RunFolder": "deepenough.runs",
-    "Shortcuts": "deepenough.adaptive.shortcut.shortcuts",
+    "Shortcuts": "deepenough.shortcut.shortcuts",
     "Tuned": "deepenough.adaptive.exit.tuned",
     "UserError": "deepenough.errors",
     "accelerate": "deepenough.adaptive.exit.accelerate",

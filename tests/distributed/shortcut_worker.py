@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
-from deepenough.adaptive.shortcut.statistics import Statistics
 from deepenough.errors import UserError
+from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.statistics import Statistics
 
 
 def tokenizer(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.measure.exit_sweep import (
+from deepenough.shortcut.exit_sweep import (
     AGREEMENTS,
     LAMBDAS,
     fixed_exits,

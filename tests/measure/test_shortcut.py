@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from deepenough.adaptive.shortcut.collect import iterate_states
-from deepenough.adaptive.shortcut.replacement import Replacement
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
-from deepenough.adaptive.shortcut.submodules import KINDS, Submodules
-from deepenough.adaptive.shortcut.windows import Reading, batches
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
-from deepenough.measure import shortcut
-from deepenough.measure.shortcut import evaluate, lens
-from deepenough.measure.shortcut_scores import score_ref
 from deepenough.runs import Record
+from deepenough.shortcut import evaluation
+from deepenough.shortcut.collect import iterate_states
+from deepenough.shortcut.evaluation import evaluate, lens
+from deepenough.shortcut.replacement import Replacement
+from deepenough.shortcut.scores import score_ref
+from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.submodules import KINDS, Submodules
+from deepenough.shortcut.windows import Reading, batches
 
 Make = Callable[[str], PreTrainedModel]
 
@@ -99,7 +99,7 @@ def test_batches_and_blocks_do_not_matter(
     submodules = Submodules.fit(model, words, texts, positions="all")
     texts = texts[:30]
     whole = evaluate(model, words, shortcuts, texts, submodules=submodules)
-    monkeypatch.setattr(shortcut, "_LOGIT_BYTES", 4 * 60 * 20)
+    monkeypatch.setattr(evaluation, "_LOGIT_BYTES", 4 * 60 * 20)
     pieces = evaluate(model, words, shortcuts, texts, submodules=submodules, batch_tokens=1)
     assert pieces.positions == whole.positions == sum(" " in text for text in texts)
     assert pieces.tally.skipped == len(texts) - whole.positions > 0

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.measure.shortcut_scores import Reference, score_ref, top_two
+from deepenough.shortcut.scores import Reference, score_ref, top_two
 
 
 def test_by_hand():

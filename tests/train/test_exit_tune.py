@@ -16,10 +16,10 @@ from deepenough.adaptive.exit.own_text import continue_prompts
 from deepenough.adaptive.exit.tuned import Tuned
 from deepenough.data.instructions import instructions
 from deepenough.runs import read_records
+from deepenough.shortcut.study import ModelChoice
 from deepenough.train.exit_tune import ExitTune, default_training, tune_run
 from deepenough.train.exit_tune_task import HeadSettings, HeadTask
 from deepenough.train.exit_tune_text import OwnTexts, OwnTextSettings, make_prompts, write_texts
-from deepenough.train.shortcut import ModelChoice
 from deepenough.training.config import RunSettings
 
 

@@ -27,12 +27,12 @@ from deepenough.adaptive.exit.own_text import Written, continue_prompts
 from deepenough.adaptive.exit.tuned import Tuned
 from deepenough.hf.adapter import adapt
 from deepenough.runs import read_records
+from deepenough.shortcut.study import ModelChoice
 from deepenough.train.exit_tune import ExitTune, default_training, tune_run
 from deepenough.train.exit_tune_lora import EarlyLayers, LoraSettings, fit_start
 from deepenough.train.exit_tune_lora_task import LoraTask
 from deepenough.train.exit_tune_task import HeadSettings, read_texts
 from deepenough.train.exit_tune_text import OwnTextSettings
-from deepenough.train.shortcut import ModelChoice
 from deepenough.training.config import RunSettings
 
 pytestmark = pytest.mark.skipif(

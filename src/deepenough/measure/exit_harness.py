@@ -19,9 +19,9 @@ from torch import Tensor
 
 from deepenough.adaptive.exit.accelerate import Accelerated, accelerate
 from deepenough.adaptive.exit.policies import make_policy
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
 from deepenough.hf.loading import load_model
+from deepenough.shortcut.shortcuts import Shortcuts
 
 try:
     from lm_eval.api.registry import register_model  # type: ignore

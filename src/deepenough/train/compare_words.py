@@ -23,15 +23,15 @@ from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.costs import Costs
 from deepenough.adaptive.exit.filling import Fill
 from deepenough.adaptive.exit.policies import ConfidenceGap
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.config import resolve
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.measure.compare import Judged, OperatingPoint, Task
 from deepenough.measure.compare_intervals import share_interval
+from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.study import ShortcutFit, TextChoice
 from deepenough.trace import DepthTrace
 from deepenough.train.compare_settings import ComparedData, Entry, read_config
-from deepenough.train.shortcut import ShortcutFit, TextChoice
 from deepenough.training.log import without_bars
 
 PROMPTS = 8

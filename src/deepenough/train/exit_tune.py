@@ -33,17 +33,17 @@ from deepenough.adaptive.exit.making import make_engine
 from deepenough.adaptive.exit.own_text import Written
 from deepenough.adaptive.exit.sources import Workshop
 from deepenough.adaptive.exit.tuned import SHORTCUTS, Tuned
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.config import dump
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import RunFolder
+from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.study import ModelChoice
+from deepenough.shortcut.tune import tune
 from deepenough.train.exit_tune_lora import LoraSettings
 from deepenough.train.exit_tune_lora_task import tune_layers
 from deepenough.train.exit_tune_task import HeadSettings, HeadTask, before_and_after
 from deepenough.train.exit_tune_text import OwnTexts, OwnTextSettings, write_texts
-from deepenough.train.shortcut import ModelChoice
-from deepenough.train.tune import tune
 from deepenough.training.allocator import keep_freed_memory
 from deepenough.training.config import RunSettings, TrainSettings
 from deepenough.training.distributed import make_accelerator

@@ -32,9 +32,9 @@ from deepenough.adaptive.exit.adapted import Adapted, Change, changeable, guess
 from deepenough.adaptive.exit.carry_fit import Sums
 from deepenough.adaptive.exit.first_layers import first_layers
 from deepenough.adaptive.exit.own_text import Written
-from deepenough.adaptive.shortcut.partial_run import hidden_of, tensor_of
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.shortcut.partial_run import hidden_of, tensor_of
 from deepenough.train.exit_tune_task import read_texts
 from deepenough.training.seeds import seed_at
 

@@ -28,10 +28,10 @@ from deepenough.adaptive.exit.own_text import (
     beginnings,
     continue_prompts,
 )
-from deepenough.adaptive.shortcut import files
 from deepenough.data import open_corpus
 from deepenough.data.instructions import instructions
 from deepenough.errors import UserError
+from deepenough.shortcut import files
 from deepenough.training.seeds import seed_at
 
 INDEX = "text.json"

@@ -42,8 +42,8 @@ from deepenough.adaptive.exit.request import check_prompt, make_request
 from deepenough.adaptive.exit.scoring import ExitForward
 from deepenough.adaptive.exit.sources import Workshop, make_drafting
 from deepenough.adaptive.exit.tuned import Tuned
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
+from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.trace import DepthTrace
 
 Mode = Literal["full", "speculative", "exit"]

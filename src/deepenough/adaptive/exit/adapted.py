@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from deepenough.adaptive.exit.first_layers import first_layers
-from deepenough.adaptive.shortcut import files
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.shortcut import files
 
 INDEX, TENSORS = "lora.json", "lora.safetensors"
 FORMAT, VERSION = "deepenough-lora", 1

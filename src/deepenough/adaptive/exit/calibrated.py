@@ -20,10 +20,10 @@ import torch
 from deepenough.adaptive.exit.filling import Fill
 from deepenough.adaptive.exit.leaving import EarlyExit
 from deepenough.adaptive.exit.policies import POLICIES, ExitPolicy, ThresholdPolicy
-from deepenough.adaptive.shortcut import files
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
+from deepenough.shortcut import files
+from deepenough.shortcut.shortcuts import Shortcuts
 
 INDEX = "exit.json"
 FORMAT, VERSION = "deepenough-exit", 1

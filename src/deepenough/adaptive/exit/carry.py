@@ -31,9 +31,9 @@ from torch.nn import functional as F
 from deepenough.adaptive.exit.drafts import DraftSource, Proposal
 from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.rows import Row
-from deepenough.adaptive.shortcut import files
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
+from deepenough.shortcut import files
 
 INDEX, TENSORS = "carry.json", "carry.safetensors"
 FORMAT, VERSION = "deepenough-carry", 1

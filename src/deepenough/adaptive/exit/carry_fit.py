@@ -26,10 +26,10 @@ from transformers import PreTrainedModel
 
 from deepenough.adaptive.exit.carry import Carry, shortlist_head
 from deepenough.adaptive.exit.own_text import WritingSettings, Written, write
-from deepenough.adaptive.shortcut.solve import make_solver
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.provenance import provenance
+from deepenough.shortcut.solve import make_solver
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
 #: Of so many texts one is left out of the sums.

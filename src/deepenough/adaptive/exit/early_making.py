@@ -13,8 +13,8 @@ from deepenough.adaptive.exit.filling import Fill
 from deepenough.adaptive.exit.leaving import EarlyExit
 from deepenough.adaptive.exit.planning import choose_exits
 from deepenough.adaptive.exit.policies import ConfidenceGap, ExitPolicy
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
+from deepenough.shortcut.shortcuts import Shortcuts
 
 Guarantee = Calibrated | str | os.PathLike[str]
 

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from deepenough.adaptive.exit.engine import Engine, Step
 from deepenough.adaptive.exit.rows import Row
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.shortcuts import Shortcuts
 
 Fill = Literal["shortcut", "copy", "deferred"]
 FILLS: tuple[Fill, ...] = ("shortcut", "copy", "deferred")

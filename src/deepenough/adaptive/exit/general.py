@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from deepenough.adaptive.exit.engine import Engine, Step, row_lengths
-from deepenough.adaptive.shortcut.partial_run import hidden_of, in_this_thread, tensor_of
 from deepenough.hf.adapter import Adapter
+from deepenough.shortcut.partial_run import hidden_of, in_this_thread, tensor_of
 
 
 class _Call(NamedTuple):

@@ -25,8 +25,8 @@ from deepenough.adaptive.exit.carry import shortlist_head
 from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.filling import FILLS, Fill
 from deepenough.adaptive.exit.policies import ExitPolicy, Look
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
+from deepenough.shortcut.shortcuts import Shortcuts
 
 
 @dataclass

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from deepenough.adaptive.exit.costs import Costs
 from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.leaving import EarlyExit, ExitTest, Streaks
-from deepenough.adaptive.shortcut.partial_run import hidden_of, in_this_thread
+from deepenough.shortcut.partial_run import hidden_of, in_this_thread
 from deepenough.trace import DepthTrace
 
 #: Positions whose probabilities are held at once.

@@ -17,8 +17,8 @@ from deepenough.adaptive.exit.carry import is_like, shortlist_head
 from deepenough.adaptive.exit.drafts import DraftSource, Proposal
 from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.rows import Row
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
+from deepenough.shortcut.shortcuts import Shortcuts
 
 
 class ShortcutDraft(DraftSource):

@@ -15,8 +15,8 @@ from deepenough.adaptive.exit.engine import Engine
 from deepenough.adaptive.exit.head_draft import HeadDraft
 from deepenough.adaptive.exit.shortcut_draft import ShortcutDraft
 from deepenough.adaptive.exit.tuned import Tuned
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
+from deepenough.shortcut.shortcuts import Shortcuts
 
 NAMES = ("lookup", "carry", "shortcut", "tuned", "adapted")
 _NEEDED = {

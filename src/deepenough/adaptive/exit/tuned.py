@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from deepenough.adaptive.exit.adapted import Adapted
 from deepenough.adaptive.exit.carry import Carry
 from deepenough.adaptive.exit.head import DraftHead, HeadShape
-from deepenough.adaptive.shortcut import files
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
+from deepenough.shortcut import files
+from deepenough.shortcut.shortcuts import Shortcuts
 
 INDEX, TENSORS, CHOICE = "head.json", "head.safetensors", "choice.json"
 SHORTCUTS, ADAPTED = "shortcuts", "lora"

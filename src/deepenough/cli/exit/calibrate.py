@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepenough.cli.parse import parse
-from deepenough.train.shortcut import ModelChoice, TextChoice
+from deepenough.shortcut.study import ModelChoice, TextChoice
 from deepenough.training.progress import reading
 
 
@@ -92,8 +92,8 @@ def main(argv: list[str]) -> int:
 
     from deepenough.adaptive.exit.accelerate import accelerate
     from deepenough.adaptive.exit.policies import make_policy
-    from deepenough.adaptive.shortcut.shortcuts import Shortcuts
     from deepenough.measure.exit_calibration import calibrate
+    from deepenough.shortcut.shortcuts import Shortcuts
 
     shortcuts = Shortcuts.from_pretrained(settings.shortcuts)
     lines = settings.text.read()

@@ -136,7 +136,7 @@ def _accelerated(model: Any, settings: ExitGenerateSettings, options: dict[str, 
 
     from deepenough.adaptive.exit.accelerate import accelerate
     from deepenough.adaptive.exit.carry import Carry
-    from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+    from deepenough.shortcut.shortcuts import Shortcuts
 
     shortcuts = Shortcuts.from_pretrained(settings.shortcuts) if settings.shortcuts else None
     if settings.carry:

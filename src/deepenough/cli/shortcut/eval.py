@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepenough.cli.parse import parse
-from deepenough.train.shortcut import ShortcutEval, evaluate_run
+from deepenough.shortcut.study import ShortcutEval, evaluate_run
 from deepenough.training.progress import reading
 
 #: What the table shows of a layer.

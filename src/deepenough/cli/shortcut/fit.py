@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepenough.cli.parse import parse
-from deepenough.train.shortcut import ShortcutFit, fit_run
+from deepenough.shortcut.study import ShortcutFit, fit_run
 from deepenough.training.distributed import is_main_process
 from deepenough.training.progress import reading
 

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     from deepenough.report import read_runs
     from deepenough.report.lens import write_lens
     from deepenough.runs import RunFolder
-    from deepenough.train.shortcut import lens_run
+    from deepenough.shortcut.study import lens_run
 
     values = lens_run(settings.run, settings.prompt, settings.mode).values
     last = len(values["layers"]) - 1

@@ -1,0 +1,222 @@
+"""One fit is one fit: in one pass or several, whole or killed and resumed, in memory or on disk."""
+
+import copy
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepenough.errors import UserError
+from deepenough.hf.adapter import adapt
+from deepenough.shortcut import memory
+from deepenough.shortcut.collect import iterate_states
+from deepenough.shortcut.pairs import make_plan
+from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.statistics import Statistics
+
+BLOCK = 16 * 16 * 8 * 1.3  # of a limit, one block of the tiny models' width
+
+
+def assert_same(one: Shortcuts, two: Shortcuts, exact: bool = True) -> None:
+    assert one.pairs == two.pairs and len(one.pairs) > 0
+    assert one.biases.keys() == two.biases.keys()
+    for name in ("maps", "biases"):
+        for pair, tensor in getattr(one, name).items():
+            other = getattr(two, name)[pair]
+            if exact:
+                assert torch.equal(tensor, other), pair
+            else:
+                torch.testing.assert_close(tensor, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(one.cka(), two.cka(), rtol=1e-9, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("positions", ["all", "random"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_fit_is_fit_states_on_what_is_collected(
+    name: str, positions: Any, request: pytest.FixtureRequest, texts: list[str]
+) -> None:
+    model = request.getfixturevalue(name).double()
+    tokenizer = request.getfixturevalue("plain" if name == "gpt2" else "wrapped")
+    shortcuts = Shortcuts.fit(model, tokenizer, texts, positions, affine=True, seed=3)
+    found = list(iterate_states(adapt(model), tokenizer, texts, positions=positions, seed=3))
+    states = [torch.cat(layer) for layer in zip(*(batch.states for batch in found), strict=True)]
+    expected = Shortcuts.fit_states(states, affine=True)
+    for pair in expected.pairs:
+        torch.testing.assert_close(shortcuts.matrix(*pair), expected.matrix(*pair))
+        torch.testing.assert_close(shortcuts.bias(*pair), expected.bias(*pair))
+    assert shortcuts.meta["fit"]["positions"] == len(states[0])
+    assert shortcuts.meta["model"]["width"] == 16
+    assert shortcuts.meta["data"]["texts"] == 150 and shortcuts.meta["data"]["skipped"] > 0
+    record = shortcuts.record()
+    assert (record.kind, record.values["positions"]) == ("fit", len(states[0]))
+    assert record.values["pairs"] == len(expected.pairs) and record.values["seconds"] > 0
+
+
+def test_maps_of_a_single_precision_model_are_single(
+    gpt2: Any, plain: Any, texts: list[str]
+) -> None:
+    shortcuts = Shortcuts.fit(gpt2, plain, texts, targets="last")
+    assert {matrix.dtype for matrix in shortcuts.maps.values()} == {torch.float32}
+    exact = Shortcuts.fit(gpt2.double(), plain, texts, targets="last")
+    for pair in exact.pairs:
+        torch.testing.assert_close(
+            shortcuts.matrix(*pair).double(), exact.matrix(*pair), rtol=1e-3, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("room", [2, 3, 7, 9])
+def test_several_passes_give_the_same_maps(
+    gpt2: Any, plain: Any, texts: list[str], tmp_path: Path, room: int
+) -> None:
+    whole = Shortcuts.fit(gpt2, plain, texts, affine=True)
+    seen: list[tuple[int, int | None]] = []
+    parts = Shortcuts.fit(
+        gpt2,
+        plain,
+        iter(texts),
+        affine=True,
+        memory_limit=room * BLOCK + 1,
+        resume=tmp_path / "fit",
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    num_passes = parts.meta["fit"]["passes"]
+    assert num_passes > 1
+    assert seen[-1] == (150 * num_passes, 150 * num_passes) and seen == sorted(seen)
+    assert_same(whole, parts, exact=False)
+
+
+def test_the_limit_counts_maps_only_where_they_stay_in_memory(gpt2: Any, plain: Any) -> None:
+    plan = make_plan(3)
+    maps = 6 * 16 * 16 * 4
+    in_memory = memory.plan_passes(plan, 16, 4 * BLOCK + maps + 1, 16 * 16 * 4, on_disk=False)
+    assert in_memory == memory.plan_passes(plan, 16, 4 * BLOCK + 1, 16 * 16 * 4, on_disk=True)
+    with pytest.raises(UserError, match="name a folder to resume from"):
+        Shortcuts.fit(gpt2, plain, ["w1 w2"], memory_limit=3 * BLOCK)
+    with pytest.raises(UserError, match="too small for maps of width 16"):
+        Shortcuts.fit(gpt2, plain, ["w1 w2"], memory_limit=BLOCK)
+    assert memory.default_limit(torch.device("cpu")) > 1e6
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+def test_an_interrupted_fit_goes_on_to_the_same_bits(
+    gpt2: Any, plain: Any, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"memory_limit": 7 * BLOCK + 1, "batch_tokens": 200, "save_every": 0.0}
+    whole = Shortcuts.fit(gpt2, plain, texts, resume=tmp_path / "whole", **options)
+    update = Statistics.update
+    ran: list[int] = []
+
+    def counted(self: Statistics, states: Any) -> None:
+        if len(ran) in stops:
+            stops.remove(len(ran))
+            raise Killed
+        ran.append(1)
+        update(self, states)
+
+    stops = {4, 25, 26}  # in the first pass, in the second, and at once after that
+    monkeypatch.setattr(Statistics, "update", counted)
+    for _ in range(3):
+        with pytest.raises(Killed):
+            Shortcuts.fit(gpt2, plain, texts, resume=tmp_path / "parts", **options)
+    parts = Shortcuts.fit(gpt2, plain, texts, resume=tmp_path / "parts", **options)
+    assert_same(whole, parts)
+    once = len(ran)
+    again = Shortcuts.fit(gpt2, plain, texts, resume=tmp_path / "parts", **options)
+    assert len(ran) == once, "a finished fit runs nothing again"
+    assert_same(whole, again)
+    ran.clear()
+    Shortcuts.fit(gpt2, plain, texts, resume=tmp_path / "counted", **options)
+    assert len(ran) == once, "nothing was run twice"
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == [
+        "fit.json",
+        "pass-00000.safetensors",
+        "pass-00001.safetensors",
+    ]
+
+
+def test_a_real_kill(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("killed_fit.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    killed = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "killed")], env=environment, stderr=-1
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    assert (tmp_path / "killed" / "statistics-00000.safetensors").is_file()
+    fit = runpy.run_path(str(script))["fit"]
+    calls: list[int] = []
+    resumed = fit(tmp_path / "killed", lambda done, total: calls.append(done))
+    assert calls and min(calls) > 30, "what was done is not done again"
+    assert_same(resumed, fit(tmp_path / "whole"))
+
+
+def test_what_cannot_be_resumed_is_said(
+    gpt2: Any, plain: Any, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "fit"
+    options = {"resume": folder, "save_every": 0.0, "batch_tokens": 200}
+    with monkeypatch.context() as patch:
+        patch.setattr(Statistics, "finish", lambda self: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            Shortcuts.fit(gpt2, plain, texts, **options)
+    for changed, said in (
+        ({"seed": 1}, "seed = 0 where this has 1"),
+        ({"affine": True}, "affine = False"),
+        ({"texts": ["w5 w5", *texts]}, "not those that the fit in the folder began with"),
+        ({"texts": texts[:9]}, "not those that the fit"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Shortcuts.fit(gpt2, plain, changed.pop("texts", texts), **(options | changed))
+    other = copy.deepcopy(gpt2)
+    with torch.no_grad():
+        other.transformer.h[0].mlp.c_fc.weight += 1
+    with pytest.raises(UserError, match="holds another fit, with model"):
+        Shortcuts.fit(other, plain, texts, **options)
+    statistics = folder / "statistics-00000.safetensors"
+    statistics.write_bytes(statistics.read_bytes()[:500])
+    with pytest.raises(UserError, match=r"statistics-00000\.safetensors is damaged"):
+        Shortcuts.fit(gpt2, plain, texts, **options)
+    (folder / "fit.json").write_text("{")
+    with pytest.raises(UserError, match=r"fit\.json cannot be read"):
+        Shortcuts.fit(gpt2, plain, texts, **options)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(UserError, match="holds files but no fit"):
+        Shortcuts.fit(gpt2, plain, texts, resume=tmp_path / "mine")
+    with pytest.raises(UserError, match="cannot be written"):
+        Shortcuts.fit(gpt2, plain, texts, resume=tmp_path / "mine" / "thesis.txt")
+
+
+def test_texts_that_give_no_positions(gpt2: Any, plain: Any) -> None:
+    for texts, said in (
+        ([], "no position"),
+        (["", "w1"], "no position"),
+        (["w1 w2 w3"], "3 positions do not determine maps of width 16: give at least 16"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Shortcuts.fit(gpt2, plain, texts)
+    assert Shortcuts.fit(gpt2, plain, ["w1 w2 w3"], ridge=0.1).num_layers == 3
+
+
+def test_shortcuts_of_another_model_are_refused(
+    gpt2: Any, bert: Any, plain: Any, texts: list[str]
+) -> None:
+    shortcuts = Shortcuts.fit(gpt2, plain, texts, targets="last")
+    shortcuts.check_model(adapt(gpt2))
+    with pytest.raises(UserError, match="2 layers of width 16 were given"):
+        shortcuts.check_model(adapt(bert))
+    shortcuts.meta["model"] |= {"model": "a/model", "revision": "abc"}
+    with torch.no_grad():
+        gpt2.transformer.h[1].attn.c_attn.weight += 1
+    with pytest.raises(UserError, match=r"fitted for a/model \(revision abc\)"):
+        shortcuts.check_model(adapt(gpt2))
+    shortcuts.meta.clear()  # imported maps know nothing of their model
+    shortcuts.check_model(adapt(gpt2))

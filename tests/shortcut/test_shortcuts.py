@@ -1,0 +1,189 @@
+"""Maps, r^2 and CKA are those of scikit-learn and of their definitions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.metrics import r2_score
+from torch import Tensor
+
+from deepenough.errors import UserError
+from deepenough.shortcut.pairs import make_plan
+from deepenough.shortcut.r2 import R2, r2_ref
+from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.similarity import cka_ref
+from deepenough.shortcut.solve import solve_ref
+from deepenough.shortcut.statistics import Statistics
+
+
+def close(ours: Tensor, theirs: np.ndarray, relative: float = 1e-8) -> bool:
+    return bool(np.abs(ours.numpy() - theirs).max() <= relative * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("targets", ["all", "last"])
+def test_maps_and_r2_are_scikit_learns(states: list[Tensor], affine: bool, targets: str) -> None:
+    fitted, others = [h[:500] for h in states], [h[500:] for h in states]
+    shortcuts = Shortcuts.fit_states(fitted, targets, affine)  # type: ignore[arg-type]
+    table = shortcuts.r2(others)
+    assert shortcuts.affine is affine and shortcuts.mode == ("affine" if affine else "mat")
+    assert len(shortcuts.pairs) == (6 if targets == "all" else 3)
+    for i, j in shortcuts.pairs:
+        model = LinearRegression(fit_intercept=affine).fit(fitted[i].numpy(), fitted[j].numpy())
+        assert shortcuts.matrix(i, j).dtype == torch.float64
+        assert close(shortcuts.matrix(i, j), model.coef_)
+        if affine:
+            assert close(shortcuts.biases[i, j], model.intercept_)
+        predicted = model.predict(others[i].numpy())
+        assert close(shortcuts.apply(others[i], i, j), predicted)
+        assert float(table[i, j]) == pytest.approx(r2_score(others[j].numpy(), predicted), rel=1e-8)
+        matrix, bias = solve_ref(fitted[i], fitted[j], affine)
+        torch.testing.assert_close(shortcuts.matrix(i, j), matrix, rtol=1e-9, atol=1e-9)
+        if bias is not None:
+            torch.testing.assert_close(shortcuts.bias(i, j), bias, rtol=1e-9, atol=1e-9)
+
+
+def test_float32_states_give_float32_maps_near_those_of_float64(states: list[Tensor]) -> None:
+    exact = Shortcuts.fit_states(states)
+    single = Shortcuts.fit_states([h.float() for h in states])
+    for pair in exact.pairs:
+        assert single.matrix(*pair).dtype == torch.float32
+        assert close(single.matrix(*pair).double(), exact.matrix(*pair).numpy(), 1e-5)
+
+
+def test_ridge_is_scikit_learns(states: list[Tensor]) -> None:
+    for affine in (False, True):
+        shortcuts = Shortcuts.fit_states(states, affine=affine, ridge=50.0)
+        for i, j in shortcuts.pairs:
+            model = Ridge(50.0, fit_intercept=affine).fit(states[i].numpy(), states[j].numpy())
+            assert close(shortcuts.matrix(i, j), model.coef_)
+
+
+def test_a_map_by_hand() -> None:
+    turn = torch.tensor([[0.0, -2.0], [3.0, 0.0]])
+    start = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    shortcuts = Shortcuts.fit_states([start, start @ turn.T])
+    torch.testing.assert_close(shortcuts.matrix(0, 1), turn)
+    assert torch.equal(shortcuts.matrix(1, 1), torch.eye(2))
+    assert shortcuts.bias(0, 1) is None
+    torch.testing.assert_close(
+        shortcuts.apply(torch.tensor([[[1.0, 2.0]]]), 0, 1), torch.tensor([[[-4.0, 3.0]]])
+    )
+    assert torch.equal(shortcuts.apply(start, 0, 1, "id"), start)
+
+
+def test_states_in_a_subspace_are_predicted_as_by_least_squares(states: list[Tensor]) -> None:
+    """A layer norm without bias: entries sum to zero, in single precision only nearly so."""
+    for dtype in (torch.float64, torch.float32):
+        normed = [(h - h.mean(1, keepdim=True)).to(dtype) for h in states]
+        normed[1][:, 2] = 0.0
+        for affine in (False, True):
+            shortcuts = Shortcuts.fit_states(normed, affine=affine)
+            assert shortcuts.meta["fit"]["dependent"] == [0, 1, 2]
+            for i, j in shortcuts.pairs:
+                assert float(shortcuts.matrix(i, j).abs().max()) < 10
+                x, y = normed[i].double().numpy(), normed[j].double().numpy()
+                predicted = LinearRegression(fit_intercept=affine).fit(x, y).predict(x)
+                ours = shortcuts.apply(normed[i], i, j).double()
+                assert close(ours, predicted, 1e-8 if dtype == torch.float64 else 1e-5)
+
+
+def test_dimensions_of_very_different_size(states: list[Tensor]) -> None:
+    """As in GPT-2, whose largest dimensions are thousands of times the rest; none is dropped."""
+    size = torch.tensor([1e4, 1, 1e-3, 1, 30, 1], dtype=torch.float64)
+    plain = Shortcuts.fit_states(states)
+    shortcuts = Shortcuts.fit_states([h * size for h in states])
+    assert shortcuts.meta["fit"]["dependent"] == []
+    for i, j in shortcuts.pairs:
+        unscaled = shortcuts.matrix(i, j) / size[:, None] * size
+        torch.testing.assert_close(unscaled, plain.matrix(i, j), rtol=1e-8, atol=1e-8)
+
+
+def test_too_few_positions_are_refused_with_the_number_needed(states: list[Tensor]) -> None:
+    few = [h[:5] for h in states]
+    with pytest.raises(UserError, match="at least 6 positions"):
+        Shortcuts.fit_states(few)
+    assert len(Shortcuts.fit_states(few, ridge=0.1).pairs) == 6
+    with pytest.raises(UserError, match="no position"):
+        Shortcuts.fit_states([h[:0] for h in states], ridge=0.1)
+    with pytest.raises(UserError, match="ridge of -1"):
+        Shortcuts.fit_states(states, ridge=-1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_layer_with_nan_or_infinity_is_named(states: list[Tensor], bad: float) -> None:
+    states[2][17, 3] = bad
+    with pytest.raises(UserError, match="layer 2 hold"):
+        Shortcuts.fit_states(states)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_r2_from_statistics_is_r2_from_states(states: list[Tensor], affine: bool) -> None:
+    shortcuts = Shortcuts.fit_states([h[:500] for h in states], affine=affine)
+    others = [h[500:] for h in states]
+    statistics = Statistics(3, 6, make_plan(3))
+    statistics.update(others)
+    for mode in (None, "id"):
+        table = shortcuts.r2(others, mode)
+        torch.testing.assert_close(
+            shortcuts.r2_from(statistics, mode), table, rtol=1e-9, atol=1e-9, equal_nan=True
+        )
+        for i in range(4):
+            for j in range(4):
+                if i > j:
+                    assert math.isnan(table[i, j])
+                else:
+                    predicted = shortcuts.apply(others[i], i, j, mode)
+                    assert float(table[i, j]) == pytest.approx(
+                        r2_ref(others[j], predicted), rel=1e-8, abs=1e-9
+                    )
+
+
+def test_r2_of_dimensions_that_never_vary() -> None:
+    """As scikit-learn: 1 where the constant is met, 0 where it is missed."""
+    start = torch.tensor([[1.0, 5.0, 0.0], [2.0, 5.0, 0.0], [4.0, 5.0, 0.0]]).double()
+    target = torch.tensor([[2.0, 7.0, 0.0], [3.0, 7.0, 0.0], [4.0, 7.0, 0.0]]).double()
+    stream = R2([(0, 1)], lambda i, j: None)
+    stream.update([start, target])
+    expected = r2_score(target.numpy(), start.numpy())
+    assert float(stream.table()[0, 1]) == pytest.approx(expected)
+    statistics = Statistics(1, 3, make_plan(1))
+    statistics.update([start, target])
+    shortcuts = Shortcuts(1, 3, {(0, 1): torch.eye(3)})
+    assert float(shortcuts.r2_from(statistics)[0, 1]) == pytest.approx(expected)
+
+
+def test_r2_of_a_stream_is_that_of_the_whole(states: list[Tensor]) -> None:
+    shortcuts = Shortcuts.fit_states(states)
+    stream = shortcuts.r2_stream()
+    for start in range(0, 700, 90):
+        stream.update([h[start : start + 90] for h in states])
+    torch.testing.assert_close(stream.table(), shortcuts.r2(states), equal_nan=True)
+    with pytest.raises(UserError, match="2 layers of width 6 were given"):
+        shortcuts.r2(states[:3])
+
+
+def test_cka_is_that_of_the_gram_matrices(states: list[Tensor]) -> None:
+    table = Shortcuts.fit_states(states).cka()
+    for i in range(4):
+        for j in range(4):
+            assert float(table[i, j]) == pytest.approx(float(cka_ref(states[i], states[j])))
+    last = Shortcuts.fit_states(states, targets="last").cka()
+    torch.testing.assert_close(last[:, 3], table[:, 3])
+    assert math.isnan(last[0, 1])
+
+
+def test_maps_that_are_not_there(states: list[Tensor]) -> None:
+    shortcuts = Shortcuts.fit_states(states, targets="last")
+    for ask, said in (
+        (lambda: shortcuts.matrix(0, 1), "0 to 2 to layer 3"),
+        (lambda: shortcuts.matrix(3, 0), "no map from layer 3 to layer 0"),
+        (lambda: shortcuts.matrix(7, 7), "no map"),
+        (lambda: shortcuts.bias(0, 2), "no map"),
+        (lambda: shortcuts.apply(states[0], 0, 3, "tuned"), "tune the shortcuts first"),
+        (lambda: shortcuts.apply(states[0], 0, 3, "affine"), "'mat', not 'affine'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            ask()

@@ -1,0 +1,32 @@
+"""Text for a study of a model's layers: line by line, or as running text."""
+
+import pytest
+
+from deepenough import UserError
+from deepenough.shortcut.study import TextChoice
+
+LINES = ["= A heading =", "", *(f"Line {n} says that {n} is a number." for n in range(4000))]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.txt").write_text("\n".join(LINES) + "\n", encoding="utf-8")
+    return str(tmp_path)
+
+
+def test_lines_are_texts_of_their_own(corpus):
+    texts = TextChoice(corpus, lines=10, min_chars=20).read()
+    assert [text.strip() for text in texts] == LINES[2:12]
+
+
+def test_running_text_loses_no_line_and_comes_in_few_pieces(corpus):
+    pieces = TextChoice(corpus, lines=None, min_chars=1, join=True).read()
+    assert "\n".join(pieces).split("\n") == [line for line in LINES if line]
+    characters = sum(len(line) + 1 for line in LINES)
+    assert len(pieces) == -(-characters // 50_000) > 1
+
+
+def test_text_without_a_long_line_is_refused(corpus):
+    with pytest.raises(UserError, match="has 500 characters"):
+        TextChoice(corpus, min_chars=500, join=True).read()
