@@ -31,7 +31,7 @@ from exit_prompts import (
 )
 from record import save_result
 
-from deepenough.adaptive.exit.accelerate import accelerate
+from deepenough.decoding.accelerate import accelerate
 
 TIE = 1e-3
 

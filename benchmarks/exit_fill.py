@@ -34,10 +34,10 @@ from exit_prompts import (
 )
 from record import save_result
 
-from deepenough.adaptive.exit.filling import FILLS
-from deepenough.adaptive.exit.own_text import Written
-from deepenough.measure.exit_calibration import write
-from deepenough.measure.exit_losses import full_words, losses_at
+from deepenough.decoding.calibration import write
+from deepenough.decoding.filling import FILLS
+from deepenough.decoding.losses import full_words, losses_at
+from deepenough.decoding.own_text import Written
 
 
 def main() -> None:

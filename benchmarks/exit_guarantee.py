@@ -37,10 +37,10 @@ from exit_prompts import (
 from record import save_result
 from torch import Tensor
 
-from deepenough.adaptive.exit.accelerate import accelerate
-from deepenough.measure.exit_calibration import THRESHOLDS, write
-from deepenough.measure.exit_guarantee import BOUNDS, calibrate
-from deepenough.measure.exit_losses import ExitTable, losses_in_use, with_threshold
+from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.calibration import THRESHOLDS, write
+from deepenough.decoding.guarantee import BOUNDS, calibrate
+from deepenough.decoding.losses import ExitTable, losses_in_use, with_threshold
 
 
 def main() -> None:

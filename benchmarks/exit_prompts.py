@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepenough.adaptive.exit.accelerate import accelerate
-from deepenough.adaptive.exit.own_text import Written
-from deepenough.adaptive.exit.planning import choose_exits, measured_prices
-from deepenough.adaptive.exit.policies import make_policy
 from deepenough.data import open_corpus
-from deepenough.data.instructions import instructions
+from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.instructions import instructions
+from deepenough.decoding.losses import full_words
+from deepenough.decoding.own_text import Written
+from deepenough.decoding.planning import choose_exits, measured_prices
+from deepenough.decoding.policies import make_policy
 from deepenough.hf.loading import load_model
-from deepenough.measure.exit_losses import full_words
 from deepenough.shortcut.shortcuts import Shortcuts
 
 

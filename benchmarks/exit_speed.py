@@ -33,12 +33,12 @@ from exit_prompts import end_tokens, new_tokens_of, options_of, padded
 from record import save_result
 from torch import Tensor
 
-from deepenough.adaptive.exit.accelerate import accelerate
-from deepenough.adaptive.exit.carry import INDEX, Carry
-from deepenough.adaptive.exit.carry_fit import fit_carry
-from deepenough.adaptive.exit.making import make_engine
-from deepenough.adaptive.exit.tuned import Tuned
 from deepenough.data import open_corpus
+from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.carry import INDEX, Carry
+from deepenough.decoding.carry_fit import fit_carry
+from deepenough.decoding.making import make_engine
+from deepenough.decoding.tuned import Tuned
 from deepenough.hf.loading import load_model
 from deepenough.training.allocator import keep_freed_memory
 

@@ -11,10 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepenough.adaptive.exit.accelerate import accelerate as accelerate
-    from deepenough.adaptive.exit.calibrated import Calibrated as Calibrated
-    from deepenough.adaptive.exit.carry import Carry as Carry
-    from deepenough.adaptive.exit.tuned import Tuned as Tuned
+    from deepenough.decoding.accelerate import accelerate as accelerate
+    from deepenough.decoding.calibrated import Calibrated as Calibrated
+    from deepenough.decoding.calibration import calibrate as calibrate
+    from deepenough.decoding.carry import Carry as Carry
+    from deepenough.decoding.tuned import Tuned as Tuned
     from deepenough.errors import UserError as UserError
     from deepenough.lazy import LazyTransformerConfig as LazyTransformerConfig
     from deepenough.lazy import LazyTransformerForCausalLM as LazyTransformerForCausalLM
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         LazyTransformerForConditionalGeneration as LazyTransformerForConditionalGeneration,
     )
     from deepenough.lazy import LazyTransition as LazyTransition
-    from deepenough.measure.exit_calibration import calibrate as calibrate
     from deepenough.par import ParConfig as ParConfig
     from deepenough.par import ParForCausalLM as ParForCausalLM
     from deepenough.ponder import PonderAlbertConfig as PonderAlbertConfig
@@ -64,8 +64,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Calibrated": "deepenough.adaptive.exit.calibrated",
-    "Carry": "deepenough.adaptive.exit.carry",
+    "Calibrated": "deepenough.decoding.calibrated",
+    "Carry": "deepenough.decoding.carry",
     "DepthTrace": "deepenough.trace",
     "LazyTransformerConfig": "deepenough.lazy",
     "LazyTransformerForCausalLM": "deepenough.lazy",
@@ -80,10 +80,10 @@ _MODULES = {
     "Record": "deepenough.runs",
     "RunFolder": "deepenough.runs",
     "Shortcuts": "deepenough.shortcut.shortcuts",
-    "Tuned": "deepenough.adaptive.exit.tuned",
+    "Tuned": "deepenough.decoding.tuned",
     "UserError": "deepenough.errors",
-    "accelerate": "deepenough.adaptive.exit.accelerate",
-    "calibrate": "deepenough.measure.exit_calibration",
+    "accelerate": "deepenough.decoding.accelerate",
+    "calibrate": "deepenough.decoding.calibration",
 }
 
 

@@ -9,13 +9,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepenough import Shortcuts, UserError
-from deepenough.adaptive.exit.accelerate import accelerate
-from deepenough.adaptive.exit.calibrated import INDEX, Calibrated
-from deepenough.adaptive.exit.policies import ConfidenceGap, FixedLayer, TopProbability
-from deepenough.hf.adapter import adapt
-from deepenough.measure.exit_calibration import calibrate, check_in_use, write
-from deepenough.measure.exit_guarantee import BOUNDS, coverage
-from deepenough.measure.exit_losses import (
+from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.calibrated import INDEX, Calibrated
+from deepenough.decoding.calibration import calibrate, check_in_use, write
+from deepenough.decoding.guarantee import BOUNDS, coverage
+from deepenough.decoding.losses import (
     ExitTable,
     disagreement,
     exit_words,
@@ -24,6 +22,8 @@ from deepenough.measure.exit_losses import (
     losses_in_use,
     with_threshold,
 )
+from deepenough.decoding.policies import ConfidenceGap, FixedLayer, TopProbability
+from deepenough.hf.adapter import adapt
 
 VOCABULARY = 30
 LIMITS = {"max_disagreement": 0.1, "confidence": 0.9, "new_tokens": 10, "prompt_tokens": 6}

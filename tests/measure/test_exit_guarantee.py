@@ -7,7 +7,7 @@ import torch
 from scipy.stats import binom
 
 from deepenough import UserError
-from deepenough.measure.exit_guarantee import (
+from deepenough.decoding.guarantee import (
     BOUNDS,
     accept_in_order,
     bernoulli_kl,

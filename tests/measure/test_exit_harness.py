@@ -13,8 +13,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from deepenough import Shortcuts, UserError
-from deepenough.adaptive.exit.accelerate import accelerate
-from deepenough.adaptive.exit.policies import FixedLayer, TopProbability
+from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.policies import FixedLayer, TopProbability
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install deepenough[eval]")
 pytestmark = [
@@ -115,7 +115,7 @@ def run(model: Any, tokenizer: Any, task: Path, names: list[str]) -> dict[str, A
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from deepenough.measure.exit_harness import AcceleratedLM
+    from deepenough.decoding.harness import AcceleratedLM
 
     kind = AcceleratedLM if hasattr(model, "_exit_engine") else HFLM
     return simple_evaluate(
@@ -142,7 +142,7 @@ def test_full_depth_scores_are_the_models_own(model, tokenizer, shortcuts, task)
 
 
 def test_exits_count(model, tokenizer, shortcuts, task) -> None:
-    from deepenough.measure.exit_harness import evaluate
+    from deepenough.decoding.harness import evaluate
 
     options = {"policy": FixedLayer(1), "exits": [1], "fill": "copy"}
     fast = accelerate(model, shortcuts, mode="exit", **options)
@@ -158,7 +158,7 @@ def test_exits_count(model, tokenizer, shortcuts, task) -> None:
 
 
 def test_models_are_made_by_name(model, tokenizer, tmp_path) -> None:
-    from deepenough.measure.exit_harness import AcceleratedLM
+    from deepenough.decoding.harness import AcceleratedLM
 
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from deepenough.config import to_dict
+from deepenough.decoding.candidate import WordsCandidate
 from deepenough.errors import UserError
 from deepenough.lazy.candidate import open_pairs
 from deepenough.measure.compare import Advance, Candidate, Measured, measure
@@ -31,7 +32,6 @@ from deepenough.ponder.candidate import LabelCandidate
 from deepenough.provenance import provenance
 from deepenough.runs import RunFolder, read_records
 from deepenough.train.compare_settings import ComparedData, CompareSettings, Entry
-from deepenough.train.compare_words import WordsCandidate
 
 FRONTIER = "frontier.json"
 FORMAT = 1

@@ -90,9 +90,9 @@ def main(argv: list[str]) -> int:
     )
     import torch
 
-    from deepenough.adaptive.exit.accelerate import accelerate
-    from deepenough.adaptive.exit.policies import make_policy
-    from deepenough.measure.exit_calibration import calibrate
+    from deepenough.decoding.accelerate import accelerate
+    from deepenough.decoding.calibration import calibrate
+    from deepenough.decoding.policies import make_policy
     from deepenough.shortcut.shortcuts import Shortcuts
 
     shortcuts = Shortcuts.from_pretrained(settings.shortcuts)

@@ -91,8 +91,8 @@ def main(argv: list[str]) -> int:
         positional=["prompt"],
     )
     prompt = sys.stdin.read() if settings.prompt is None else settings.prompt
+    from deepenough.decoding.generation import generate_told, prompt_ids
     from deepenough.hf.loading import load_model
-    from deepenough.measure.exit_generation import generate_told, prompt_ids
 
     options = _options(settings)
     model, tokenizer = load_model(settings.model, "causal", settings.dtype)
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
 
 def _options(settings: ExitGenerateSettings) -> dict[str, Any]:
     """What `accelerate` is given beside model and shortcuts, checked before a model is loaded."""
-    from deepenough.adaptive.exit.policies import ConfidenceGap, make_policy
+    from deepenough.decoding.policies import ConfidenceGap, make_policy
 
     options: dict[str, Any] = {"mode": settings.mode}
     leaving = ("guarantee", "policy", "threshold", "mean_length", "exits", "fill", "shortlist")
@@ -134,8 +134,8 @@ def _options(settings: ExitGenerateSettings) -> dict[str, Any]:
 def _accelerated(model: Any, settings: ExitGenerateSettings, options: dict[str, Any]) -> Any:
     import torch
 
-    from deepenough.adaptive.exit.accelerate import accelerate
-    from deepenough.adaptive.exit.carry import Carry
+    from deepenough.decoding.accelerate import accelerate
+    from deepenough.decoding.carry import Carry
     from deepenough.shortcut.shortcuts import Shortcuts
 
     shortcuts = Shortcuts.from_pretrained(settings.shortcuts) if settings.shortcuts else None
@@ -150,7 +150,7 @@ def _accelerated(model: Any, settings: ExitGenerateSettings, options: dict[str, 
 
 
 def _answer(found: Any, tokenizer: Any, ids: Any, settings: ExitGenerateSettings) -> dict[str, Any]:
-    from deepenough.measure.exit_generation import pieces
+    from deepenough.decoding.generation import pieces
 
     fast, full = found.fast, found.full
     texts = pieces(tokenizer, ids[0].tolist(), fast.ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepenough.cli.parse import parse
-from deepenough.train.exit_tune import ExitTune, tune_run
+from deepenough.decoding.tune import ExitTune, tune_run
 from deepenough.training.progress import reading
 
 

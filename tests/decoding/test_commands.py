@@ -1,0 +1,213 @@
+"""`deepenough exit generate` and `exit calibrate`, as a user runs them."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from deepenough import Shortcuts
+from deepenough.__main__ import main
+from deepenough.cli.exit.shading import shade, shaded
+from deepenough.decoding.generation import pieces, prompt_ids
+from deepenough.hf.adapter import adapt
+
+WORDS = 30
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    config = LlamaConfig(
+        vocab_size=WORDS, num_attention_heads=2, max_position_embeddings=64,
+        initializer_range=0.4, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(folder)
+    words = {"[UNK]": 0} | {f"w{number}": number for number in range(1, WORDS)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shortcuts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shortcuts")
+    adapter = adapt(LlamaForCausalLM.from_pretrained(model).eval())
+    ids = torch.randint(3, WORDS, (40, 20), generator=torch.Generator().manual_seed(1))
+    fitted = Shortcuts.fit_states([h.flatten(0, 1) for h in adapter.states(ids)], ridge=1e-3)
+    fitted.meta["model"] = adapter.identity()
+    fitted.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    rows = torch.randint(3, WORDS, (70, 12), generator=torch.Generator().manual_seed(0))
+    file.write_text("\n".join(" ".join(f"w{number}" for number in row) for row in rows.tolist()))
+    return file
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["exit", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("mode", ["full", "speculative"])
+def test_lossless_modes_say_so(model, capsys, mode) -> None:
+    words = ["generate", "w3 w4 w5", "--model", str(model), "--mode", mode]
+    found = run_json(capsys, *words, "--max-new-tokens", "12", "--against-full", "--rounds", "2")
+    assert found["identical"] and found["times_full"] > 0
+    assert found["mean_layers"] == found["full"]["mean_layers"] == 3
+    assert found["new_tokens"] == len(found["tokens"]) <= 12
+    assert found["text"].strip() == found["full"]["text"].strip()
+    if mode == "full":
+        assert found["flops"] == pytest.approx(found["full"]["flops"])
+
+
+def test_exits_are_told(model, shortcuts, capsys) -> None:
+    words = ["generate", "w3 w4 w5", "--model", str(model), "--mode", "exit"]
+    words += ["--shortcuts", str(shortcuts), "--max-new-tokens", "12", "--fill", "deferred"]
+    found = run_json(capsys, *words, "--policy", "layer", "--threshold", "1", "--exits", "[1,2]")
+    depths = [token["depth"] for token in found["tokens"]]
+    assert depths[0] == 3 and set(depths[1:]) == {1}
+    assert main(["exit", *words, "--policy", "top", "--threshold", "0.2", "--shortlist", "9"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("w3 w4 w5")
+    assert "tokens/s" in output and "of 3" in output
+    assert "\x1b[" not in output and "model.generate" not in output
+
+
+def test_prompts_come_from_standard_input(model, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("w3 w4 w5"))
+    found = run_json(capsys, "generate", "--model", str(model), "--max-new-tokens", "2")
+    assert found["new_tokens"] == 2
+
+
+def test_ctrl_c_leaves_what_there_is(model, capsys, monkeypatch) -> None:
+    from deepenough.decoding import rows
+
+    count = 0
+    after = rows.Stops.after
+
+    def interrupted(self: Any, some: Any, scores: Any) -> None:
+        nonlocal count
+        count += 1
+        after(self, some, scores)
+        if count == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(rows.Stops, "after", interrupted)
+    words = ["generate", "w3 w4 w5", "--model", str(model), "--mode", "full"]
+    assert main(["exit", *words, "--max-new-tokens", "12"]) == 0
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_calibrate_then_generate(model, shortcuts, text, capsys, tmp_path) -> None:
+    words = ["calibrate", str(model), "--shortcuts", str(shortcuts), "--data", str(text)]
+    words += ["--new-tokens", "6", "--max-disagreement", "0.3", "--confidence", "0.8"]
+    words += ["--policy", "top", "--exits", "[2]", "--checked", "2", "--save", str(tmp_path)]
+    assert main(["exit", *words, "--min-chars", "8"]) == 0
+    output = capsys.readouterr().out
+    assert "p-value" in output and "exit.json" in output
+    found = run_json(capsys, *words, "--min-chars", "8")
+    assert found["file"] == str(tmp_path / "exit.json")
+    assert json.loads((tmp_path / "exit.json").read_text())["threshold"] == found["threshold"]
+    words = ["generate", "w3 w4", "--model", str(model), "--mode", "exit"]
+    words += ["--shortcuts", str(shortcuts), "--guarantee", str(tmp_path)]
+    if found["threshold"] is None:
+        assert main(["exit", *words]) == 2
+    else:
+        assert run_json(capsys, *words, "--max-new-tokens", "8")["new_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["generate", "  "], "prompt is empty"),
+        (["generate", "w3 " * 70], "shorten it below the model's 64"),
+        (["generate", "w3", "--max-new-tokens", "80"], "at most 63 new tokens"),
+        (["generate", "w3", "--max-new-tokens", "0"], "At least one new token"),
+        (["generate", "w3", "--mode", "exit"], "needs shortcuts"),
+        (["generate", "w3", "--threshold", "0.5"], "give --mode exit"),
+        (["generate", "w3", "--mode", "exit", "--threshold", "1.5"], "between 0 and 1"),
+        (
+            ["generate", "w3", "--mode", "exit", "--policy", "layer"],
+            "policy layer needs to know which",
+        ),
+        (
+            ["generate", "w3", "--mode", "exit", "--policy", "top", "--mean_length", "9"],
+            "mean_length is of use with the policy gap alone",
+        ),
+        (["generate", "w3", "--chat"], "no chat template"),
+    ],
+)
+def test_bad_input_is_a_sentence(model, capsys, words, sentence) -> None:
+    assert main(["exit", *words, "--model", str(model)]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
+
+
+def test_other_peoples_shortcuts_and_few_texts(model, shortcuts, text, capsys, tmp_path) -> None:
+    other = Shortcuts.from_pretrained(shortcuts)
+    other.meta["model"] = {"model": "another", "fingerprint": "0"}
+    other.save_pretrained(tmp_path)
+    words = ["--mode", "exit", "--shortcuts", str(tmp_path)]
+    assert main(["exit", "generate", "w3", "--model", str(model), *words]) == 2
+    assert "fitted for another" in capsys.readouterr().err
+    words = ["--shortcuts", str(shortcuts), "--data", str(text), "--texts", "20", "--exits", "[1]"]
+    assert main(["exit", "calibrate", str(model), *words]) == 2
+    assert "at least 59 texts" in capsys.readouterr().err
+
+
+def test_shades() -> None:
+    assert shade(1, 30) == "black on rgb(254,232,56)"
+    assert shade(30, 30) == "white on rgb(0,34,78)"
+    assert shade(0, 30) == ""
+    assert shade(1, 1) == "black on rgb(254,232,56)"
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(shaded(["a", "b"], [1, 3], 3))
+    assert console.file.getvalue().count("\x1b[") >= 4
+    plain = Console(file=io.StringIO())
+    plain.print(shaded(["a", "b"], [1, 3], 3))
+    assert plain.file.getvalue() == "ab\n"
+
+
+def test_characters_of_several_tokens_stay_whole() -> None:
+    class Bytes:
+        @staticmethod
+        def decode(ids: list[int]) -> str:
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    new = list("né!".encode())
+    assert pieces(Bytes, list(b"a"), new) == ["n", "", "é", "!"]
+    assert "".join(pieces(Bytes, list(b"a"), new[:2])) == "n\ufffd"
+
+
+def test_a_chat_template_brings_its_own_first_token() -> None:
+    def encode(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}
+
+    class Chatty:
+        chat_template = "{{ bos_token }}..."
+        __call__ = staticmethod(encode)
+
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            return "\x01" + messages[0]["content"]
+
+    assert prompt_ids(Chatty(), "a", chat=True).tolist() == [[1, ord("a")]]
+    assert prompt_ids(Chatty(), "a").tolist() == [[1, ord("a")]]

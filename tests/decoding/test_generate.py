@@ -1,0 +1,380 @@
+"""The loop without drafts: what transformers' own `generate` returns, whatever it is asked for."""
+
+import threading
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from deepenough import UserError
+from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.general import GeneralEngine
+from deepenough.decoding.llama_layout import rms_norm
+from deepenough.decoding.policies import TopProbability
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+WAYS = {
+    "greedy": {},
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 5},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.9},
+    "sampled with history": {"do_sample": True, "repetition_penalty": 1.4},
+    "several of each": {"do_sample": True, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_are_those_of_transformers(small, prompts, rows, way) -> None:
+    """Sampled too: the same draws are made from the same probabilities."""
+    check_same(small, prompts(rows), {**GREEDY, **WAYS[way]})
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled with history"])
+def test_tokens_of_every_architecture(model, prompts, way) -> None:
+    check_same(model, prompts(3), {**GREEDY, **WAYS[way]})
+
+
+def check_same(model, given, options) -> None:
+    torch.manual_seed(3)
+    expected = model.generate(**given, **options)
+    torch.manual_seed(3)
+    assert torch.equal(accelerate(model).generate(**given, **options), expected)
+
+
+def test_own_layers_are_used_where_asked(small, prompts) -> None:
+    expected = small.generate(**prompts(3), **GREEDY)
+    fast = accelerate(small, fused=False)
+    assert isinstance(fast._exit_engine, GeneralEngine)
+    assert torch.equal(fast.generate(**prompts(3), **GREEDY), expected)
+
+
+def test_padding_on_the_right_is_as_good(small, prompts) -> None:
+    """transformers would continue after the padding; here a row is its tokens alone."""
+    left = prompts(3)
+    right = {name: value.clone() for name, value in left.items()}
+    for row, missing in ((0, 3), (1, 1)):
+        for name in right:
+            right[name][row] = right[name][row].roll(-missing)
+    fast = accelerate(small)
+    new = [fast.generate(**given, **GREEDY)[:, 7:] for given in (left, right)]
+    assert torch.equal(*new)
+
+
+@pytest.mark.parametrize("mode", ["full", "speculative"])
+def test_padding_is_known_without_a_mask(model, prompts, mode) -> None:
+    ids = prompts(3)["input_ids"]
+    expected = model.generate(ids, **GREEDY)
+    assert torch.equal(accelerate(model, mode=mode).generate(ids, **GREEDY), expected)
+
+
+def test_weights_are_not_held_twice(make_model, prompts) -> None:
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fast = accelerate(model)
+    layer = model.model.layers[0]
+    together = layer.self_attn.q_proj.weight.untyped_storage()
+    for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+        assert projection.weight.untyped_storage().data_ptr() == together.data_ptr()
+    assert fast._exit_engine.layers[0].into_heads.weight.data_ptr() == together.data_ptr()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert fast.lm_head.weight is model.lm_head.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_norm_is_that_of_torch(dtype) -> None:
+    hidden, weight = 7 * torch.randn(5, 24, dtype=dtype), torch.randn(24, dtype=dtype)
+    eps = torch.tensor(1e-3, dtype=dtype)
+    torch.testing.assert_close(
+        rms_norm(hidden, weight, eps), F.rms_norm(hidden, (24,), weight, float(eps))
+    )
+
+
+def test_model_is_saved_and_loaded_as_before(make_model, prompts, tmp_path) -> None:
+    model = make_model()
+    fast = accelerate(model)
+    fast.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.config.architectures == ["LlamaForCausalLM"]
+    pairs = zip(again.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_changed_weights_are_noticed(make_model, prompts) -> None:
+    model = make_model()
+    fast = accelerate(model)
+    model.double()  # new storage for every parameter
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(3.0)
+    expected = model.generate(**prompts(1), **GREEDY)
+    assert torch.equal(fast.generate(**prompts(1), **GREEDY), expected)
+
+
+def test_output_has_scores_and_trace(small, prompts) -> None:
+    model = small
+    options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
+    options |= {"output_logits": True}
+    expected = model.generate(**prompts(3), **options)
+    found = accelerate(model).generate(**prompts(3), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert len(found.scores) == len(found.logits) == len(expected.scores)
+    live = expected.sequences[:, 7 : 7 + len(found.scores)]
+    for place, (own, other) in enumerate(zip(found.scores, expected.scores, strict=True)):
+        rows = (live[:, :place] != 2).all(1)  # finished rows go on with padding
+        torch.testing.assert_close(own[rows], other[rows], rtol=1e-4, atol=1e-4)
+    new = found.sequences.shape[1] - 7
+    assert found.trace.depth.shape == (3, new)
+    ended = (found.sequences[:, 7:] == 2).cumsum(1) - (found.sequences[:, 7:] == 2).int() > 0
+    assert torch.equal(found.trace.depth, torch.where(ended, 0, 3))
+    assert bool((found.trace.flops[~ended] > 0).all())
+    assert found.passes == new - 1 and found.drafted == 0
+
+
+def test_flops_are_those_of_the_matrices(small, prompts) -> None:
+    fast = accelerate(small)
+    fast.generate(**prompts(1), max_new_tokens=1, do_sample=False)
+    layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48  # q, o; k, v; gate, up, down
+    # The cost is counted with the new token in sight: 8 tokens.
+    expected = 3 * (2 * layer + 4 * 8 * 32) + 2 * 40 * 32
+    assert float(fast.trace.flops[0, 0]) == expected
+
+
+class EndAfter(StoppingCriteria):
+    """Looks at the whole batch, as criteria may."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert len(input_ids) == self.rows
+        return input_ids[:, -1] % 5 == 0
+
+
+class Favour(LogitsProcessor):
+    """Has a state: each call prefers another token."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, 3 + self.calls % 30] += 3.0
+        return scores
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_own_processors_and_criteria(small, prompts, rows) -> None:
+    def options():
+        return {
+            **GREEDY,
+            "logits_processor": LogitsProcessorList([Favour()]),
+            "stopping_criteria": StoppingCriteriaList([EndAfter(rows)]),
+        }
+
+    expected = small.generate(**prompts(rows), **options())
+    for mode in ("full", "speculative"):
+        found = accelerate(small, mode=mode).generate(**prompts(rows), **options())
+        assert torch.equal(found, expected)
+
+
+class Sure(StoppingCriteria):
+    """Ends where the best word's score is high enough, as kept scores tell."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return scores[-1].max(-1).values > 4.0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_criteria_see_the_scores_that_are_kept(small, prompts, rows) -> None:
+    options = {
+        **GREEDY,
+        "stopping_criteria": StoppingCriteriaList([Sure()]),
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    expected = small.generate(**prompts(rows), **options)
+    found = accelerate(small).generate(**prompts(rows), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert len(found.scores) == len(expected.scores) < 16
+
+
+def test_strings_to_stop_at_may_be_the_models_own(make_model, prompts) -> None:
+    model = make_model()
+    model.generation_config.stop_strings = ["a"]
+    config = GenerationConfig(max_new_tokens=4, do_sample=False)
+    with pytest.raises(UserError, match="stop_strings need the tokenizer"):
+        accelerate(model).generate(**prompts(1), generation_config=config)
+
+
+class Collected:
+    def __init__(self) -> None:
+        self.parts, self.ended = [], False
+
+    def put(self, value) -> None:
+        self.parts.append(value.flatten())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("mode", ["full", "speculative"])
+def test_streamers_get_prompt_and_tokens(small, prompts, mode) -> None:
+    streamer = Collected()
+    found = accelerate(small, mode=mode).generate(**prompts(1), **GREEDY, streamer=streamer)
+    assert torch.equal(torch.cat(streamer.parts), found[0])
+    assert streamer.ended
+
+
+def test_calls_from_several_threads_wait_for_each_other(small, prompts) -> None:
+    fast = accelerate(small, mode="speculative")
+    expected = [small.generate(**prompts(2, seed=seed), **GREEDY) for seed in range(4)]
+    found = {}
+
+    def work(seed: int) -> None:
+        found[seed] = fast.generate(**prompts(2, seed=seed), **GREEDY)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[seed], expected[seed]) for seed in range(4))
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("mode", ["full", "exit"])
+def test_other_threads_may_use_the_same_weights(make_model, prompts, shortcuts, name, mode) -> None:
+    model = make_model(name)
+    given = {**prompts(2), **GREEDY}
+    options = {"policy": TopProbability(0.3), "exits": [1, 2]} if mode == "exit" else {}
+    makers = [model, *(accelerate(model, shortcuts, mode=mode, **options) for _ in range(2))]
+    ids = given["input_ids"]
+    expected = [(maker.generate(**given), maker(ids).logits) for maker in makers]
+    found: list[list] = [[] for _ in makers]
+
+    def work(number: int) -> None:
+        for _ in range(6):
+            found[number].append((makers[number].generate(**given), makers[number](ids).logits))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for wanted, made in zip(expected, found, strict=True):
+        assert len(made) == 6
+        for sequences, logits in made:
+            assert torch.equal(sequences, wanted[0])
+            assert torch.allclose(logits, wanted[1], atol=1e-4)
+
+
+def test_a_processor_may_call_the_model(small, prompts, shortcuts) -> None:
+    """As guidance does: it must not wait for the generation that it is a part of."""
+    fast = accelerate(small, shortcuts, mode="exit", policy=TopProbability(0.3), exits=[1, 2])
+    found = []
+
+    def work() -> None:
+        found.append(fast.generate(**prompts(1), **GREEDY, guidance_scale=1.5))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert len(found) == 1 and found[0].shape[1] > 7
+
+
+class Interrupt(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] == 12:
+            raise KeyboardInterrupt
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_interrupted_generation_returns_what_it_has(small, prompts) -> None:
+    expected = small.generate(**prompts(1), **GREEDY)
+    found = accelerate(small).generate(
+        **prompts(1),
+        **GREEDY,
+        stopping_criteria=StoppingCriteriaList([Interrupt()]),
+        return_dict_in_generate=True,
+    )
+    assert found.interrupted
+    assert torch.equal(found.sequences, expected[:, :12])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 2}, "beam_search"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"custom_generate": "x"}, "custom_generate"),
+        ({"stop_strings": ["a"]}, "tokenizer"),
+        ({"max_new_tokens": 60}, "at most 57 new tokens"),
+        ({"position_ids": torch.arange(5, 12)[None]}, "leave out position_ids"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(small, prompts, options, words) -> None:
+    with pytest.raises(UserError, match=words):
+        accelerate(small).generate(**prompts(1), **{**GREEDY, **options})
+
+
+def test_bad_prompts_are_refused(small, prompts) -> None:
+    fast = accelerate(small)
+    with pytest.raises(UserError, match="empty"):
+        fast.generate(input_ids=torch.empty(1, 0, dtype=torch.long), **GREEDY)
+    with pytest.raises(UserError, match="empty"):
+        fast.generate(**GREEDY)
+    given = prompts(2)
+    given["attention_mask"][0] = 0
+    with pytest.raises(UserError, match="row 0 is empty"):
+        fast.generate(**given, **GREEDY)
+    given = prompts(1)
+    given["attention_mask"][0, 3] = 0
+    with pytest.raises(UserError, match="in the middle"):
+        fast.generate(**given, **GREEDY)
+    with pytest.raises(UserError, match="shorten it"):
+        fast.generate(input_ids=torch.full((1, 70), 5), do_sample=False, max_new_tokens=5)
+
+
+def test_models_that_cannot_be_decoded_are_refused(make_model) -> None:
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "intermediate_size": 16}
+    sliding = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=8))
+    with pytest.raises(UserError, match="SlidingWindow"):
+        accelerate(sliding.eval())
+    with pytest.raises(UserError, match="does not generate"):
+        accelerate(BertForMaskedLM(BertConfig(**sizes)).eval())
+    pair = T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(UserError, match="encoder-decoder"):
+        accelerate(T5ForConditionalGeneration(pair).eval())
+    with pytest.raises(UserError, match="training mode"):
+        accelerate(make_model().train())
+    with pytest.raises(UserError, match="accelerated already"):
+        accelerate(accelerate(make_model()))
+    with pytest.raises(UserError, match="mode"):
+        accelerate(make_model(), mode="fast")
+
+
+@pytest.mark.parametrize(
+    "scaling", [{"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}]
+)
+def test_rotary_codes_that_change_with_length_are_left_to_the_model(
+    make_model, prompts, scaling
+) -> None:
+    model = make_model(rope_parameters={"rope_theta": 10000.0, **scaling})
+    fast = accelerate(model)
+    assert isinstance(fast._exit_engine, GeneralEngine) == (scaling["rope_type"] == "dynamic")
+    expected = model.generate(**prompts(3), **GREEDY)
+    assert torch.equal(fast.generate(**prompts(3), **GREEDY), expected)

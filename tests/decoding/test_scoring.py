@@ -1,0 +1,84 @@
+"""A plain call of an exiting model: the logits that decoding would have had, all at once."""
+
+import pytest
+import torch
+
+from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.filling import FILLS
+from deepenough.decoding.policies import ConfidenceGap, FixedLayer, Patience, TopProbability
+
+WAYS = [
+    *(("llama", fill) for fill in FILLS),
+    *((name, "shortcut") for name in ("gpt2", "gpt_neox", "opt")),
+]
+
+
+@pytest.mark.parametrize("policy", [ConfidenceGap(0.2, 8), Patience(2)])
+@pytest.mark.parametrize(("name", "fill"), WAYS)
+def test_one_pass_is_decoding(make_model, shortcuts, name, fill, policy) -> None:
+    """Generate from one token on, then give the text back: logits and depths are the same."""
+    fast = accelerate(
+        make_model(name), shortcuts, mode="exit", policy=policy, exits=[1, 2], fill=fill
+    )
+    start = torch.tensor([[5]])
+    output = fast.generate(
+        start, attention_mask=torch.ones_like(start), do_sample=False, max_new_tokens=14,
+        min_new_tokens=14, return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    assert 1 < output.trace.mean_depth < 3
+    logits = fast(output.sequences).logits[0, :-1]
+    assert torch.allclose(logits, torch.cat(output.logits), atol=1e-4)
+    assert torch.equal(fast.trace.depth[:, :-1], output.trace.depth)
+    assert torch.allclose(fast.trace.flops[0, 1:-1], output.trace.flops[0, 1:], rtol=0.05)
+
+
+def test_padding_changes_nothing(small, shortcuts) -> None:
+    fast = accelerate(small, shortcuts, mode="exit", policy=TopProbability(0.3), exits=[1, 2])
+    ids = torch.randint(3, 40, (1, 9), generator=torch.Generator().manual_seed(0))
+    alone = fast(ids).logits
+    depth = fast.trace.depth
+    zeros = torch.zeros(1, 3, dtype=torch.long)
+    for padded, mask, kept in (
+        (torch.cat([ids, zeros], 1), torch.tensor([[1] * 9 + [0] * 3]), slice(0, 9)),
+        (torch.cat([zeros, ids], 1), torch.tensor([[0] * 3 + [1] * 9]), slice(3, 12)),
+    ):
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        found = fast(padded, attention_mask=mask, position_ids=positions).logits[:, kept]
+        assert torch.allclose(found, alone, atol=1e-4)
+        assert torch.equal(fast.trace.depth[:, kept], depth)
+        assert fast.trace.depth[mask == 0].sum() == 0
+
+
+def test_a_mask_may_come_second(small, shortcuts) -> None:
+    fast = accelerate(small, shortcuts, mode="exit", policy=TopProbability(0.3), exits=[1, 2])
+    ids, mask = torch.arange(3, 12)[None], torch.tensor([[0] * 3 + [1] * 6])
+    expected = fast(ids, attention_mask=mask).logits
+    assert torch.equal(fast(ids, mask).logits, expected)
+    assert fast.trace.depth[mask == 0].sum() == 0
+
+
+def test_what_never_leaves_is_the_models_own(small, shortcuts) -> None:
+    ids = torch.arange(3, 15)[None]
+    expected = small(ids, labels=ids)
+    for fill in FILLS:
+        options = {"policy": TopProbability(1.0), "exits": [1, 2], "fill": fill}
+        found = accelerate(small, shortcuts, mode="exit", **options)(ids, labels=ids)
+        assert torch.equal(found.logits, expected.logits)
+        assert torch.equal(found.loss, expected.loss)
+
+
+def test_losses_are_those_of_the_exits(small, shortcuts) -> None:
+    ids = torch.arange(3, 15)[None]
+    options = {"policy": FixedLayer(1), "exits": [1], "fill": "copy"}
+    fast = accelerate(small, shortcuts, mode="exit", **options)
+    output = fast(ids, labels=ids)
+    expected = torch.nn.functional.cross_entropy(output.logits[0, :-1], ids[0, 1:])
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert fast.trace.depth.tolist() == [[3] + [1] * 11]
+    assert not torch.allclose(output.logits, small(ids).logits, atol=1e-2)
+
+
+def test_other_modes_have_the_models_own_forward(small, shortcuts) -> None:
+    ids = torch.arange(3, 15)[None]
+    for mode in ("full", "speculative"):
+        assert torch.equal(accelerate(small, shortcuts, mode=mode)(ids).logits, small(ids).logits)

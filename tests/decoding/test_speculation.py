@@ -1,0 +1,276 @@
+"""Drafts change nothing: greedy tokens one by one, sampled tokens in distribution."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from deepenough import Shortcuts, UserError
+from deepenough.decoding import choosing
+from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.carry import Carry, CarryDraft
+from deepenough.decoding.drafts import DraftSource, FirstOf, Lookup, Proposal
+from deepenough.decoding.shortcut_draft import ShortcutDraft
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+
+
+class Oracle(DraftSource):
+    """Knows what will be written, and says so always, never, or in part."""
+
+    def __init__(self, sequences, width: int, right) -> None:
+        super().__init__(3)
+        self.sequences, self.width, self.right = sequences.tolist(), width, right
+
+    def propose(self, rows, state_BD, engine) -> Proposal:
+        drafts = []
+        for row in rows:
+            start = self.width + len(row.tokens)
+            coming = self.sequences[row.number][start : start + 3]
+            known = [self.right(start + place, row.number) for place in range(len(coming))]
+            drafts.append([t if k else (t + 1) % 40 for t, k in zip(coming, known, strict=True)])
+        return Proposal(drafts)
+
+
+RIGHT = {
+    "always": lambda place, row: True,
+    "never": lambda place, row: False,
+    "sometimes": lambda place, row: (place + row) % 3 > 0,
+}
+
+
+@pytest.mark.parametrize("right", RIGHT)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_whatever_is_guessed(small, prompts, rows, right) -> None:
+    expected = small.generate(**prompts(rows), **GREEDY)
+    source = Oracle(expected, 7, RIGHT[right])
+    for fused in (True, False):
+        fast = accelerate(small, mode="speculative", drafts=[source], fused=fused)
+        found = fast.generate(**prompts(rows), **GREEDY, return_dict_in_generate=True)
+        assert torch.equal(found.sequences, expected)
+        if right == "always":
+            # One token from the prompt, then four a pass.
+            assert found.passes == -(-(expected.shape[1] - 7 - 1) // 4)
+            # Beyond the end of a row there is only padding to guess.
+            ended = int((expected[:, 7:] == 2).sum())
+            assert found.drafted - 3 * ended <= found.accepted and found.accepted > 0
+        if right == "never":
+            assert found.passes == expected.shape[1] - 7 - 1 and found.accepted == 0
+
+
+def random_shortcuts(width: int = 32, layers: int = 3) -> Shortcuts:
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(200, width, generator=generator) for _ in range(layers + 1)]
+    return Shortcuts.fit_states(states)
+
+
+def random_carry(width: int = 32, words: int = 20) -> Carry:
+    generator = torch.Generator().manual_seed(0)
+    maps = [
+        (torch.randn(width, (n + 1) * width, generator=generator), torch.zeros(width))
+        for n in (1, 2)
+    ]
+    return Carry(maps, torch.arange(3, 3 + words))
+
+
+def sources() -> dict[str, DraftSource]:
+    shortcuts = random_shortcuts()
+    return {
+        "lookup": Lookup(3, longest=2, shortest=1),
+        "carry": CarryDraft(random_carry()),
+        "shortcut": ShortcutDraft(shortcuts, layer=1, most=2),
+        "shortlisted": ShortcutDraft(shortcuts, layer=2, shortlist=torch.arange(5, 30)),
+        "all": FirstOf([Lookup(2), CarryDraft(random_carry()), ShortcutDraft(shortcuts, 1)]),
+    }
+
+
+@pytest.mark.parametrize("name", sources())
+def test_every_source_with_every_architecture(model, prompts, name) -> None:
+    expected = model.generate(**prompts(3), **GREEDY)
+    fast = accelerate(model, mode="speculative", drafts=[sources()[name]])
+    found = fast.generate(**prompts(3), **GREEDY, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, expected)
+    assert found.drafted > 0
+    assert int(found.trace.depth.gt(0).sum()) == int((found.trace.flops > 0).sum())
+
+
+@pytest.mark.parametrize("name", ["carry", "shortlisted"])
+def test_a_model_may_be_cast_between_two_generations(make_model, prompts, name) -> None:
+    model = make_model()
+    fast = accelerate(model, mode="speculative", drafts=[sources()[name]])
+    fast.generate(**prompts(2), **GREEDY)
+    model.double()
+    expected = model.generate(**prompts(2), **GREEDY)
+    assert torch.equal(fast.generate(**prompts(2), **GREEDY), expected)
+
+
+def test_processors_see_the_same_history(small, prompts) -> None:
+    options = {**GREEDY, "repetition_penalty": 1.3, "min_new_tokens": 10}
+    expected = small.generate(**prompts(3), **options)
+    fast = accelerate(small, mode="speculative", drafts=[Oracle(expected, 7, RIGHT["sometimes"])])
+    assert torch.equal(fast.generate(**prompts(3), **options), expected)
+
+
+def test_drafts_that_were_in_vain_are_paid_for(small, prompts) -> None:
+    expected = small.generate(**prompts(1), **GREEDY)
+    costs = {}
+    for name, right in RIGHT.items():
+        fast = accelerate(small, mode="speculative", drafts=[Oracle(expected, 7, right)])
+        fast.generate(**prompts(1), **GREEDY)
+        costs[name] = fast.trace.total_flops
+    accelerate(small).generate(**prompts(1), **GREEDY)
+    assert costs["always"] < costs["sometimes"] < costs["never"]
+
+
+def test_lookup_continues_what_it_has_seen() -> None:
+    lookup = Lookup(2, longest=3, shortest=2)
+    assert lookup.find(0, [1, 2, 3, 4]) == []
+    assert lookup.find(0, [1, 2, 3, 4, 9, 2, 3]) == [4, 9]
+    # The longer match counts, and of equal ones the last.
+    assert lookup.find(1, [7, 1, 2, 5, 8, 1, 2, 6, 7, 1, 2]) == [5, 8]
+    assert lookup.find(2, [1, 2, 5, 8, 1, 2, 6, 9, 1, 2]) == [6, 9]
+    # Rows do not see each other; a text that repeats itself goes on.
+    assert lookup.find(3, [2, 3]) == []
+    assert lookup.find(4, [5, 5, 5]) == [5]
+
+
+def test_wrong_drafts_are_refused(small, make_model) -> None:
+    with pytest.raises(UserError, match="give carry"):
+        accelerate(small, mode="speculative", drafts=["carry"])
+    with pytest.raises(UserError, match="give shortcuts"):
+        accelerate(small, mode="speculative", drafts=["shortcut"])
+    with pytest.raises(UserError, match="not from 'eagle'"):
+        accelerate(small, mode="speculative", drafts=["eagle"])
+    with pytest.raises(UserError, match="at least one"):
+        accelerate(small, mode="speculative", drafts=[])
+    with pytest.raises(UserError, match="speculative"):
+        accelerate(small, drafts=["lookup"])
+    with pytest.raises(UserError, match="width 16"):
+        accelerate(small, random_shortcuts(16), mode="speculative")
+    with pytest.raises(UserError, match="carry maps were fitted"):
+        accelerate(small, mode="speculative", carry=random_carry(16))
+    with pytest.raises(UserError, match="layers 0 to 2"):
+        ShortcutDraft(random_shortcuts(), layer=3)
+
+
+# -- sampling ------------------------------------------------------------------------------------
+
+
+class Guess(DraftSource):
+    """Two fixed words, likely or not."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def propose(self, rows, state_BD, engine) -> Proposal:
+        return Proposal([[(row.context[-1] + 1) % 4, 2] for row in rows])
+
+
+@pytest.fixture
+def four_words(make_model):
+    """A model of four words, none of which ends the text."""
+    return make_model(
+        vocab_size=4, initializer_range=0.15, eos_token_id=None, pad_token_id=None, bos_token_id=0
+    )
+
+
+def outcomes(monkeypatch, probabilities, draft) -> dict[int, float]:
+    """The distribution of what `draw` returns, from its own two branches."""
+    found: Counter = Counter()
+    weights = {}
+
+    def multinomial(given, num_samples):
+        weights[len(weights)] = given[0].clone()
+        return torch.zeros(1, 1, dtype=torch.long)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(choosing.torch, "multinomial", multinomial)
+        if draft is not None:
+            patch.setattr(choosing.torch, "rand", lambda size: torch.zeros(size))
+            assert REAL_DRAW(probabilities.clone(), [draft]) == [draft]
+            assert not weights
+            found[draft] += float(probabilities[0, draft])
+            patch.setattr(choosing.torch, "rand", lambda size: torch.ones(size))
+        REAL_DRAW(probabilities.clone(), [draft])
+    left = 1.0 - sum(found.values())
+    for token, weight in enumerate((weights[0] / weights[0].sum()).tolist()):
+        found[token] += left * weight
+    return found
+
+
+REAL_DRAW = choosing.draw
+
+
+class Fork(Exception):
+    """All outcomes of the next draw."""
+
+
+def distribution(monkeypatch, fast, given, options) -> dict[tuple[int, ...], float]:
+    """Every text that can be generated and its exact probability."""
+
+    def explore(script: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+        left = list(script)
+
+        def draw(probabilities, drafts):
+            if left:
+                return [left.pop(0)]
+            raise Fork(outcomes(monkeypatch, probabilities, drafts[0]))
+
+        monkeypatch.setattr(choosing, "draw", draw)
+        try:
+            return {tuple(fast.generate(**given, **options)[0].tolist()): 1.0}
+        except Fork as fork:
+            result: Counter = Counter()
+            for token, chance in fork.args[0].items():
+                for text, rest in explore((*script, token)).items():
+                    result[text] += chance * rest
+            return result
+
+    return explore(())
+
+
+@torch.no_grad()
+def exact(model, ids, new_tokens: int) -> dict[tuple[int, ...], float]:
+    result = {}
+    for tail in itertools.product(range(4), repeat=new_tokens):
+        text = torch.tensor([[*ids[0].tolist(), *tail]])
+        chances = model(text).logits.softmax(-1)[0]
+        start = ids.shape[1]
+        places = range(start, start + new_tokens)
+        result[tuple(text[0].tolist())] = float(
+            torch.stack([chances[place - 1, text[0, place]] for place in places]).prod()
+        )
+    return result
+
+
+def test_sampled_distribution_is_exact(four_words, monkeypatch) -> None:
+    ids = torch.tensor([[1, 3]])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = {"do_sample": True, "max_new_tokens": 3, "top_k": 0}
+    fast = accelerate(four_words, mode="speculative", drafts=[Guess()])
+    found = distribution(monkeypatch, fast, given, options)
+    expected = exact(four_words, ids, 3)
+    assert found.keys() == expected.keys()
+    assert max(abs(found[text] - expected[text]) for text in expected) < 1e-5
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(("fused", "num_texts"), [(True, 1500), (False, 500)])
+def test_sampled_texts_pass_a_chi_square_test(four_words, fused, num_texts) -> None:
+    ids = torch.tensor([[1, 3]])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    fast = accelerate(four_words, mode="speculative", drafts=[Guess()], fused=fused)
+    torch.manual_seed(0)
+    samples = fast.generate(
+        **given, do_sample=True, max_new_tokens=3, top_k=0, num_return_sequences=num_texts
+    )
+    counts = Counter(map(tuple, samples.tolist()))
+    expected = exact(four_words, ids, 3)
+    total = sum(expected.values())
+    test = chisquare(
+        [counts[text] for text in expected],
+        [num_texts * chance / total for chance in expected.values()],
+    )
+    assert test.pvalue > 0.001

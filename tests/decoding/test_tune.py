@@ -1,0 +1,234 @@
+"""A draft head from a model's own text: written in parts, gone on with, trained, chosen, used."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepenough import Shortcuts, UserError
+from deepenough.__main__ import main
+from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.instructions import instructions
+from deepenough.decoding.making import make_engine
+from deepenough.decoding.own_text import continue_prompts
+from deepenough.decoding.tune import ExitTune, default_training, tune_run
+from deepenough.decoding.tune_task import HeadSettings, HeadTask
+from deepenough.decoding.tune_text import OwnTexts, OwnTextSettings, make_prompts, write_texts
+from deepenough.decoding.tuned import Tuned
+from deepenough.runs import read_records
+from deepenough.shortcut.study import ModelChoice
+from deepenough.training.config import RunSettings
+
+
+class Numbers:
+    """A tokenizer whose words are numbers; others are told apart by their length."""
+
+    chat_template = None
+    bos_token_id = eos_token_id = None
+
+    def decode(self, ids: Any) -> str:
+        return " ".join(map(str, ids.tolist()))
+
+    def __call__(self, text: str | list[str], **_: bool) -> dict[str, list[Any]]:
+        if isinstance(text, list):
+            ids = [self(line)["input_ids"] for line in text]
+            return {"input_ids": ids, "special_tokens_mask": [[0] * len(line) for line in ids]}
+        return {"input_ids": [int(w) if w.isdigit() else 3 + len(w) for w in text.split()]}
+
+
+@pytest.fixture
+def small():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    generator = torch.Generator().manual_seed(0)
+    lines = torch.randint(3, 40, (120, 6), generator=generator).tolist()
+    path = tmp_path / "numbers.txt"
+    path.write_text("\n".join(" ".join(map(str, line)) for line in lines) + "\n")
+    return str(path)
+
+
+def text_settings(corpus: str, **changes: int) -> OwnTextSettings:
+    own = {"tokens": 300, "prompt_tokens": 6, "new_tokens": 20, "min_chars": 4, "batch": 8}
+    return OwnTextSettings(data=corpus, **{**own, **changes})
+
+
+def test_an_interrupted_writing_goes_on(small, corpus, tmp_path) -> None:
+    whole = write_texts(tmp_path / "whole", small, Numbers(), text_settings(corpus), 0)
+    assert whole.num_new >= 300 and whole.num_parts > 2
+    parts = tmp_path / "parts"
+    write_texts(parts, small, Numbers(), text_settings(corpus, tokens=100), 0)
+    again = write_texts(parts, small, Numbers(), text_settings(corpus), 0)
+    assert len(again) == len(whole) == len(OwnTexts(parts))
+    for one, other in zip(again, whole, strict=True):
+        assert torch.equal(one.ids_T, other.ids_T) and one.prompt == other.prompt
+        assert torch.equal(one.states_TD, other.states_TD)
+        assert one.states_TD.shape == (len(one.ids_T) - 1, 32)
+        assert one.states_TD.dtype == torch.float16
+    with pytest.raises(UserError, match="new_tokens was 20 and is now 21"):
+        write_texts(parts, small, Numbers(), text_settings(corpus, new_tokens=21), 0)
+
+
+def test_greedy_and_drawn_texts(small) -> None:
+    engine = make_engine(small)
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14]]
+    greedy = continue_prompts(engine, prompts, 12)
+    for text, prompt in zip(greedy, prompts, strict=True):
+        ids = torch.tensor([prompt])
+        expected = small.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
+        )
+        assert torch.equal(text.ids_T, expected[0])
+    drawn = [
+        continue_prompts(engine, prompts, 12, torch.Generator().manual_seed(seed))[0].ids_T.tolist()
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    with pytest.raises(UserError, match="at most 58 new tokens"):
+        continue_prompts(engine, prompts, 60)
+
+
+def test_prompts_are_lines_and_instructions_in_turn(corpus) -> None:
+    settings = text_settings(corpus)
+    found = list(make_prompts(Numbers(), settings))
+    assert len(found) >= 200 and len(found[0]) == 6
+    assert found[1] == Numbers()(next(instructions()))["input_ids"]
+    settings.instructions = False
+    assert list(make_prompts(Numbers(), settings)) == found[::2]
+
+
+def test_instructions_are_not_repeated() -> None:
+    found = list(instructions())
+    assert len(set(found)) == len(found) > 10_000
+    assert not [text for text in found if "{" in text or "  " in text or " ," in text]
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--text.tokens", "0"], "text.tokens must be at least 1"),
+        (["--data", "nowhere.txt", "--folder", "F"], "nowhere.txt"),
+    ],
+)
+def test_wrong_settings_are_refused(words, match, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["exit", "tune", "smollm2", *words]) == 2
+    assert match in capsys.readouterr().err
+
+
+def tune_settings(corpus: str, folder: Path, **changes: Any) -> ExitTune:
+    return ExitTune(
+        run=RunSettings(str(folder), resume=True),
+        text=text_settings(corpus, tokens=900),
+        head=HeadSettings(texts=8, epochs=6, shortlist=30, held_out=6),
+        train=replace(default_training(), warmup=2, valid_every=5, save_every=4),
+        **changes,
+    )
+
+
+@pytest.fixture
+def tuned_run(small, corpus, tmp_path, monkeypatch) -> ExitTune:
+    monkeypatch.setattr(ModelChoice, "load", lambda self: (small, Numbers()))
+    settings = tune_settings(corpus, tmp_path / "run")
+    settings.until = "head"
+    return settings
+
+
+def test_a_head_is_trained_and_drafts(small, tuned_run) -> None:
+    tuned = tune_run(tuned_run)
+    records, _ = read_records(Path(tuned_run.run.folder) / "metrics.jsonl")
+    valid = [record.values for record in records if record.kind == "valid"]
+    assert valid[-1]["loss"] < valid[0]["loss"]
+    for values in valid:
+        assert 0 <= values["agreement_1"] <= values["accepted"] <= 2 * values["agreement_1"] <= 2
+    assert tuned.meta["after"]["accepted"] == valid[-1]["accepted"]
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = {"do_sample": False, "max_new_tokens": 20}
+    fast = accelerate(small, mode="speculative", tuned=tuned_run.run.folder, drafts=["tuned"])
+    found = fast.generate(**given, **options, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, small.generate(**given, **options))
+    assert found.drafted > 0
+
+
+def test_an_interrupted_training_goes_on(small, tuned_run, tmp_path, monkeypatch) -> None:
+    whole = tune_run(tuned_run)
+    monkeypatch.setattr(HeadTask, "begin_step", _stop_at(9))
+    other = replace(tuned_run, run=RunSettings(str(tmp_path / "other"), resume=True))
+    with pytest.raises(KeyboardInterrupt):
+        tune_run(other)
+    monkeypatch.setattr(HeadTask, "begin_step", lambda self, step: None)
+    again = tune_run(other)
+    for name, value in whole.head.state_dict().items():
+        torch.testing.assert_close(again.head.state_dict()[name], value, rtol=0, atol=0)
+
+
+def _stop_at(wanted: int) -> Callable[[Any, int], None]:
+    def stop(_: Any, step: int) -> None:
+        if step == wanted:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def test_the_fastest_drafts_are_chosen_and_kept(small, tuned_run) -> None:
+    settings = replace(tuned_run, until="choice")
+    tuned = tune_run(settings)
+    choice = Tuned.from_pretrained(settings.run.folder).choice
+    assert choice == tuned.choice and choice["machine"]["threads"] >= 1
+    assert {tuple(row["names"]) for row in choice["measured"]} >= {(), ("tuned",), ("carry",)}
+    accelerate(small, mode="speculative", tuned=tuned)
+    accelerate(small, mode="speculative", tuned=tuned, drafts="auto", num_drafts=1)
+
+
+def test_training_goes_on_from_an_earlier_head(tuned_run, tmp_path) -> None:
+    tune_run(tuned_run)
+    other = replace(tuned_run, run=RunSettings(str(tmp_path / "other"), resume=True))
+    other.head = replace(tuned_run.head, start=tuned_run.run.folder, epochs=1)
+    first = read_records(Path(tuned_run.run.folder) / "metrics.jsonl")[0]
+    tune_run(other)
+    then = read_records(Path(other.run.folder) / "metrics.jsonl")[0]
+    losses = [[r.values["loss"] for r in each if r.kind == "valid"] for each in (first, then)]
+    assert losses[1][0] == pytest.approx(losses[0][-1], rel=1e-4)
+
+
+def test_shortcuts_are_tuned_and_take_part(small, tuned_run, corpus, tmp_path) -> None:
+    lines = Path(corpus).read_text().splitlines()
+    Shortcuts.fit(small, Numbers(), lines, ridge=1e-3).save_pretrained(tmp_path / "maps")
+    settings = replace(tuned_run, until="choice", shortcuts=str(tmp_path / "maps"))
+    tuned = tune_run(settings)
+    saved = Shortcuts.from_pretrained(Path(settings.run.folder) / "model" / "shortcuts")
+    assert 1 in saved.tuned
+    tried = {(tuple(row["names"]), row["layer"]) for row in tuned.choice["measured"]}
+    assert (("shortcut",), 1) in tried and (("lookup", "shortcut"), 1) in tried
+    # Chosen drafts find their maps in the folder.
+    again = Tuned.from_pretrained(settings.run.folder)
+    again.choice |= {"names": ["shortcut"], "layer": 1}
+    accelerate(small, mode="speculative", tuned=again)
+
+
+def test_too_few_texts_are_refused(tuned_run) -> None:
+    tuned_run.head.held_out = 500
+    with pytest.raises(UserError, match=r"lower head\.held_out"):
+        tune_run(tuned_run)
