@@ -18,11 +18,11 @@ from typing import Any
 
 from record import save_result
 
+from deepenough.compare.config import CompareSettings
+from deepenough.compare.frontier import compare
+from deepenough.compare.intervals import Interval
 from deepenough.config import resolve
-from deepenough.measure.compare_intervals import Interval
 from deepenough.par.training import ParTraining, train
-from deepenough.train.compare import compare
-from deepenough.train.compare_settings import CompareSettings
 
 MODEL = {
     "data.vocab_size": 2000,

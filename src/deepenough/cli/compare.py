@@ -10,7 +10,7 @@ from deepenough.cli.parse import parse
 
 
 def main(argv: list[str]) -> int:
-    from deepenough.train.compare_settings import CompareSettings
+    from deepenough.compare.config import CompareSettings
 
     settings = parse(
         "compare",
@@ -20,8 +20,8 @@ def main(argv: list[str]) -> int:
         "\nFLOPs and milliseconds, with intervals, in frontier.json and pictures.",
         example="deepenough compare runs/first runs/second --out runs/both",
     )
+    from deepenough.compare.frontier import FRONTIER, compare
     from deepenough.report.frontier_file import read_frontier, write_frontier_figures
-    from deepenough.train.compare import FRONTIER, compare
     from deepenough.training.progress import reading
 
     with reading("passes") as progress:

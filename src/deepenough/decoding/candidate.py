@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from deepenough.compare.config import ComparedData, Entry, read_config
+from deepenough.compare.intervals import share_interval
+from deepenough.compare.protocol import Judged, OperatingPoint, Task
 from deepenough.config import resolve
 from deepenough.decoding.accelerate import accelerate
 from deepenough.decoding.costs import Costs
@@ -26,12 +29,9 @@ from deepenough.decoding.filling import Fill
 from deepenough.decoding.policies import ConfidenceGap
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
-from deepenough.measure.compare import Judged, OperatingPoint, Task
-from deepenough.measure.compare_intervals import share_interval
 from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.shortcut.study import ShortcutFit, TextChoice
 from deepenough.trace import DepthTrace
-from deepenough.train.compare_settings import ComparedData, Entry, read_config
 from deepenough.training.log import without_bars
 
 PROMPTS = 8

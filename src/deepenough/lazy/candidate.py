@@ -17,6 +17,9 @@ from typing import Any
 import sacrebleu
 import torch
 
+from deepenough.compare.config import ComparedData, Entry, content_of, read_config, read_section
+from deepenough.compare.intervals import Interval, share_interval
+from deepenough.compare.protocol import Judged, OperatingPoint, Task
 from deepenough.config import resolve
 from deepenough.data.encoding import lowers_case
 from deepenough.data.translation import TranslationData, open_parallel
@@ -25,17 +28,8 @@ from deepenough.errors import UserError
 from deepenough.lazy.evaluation import load_translator
 from deepenough.lazy.programs_pairs import held_out_pairs
 from deepenough.lazy.translate_score import SearchSettings, translate_pairs
-from deepenough.measure.compare import Judged, OperatingPoint, Task
-from deepenough.measure.compare_intervals import Interval, share_interval
 from deepenough.par.evaluation import model_folder
 from deepenough.trace import DepthTrace
-from deepenough.train.compare_settings import (
-    ComparedData,
-    Entry,
-    content_of,
-    read_config,
-    read_section,
-)
 
 SENTENCES = 128
 RESAMPLES = 1000

@@ -14,23 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepenough.compare.config import ComparedData, Entry, content_of, read_config, read_section
+from deepenough.compare.intervals import perplexity_interval
+from deepenough.compare.protocol import Judged, OperatingPoint, Task
 from deepenough.config import resolve
 from deepenough.data import ContextBatches, DataSettings, load_tokenizer, open_corpus, token_file
 from deepenough.data.tokens import tokenizer_fingerprint
 from deepenough.errors import UserError
-from deepenough.measure.compare import Judged, OperatingPoint, Task
-from deepenough.measure.compare_intervals import perplexity_interval
 from deepenough.par.evaluation import load_model, model_folder
 from deepenough.par.model import Memories, ParForCausalLM
 from deepenough.runs import RunFolder
 from deepenough.trace import DepthTrace
-from deepenough.train.compare_settings import (
-    ComparedData,
-    Entry,
-    content_of,
-    read_config,
-    read_section,
-)
 from deepenough.training.language import evaluation_lanes
 
 SEGMENTS = 64

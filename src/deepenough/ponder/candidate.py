@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepenough.compare.config import ComparedData, Entry, content_of, read_section
+from deepenough.compare.intervals import share_interval
+from deepenough.compare.protocol import Judged, OperatingPoint, Task
 from deepenough.config import resolve
 from deepenough.data.classification import (
     ClassificationData,
@@ -20,14 +23,11 @@ from deepenough.data.classification import (
 from deepenough.data.encoded_examples import EncodedExamples
 from deepenough.data.length_batches import by_length
 from deepenough.errors import UserError
-from deepenough.measure.compare import Judged, OperatingPoint, Task
-from deepenough.measure.compare_intervals import share_interval
 from deepenough.ponder.evaluation import load_classifier
 from deepenough.ponder.output import PonderOutput
 from deepenough.ponder.policies import ConfidenceExit, ExitPolicy, FixedExit, QuantileExit
 from deepenough.ponder.training import token_limit
 from deepenough.trace import DepthTrace
-from deepenough.train.compare_settings import ComparedData, Entry, content_of, read_section
 
 EXAMPLES, BATCH = 512, 32
 POLICIES: dict[str, Callable[[Any], ExitPolicy]] = {

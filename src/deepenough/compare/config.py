@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from deepenough.compare.protocol import Rules
 from deepenough.config import options, resolve
 from deepenough.errors import UserError
-from deepenough.measure.compare import Rules
 from deepenough.par.evaluation import model_folder
 from deepenough.runs import RunFolder
 

@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 
+from deepenough.compare.config import ComparedData, CompareSettings, Entry
+from deepenough.compare.intervals import coverage
+from deepenough.compare.protocol import Advance, Candidate, Measured, measure
 from deepenough.config import to_dict
 from deepenough.decoding.candidate import WordsCandidate
 from deepenough.errors import UserError
 from deepenough.lazy.candidate import open_pairs
-from deepenough.measure.compare import Advance, Candidate, Measured, measure
-from deepenough.measure.compare_intervals import coverage
 from deepenough.par.candidate import LanguageCandidate
 from deepenough.ponder.candidate import LabelCandidate
 from deepenough.provenance import provenance
 from deepenough.runs import RunFolder, read_records
-from deepenough.train.compare_settings import ComparedData, CompareSettings, Entry
 
 FRONTIER = "frontier.json"
 FORMAT = 1

@@ -25,7 +25,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepenough.measure.compare_intervals import CONFIDENCE, Interval, median_interval
+from deepenough.compare.intervals import CONFIDENCE, Interval, median_interval
 
 #: Hears how many passes are done, and of how many.
 Advance = Callable[[int, int], None]

@@ -9,21 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from deepenough.measure.compare import (
-    Judged,
-    OperatingPoint,
-    Rules,
-    Task,
-    count_flops,
-    measure,
-)
-from deepenough.measure.compare_intervals import (
+from deepenough.compare.intervals import (
     Interval,
     coverage,
     median_interval,
     perplexity_interval,
     share_interval,
 )
+from deepenough.compare.protocol import Judged, OperatingPoint, Rules, Task, count_flops, measure
 
 
 class Sleeper:

@@ -18,6 +18,8 @@ from deepenough import UserError
 from deepenough.__main__ import main
 from deepenough.cli import compare as compare_command
 from deepenough.cli.parse import parse
+from deepenough.compare.config import CompareSettings
+from deepenough.compare.frontier import compare
 from deepenough.config import dump, resolve
 from deepenough.data.encoding import save_tokenizer
 from deepenough.data.translation import TranslationData, open_parallel
@@ -33,8 +35,6 @@ from deepenough.par.training import train as train_par
 from deepenough.ponder.training import PonderTraining
 from deepenough.ponder.training import train as train_ponder
 from deepenough.runs import read_records
-from deepenough.train.compare import compare
-from deepenough.train.compare_settings import CompareSettings
 
 #: All of one length, so that nothing is padded and the two counts of FLOPs can be equal.
 SENTENCES = ["ein mann faehrt rad", "eine frau geht aus", "der hund geht aus", "ein hund geht rad"]

@@ -1,0 +1,1 @@
+"""Quality against cost of finished runs, measured under one protocol."""
