@@ -2,7 +2,9 @@
 
 import os
 import random
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -18,6 +20,8 @@ os.environ["MPLBACKEND"] = "Agg"
 
 import pytest
 from hypothesis import settings
+
+from deepenough.runs import Record, read_records
 
 # A busy machine makes an example slow, not wrong.
 settings.register_profile("deepenough", deadline=None)
@@ -125,3 +129,33 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     BertModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def records() -> Callable[[Path], list[Record]]:
+    """What a run has recorded, without what a clock decides."""
+
+    def read(folder: Path) -> list[Record]:
+        found, corrupted = read_records(folder / "metrics.jsonl")
+        assert corrupted == 0
+        clock = ("tokens_per_second", "seconds")
+        values = [{k: v for k, v in r.values.items() if k not in clock} for r in found]
+        return [Record(r.step, r.kind, v, 0.0) for r, v in zip(found, values, strict=True)]
+
+    return read
+
+
+@pytest.fixture
+def file_limit() -> Callable[[int], AbstractContextManager[None]]:
+    """Within it, the system refuses to make a file larger than so many bytes."""
+
+    @contextmanager
+    def limit(size: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limit

@@ -1,8 +1,6 @@
 """A training so small that the loop itself can be watched, and a disk that is full at will."""
 
-import resource
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from deepenough.runs import Record, RunFolder, read_records
+from deepenough.runs import RunFolder
 from deepenough.training.config import TrainSettings
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.task import BatchLoss
@@ -96,33 +94,3 @@ def fit(tmp_path: Path) -> Callable[..., Trainer]:
         return trainer
 
     return run
-
-
-@pytest.fixture
-def records() -> Callable[[Path], list[Record]]:
-    """What a run has recorded, without what a clock decides."""
-
-    def read(folder: Path) -> list[Record]:
-        found, corrupted = read_records(folder / "metrics.jsonl")
-        assert corrupted == 0
-        clock = ("tokens_per_second", "seconds")
-        values = [{k: v for k, v in r.values.items() if k not in clock} for r in found]
-        return [Record(r.step, r.kind, v, 0.0) for r, v in zip(found, values, strict=True)]
-
-    return read
-
-
-@pytest.fixture
-def file_limit() -> Callable[[int], AbstractContextManager[None]]:
-    """Within it, the system refuses to make a file larger than so many bytes."""
-
-    @contextmanager
-    def limit(size: int) -> Iterator[None]:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    return limit

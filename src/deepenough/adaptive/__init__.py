@@ -1,1 +1,0 @@
-"""Mechanisms that decide how deep to go; each leaves a `DepthTrace`."""

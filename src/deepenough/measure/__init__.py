@@ -1,1 +1,0 @@
-"""Quality and cost, measured: perplexity, FLOPs, latency, the cost of an output layer."""

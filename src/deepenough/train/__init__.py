@@ -1,1 +1,0 @@
-"""One training loop for every method, with its schedules, checkpoints and distribution."""
