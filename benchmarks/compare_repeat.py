@@ -20,8 +20,8 @@ from record import save_result
 
 from deepenough.compare.config import CompareSettings
 from deepenough.compare.frontier import compare
-from deepenough.compare.intervals import Interval
 from deepenough.config import resolve
+from deepenough.measurement import Interval
 from deepenough.par.training import ParTraining, train
 
 MODEL = {

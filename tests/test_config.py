@@ -7,9 +7,8 @@ from typing import Literal
 import pytest
 import yaml
 
-from deepenough.config import dump, nearest, options, resolve, to_dict
+from deepenough.config import dump, nearest, options, provenance, resolve, to_dict
 from deepenough.errors import UserError
-from deepenough.provenance import provenance
 
 
 @dataclass

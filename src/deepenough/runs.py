@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from deepenough.errors import UserError
 
 _OWN_KEYS = ("step", "kind", "time")
@@ -312,3 +314,36 @@ class RunFolder:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+
+
+def model_folder(folder: str) -> Path:
+    """Where the model is: in a finished run, or the folder itself."""
+    path = Path(folder)
+    path = path / "model" if (path / "model" / "config.json").is_file() else path
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"There is no model in {folder}: give the folder of a finished run, or one with a "
+            "config.json."
+        )
+    return path
+
+
+def read_config(run: str) -> dict[str, Any]:
+    """The settings that a run was made with, as they stand in its file."""
+    folder = RunFolder.open(run)
+    try:
+        content = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{folder.config} cannot be read, so nothing tells what {run} was trained on: leave "
+            "the run out, or make it again."
+        ) from error
+    return content if isinstance(content, dict) else {}
+
+
+def read_section(run: str, name: str) -> dict[str, Any]:
+    """One section of them."""
+    found = read_config(str(model_folder(run).parent)).get(name)
+    if not isinstance(found, dict):
+        raise UserError(f"The settings of {run} have no section {name}: leave the run out.")
+    return found

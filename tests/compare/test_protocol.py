@@ -9,21 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from deepenough.compare.intervals import (
+from deepenough.compare.protocol import Rules, count_flops, measure
+from deepenough.measurement import (
+    ComparedTask,
     Interval,
+    OperatingPoint,
+    Scores,
     coverage,
     median_interval,
     perplexity_interval,
     share_interval,
 )
-from deepenough.compare.protocol import Judged, OperatingPoint, Rules, Task, count_flops, measure
 
 
 class Sleeper:
     """Takes as long as its points say, and keeps a diary."""
 
     mechanism = "sleep"
-    task = Task("sleeping", "night", "all", "hour", "rest", True)
+    task = ComparedTask("sleeping", "night", "all", "hour", "rest", True)
 
     def __init__(self, name: str, milliseconds: list[float], diary: list[str]) -> None:
         self.name, self.times, self.diary = name, milliseconds, diary
@@ -38,7 +41,7 @@ class Sleeper:
 
     def judge(self, point, answers):
         self.diary.append(f"judge {self.name}{point.name}")
-        return Judged(Interval(answers, answers, answers), 2, 1.0, 10.0)
+        return Scores(Interval(answers, answers, answers), 2, 1.0, 10.0)
 
 
 def test_points_take_turns_and_are_judged_outside_of_the_clock():

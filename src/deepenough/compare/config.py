@@ -2,90 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
-
-import yaml
 
 from deepenough.compare.protocol import Rules
 from deepenough.config import options, resolve
 from deepenough.errors import UserError
-from deepenough.par.evaluation import model_folder
-from deepenough.runs import RunFolder
-
-
-@dataclass
-class Grid:
-    """Operating points; each list is for the runs it fits, and one left out is chosen for them"""
-
-    mem_len: list[int] | None = None
-    """Language models: tokens of memory before a segment."""
-
-    threshold: list[float] | None = None
-    """Classifiers that ponder: probability of having halted at which they stop."""
-
-    confidence: list[float] | None = None
-    """Classifiers that ponder: probability of the answer at which they stop."""
-
-    passes: list[int] | None = None
-    """Classifiers that ponder: passes that all examples make."""
-
-    epsilon: list[float] | None = None
-    """Lazy transformers: gate below which a token stops being updated; by default 0.05, 0.075 and
-    0.1 or, where gates compare a state with its update, 0.15, 0.2 and 0.25."""
-
-    steps: list[int] | None = None
-    """Lazy transformers: steps over the source."""
-
-    exit: list[float] | None = None
-    """Shortcuts: confidence at which a generated token leaves early."""
-
-
-@dataclass
-class Entry:
-    """One run of a comparison."""
-
-    run: str
-    """Folder of a finished run."""
-
-    name: str | None = None
-    """What the chart calls it; by default the end of its path."""
-
-    mechanisms: list[str] | None = None
-    """Which of its ways to run are measured, such as full, speculative and exit; by default all."""
-
-    tuned: str | None = None
-    """Writing: folder of deepenough exit tune for the same model; its drafts take part."""
-
-    grid: Grid = field(default_factory=Grid)
-
-
-@dataclass
-class ComparedData:
-    """Data that all runs answer"""
-
-    data: str | None = None
-    """A text, or a data set, named as for training; by default what the runs were trained on."""
-
-    split: str | None = None
-    """Part of it; by default test, else valid, but valid first for classifiers and for prompts."""
-
-    limit: int | None = None
-    """At most so many segments, examples, sentences or prompts; by default as many as a minute or
-    so needs."""
-
-    batch_size: int | None = None
-    """Lanes or examples at once; by default those of training, and 32 examples."""
-
-    prompt_tokens: int = 32
-    """Generation: tokens of a prompt."""
-
-    new_tokens: int = 32
-    """Generation: tokens that follow it."""
+from deepenough.measurement import ComparedData, Entry, Grid
 
 
 @dataclass
@@ -168,32 +93,3 @@ class CompareSettings:
                 if getattr(entry.grid, name) is None:
                     setattr(entry.grid, name, values)
         return named
-
-
-def read_config(run: str) -> dict[str, Any]:
-    """The settings that a run was made with, as they stand in its file."""
-    folder = RunFolder.open(run)
-    try:
-        content = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{folder.config} cannot be read, so nothing tells what {run} was trained on: leave "
-            "the run out, or make it again."
-        ) from error
-    return content if isinstance(content, dict) else {}
-
-
-def read_section(run: str, name: str) -> dict[str, Any]:
-    """One section of them."""
-    found = read_config(str(model_folder(run).parent)).get(name)
-    if not isinstance(found, dict):
-        raise UserError(f"The settings of {run} have no section {name}: leave the run out.")
-    return found
-
-
-def content_of(parts: Iterable[object]) -> str:
-    """What tells one set of data from another: runs may have held out other parts of one file."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(repr(part).encode())
-    return digest.hexdigest()

@@ -21,16 +21,15 @@ from typing import Any
 
 import torch
 
-from deepenough.compare.config import ComparedData, CompareSettings, Entry
-from deepenough.compare.intervals import coverage
-from deepenough.compare.protocol import Advance, Candidate, Measured, measure
-from deepenough.config import to_dict
+from deepenough.compare.config import CompareSettings
+from deepenough.compare.protocol import Advance, Measured, measure
+from deepenough.config import provenance, to_dict
 from deepenough.decoding.candidate import WordsCandidate
 from deepenough.errors import UserError
 from deepenough.lazy.candidate import open_pairs
+from deepenough.measurement import Candidate, ComparedData, Entry, coverage
 from deepenough.par.candidate import LanguageCandidate
 from deepenough.ponder.candidate import LabelCandidate
-from deepenough.provenance import provenance
 from deepenough.runs import RunFolder, read_records
 
 FRONTIER = "frontier.json"

@@ -17,88 +17,25 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepenough.compare.intervals import CONFIDENCE, Interval, median_interval
+from deepenough.measurement import (
+    CONFIDENCE,
+    Candidate,
+    Interval,
+    OperatingPoint,
+    Scores,
+    median_interval,
+)
 
 #: Hears how many passes are done, and of how many.
 Advance = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is measured. Runs are compared only where all of it is the same."""
-
-    kind: str
-    """As a sentence says it: "language modelling", "classification"."""
-    data: str
-    split: str
-    unit: str
-    """What costs are counted for: token, example, sentence."""
-    quality: str
-    """Name of the measure of quality."""
-    higher_is_better: bool
-    detail: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else must agree: the tokenizer, the shape of batches."""
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.data} ({self.split})"
-
-
-@dataclass(frozen=True)
-class OperatingPoint:
-    """One way to run a candidate."""
-
-    name: str
-    """Short, for a chart."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    mechanism: str = ""
-    """Where it is another than its candidate's."""
-    command: str = ""
-    """What runs the model so; empty where no command does."""
-
-
-@dataclass(frozen=True)
-class Judged:
-    """What the answers of one pass over the data were worth, and what they cost by the trace."""
-
-    quality: Interval
-    units: int
-    """Tokens, examples or sentences that were answered."""
-    layers: float
-    """Blocks that ran for a unit, mean."""
-    flops: float
-    """Of all units."""
-    sample: Mapping[str, Any] | None = None
-    """One answer with its depths, to be looked at: `tokens`, `depth` of each, and `layers`."""
-
-
-class Candidate(Protocol):
-    """A run that can be measured at operating points."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def mechanism(self) -> str: ...
-
-    @property
-    def task(self) -> Task: ...
-
-    def points(self) -> Sequence[OperatingPoint]:
-        """Where to measure it, the deepest first."""
-
-    def run(self, point: OperatingPoint) -> Any:
-        """Answer all of the data; this is what is timed."""
-
-    def judge(self, point: OperatingPoint, answers: Any) -> Judged:
-        """What `run` returned, outside of the clock."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +72,7 @@ class Measured:
 
     candidate: Candidate
     point: OperatingPoint
-    judged: Judged
+    judged: Scores
     counted: float | None
     """FLOPs of all units by torch's counter, padding included."""
     seconds: tuple[float, ...]
@@ -183,7 +120,7 @@ def measure(
 
 def _prepare(
     candidate: Candidate, point: OperatingPoint, rules: Rules
-) -> tuple[Judged, float | None]:
+) -> tuple[Scores, float | None]:
     """Warm up, judge and count; a first pass may do more than all others, so it is not counted."""
     for _ in range(rules.warmup - 1):
         candidate.run(point)

@@ -19,9 +19,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from deepenough.compare.config import ComparedData, Entry, read_config
-from deepenough.compare.intervals import share_interval
-from deepenough.compare.protocol import Judged, OperatingPoint, Task
 from deepenough.config import resolve
 from deepenough.decoding.accelerate import accelerate
 from deepenough.decoding.costs import Costs
@@ -29,6 +26,15 @@ from deepenough.decoding.filling import Fill
 from deepenough.decoding.policies import ConfidenceGap
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
+from deepenough.measurement import (
+    ComparedData,
+    ComparedTask,
+    Entry,
+    OperatingPoint,
+    Scores,
+    share_interval,
+)
+from deepenough.runs import read_config
 from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.shortcut.study import ShortcutFit, TextChoice
 from deepenough.trace import DepthTrace
@@ -99,7 +105,7 @@ class WordsCandidate:
             "prompt_tokens": self.num_prompt,
             "new_tokens": self.num_new,
         }
-        self.task = Task("writing", text, split, "token", "agreement", True, detail)
+        self.task = ComparedTask("writing", text, split, "token", "agreement", True, detail)
 
     def points(self) -> Sequence[OperatingPoint]:
         model = f"--model {shlex.quote(self.model_name)}"
@@ -162,7 +168,7 @@ class WordsCandidate:
         return made
 
     @torch.inference_mode()
-    def judge(self, point: OperatingPoint, answers: Written) -> Judged:
+    def judge(self, point: OperatingPoint, answers: Written) -> Scores:
         num, last = self.num_prompt, len(self.costs.layers)
         agree = units = 0
         flops = layers = 0.0
@@ -178,7 +184,7 @@ class WordsCandidate:
             else:
                 layers += float(trace.ran.sum())
                 flops += trace.total_flops
-        return Judged(
+        return Scores(
             share_interval(agree, units), units, layers / units, flops, self._sample(answers)
         )
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from deepenough.config import provenance
 from deepenough.decoding.carry import Carry, shortlist_head
 from deepenough.decoding.own_text import WritingSettings, Written, write
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.provenance import provenance
 from deepenough.shortcut.solve import make_solver
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)

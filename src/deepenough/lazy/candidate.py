@@ -17,9 +17,6 @@ from typing import Any
 import sacrebleu
 import torch
 
-from deepenough.compare.config import ComparedData, Entry, content_of, read_config, read_section
-from deepenough.compare.intervals import Interval, share_interval
-from deepenough.compare.protocol import Judged, OperatingPoint, Task
 from deepenough.config import resolve
 from deepenough.data.encoding import lowers_case
 from deepenough.data.translation import TranslationData, open_parallel
@@ -28,7 +25,17 @@ from deepenough.errors import UserError
 from deepenough.lazy.evaluation import load_translator
 from deepenough.lazy.programs_pairs import held_out_pairs
 from deepenough.lazy.translate_score import SearchSettings, translate_pairs
-from deepenough.par.evaluation import model_folder
+from deepenough.measurement import (
+    ComparedData,
+    ComparedTask,
+    Entry,
+    Interval,
+    OperatingPoint,
+    Scores,
+    content_of,
+    share_interval,
+)
+from deepenough.runs import model_folder, read_config, read_section
 from deepenough.trace import DepthTrace
 
 SENTENCES = 128
@@ -52,7 +59,7 @@ class TranslationCandidate:
         self.pairs, self.task = self._open(entry.run, data)
         self.references = [pair.target for pair in self.pairs.pairs]
 
-    def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, Task]:
+    def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, ComparedTask]:
         return _sentences(run, self.translator.tokenizer, data)
 
     def _quality(self, texts: list[str]) -> Interval:
@@ -94,9 +101,9 @@ class TranslationCandidate:
                 hook.remove()
         return made
 
-    def judge(self, point: OperatingPoint, answers: Translations) -> Judged:
+    def judge(self, point: OperatingPoint, answers: Translations) -> Scores:
         both = answers.source + answers.target
-        return Judged(
+        return Scores(
             quality=self._quality(answers.texts),
             units=len(answers.texts),
             layers=_steps(answers.source) + _steps(answers.target),
@@ -107,13 +114,15 @@ class TranslationCandidate:
 class ProgramCandidate(TranslationCandidate):
     """Programs, and what they print: right to the last digit, or wrong."""
 
-    def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, Task]:
+    def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, ComparedTask]:
         split = data.split or "test"
         limit = data.limit or SENTENCES
         pairs, trained = held_out_pairs(run, split, self.translator.tokenizer, limit)
         # What the programs are drawn from names them, since there is no file of them.
         detail = {"programs": len(pairs), "seed": trained.train.seed, **asdict(trained.data)}
-        return pairs, Task("execution", "programs", split, "program", "exact match", True, detail)
+        return pairs, ComparedTask(
+            "execution", "programs", split, "program", "exact match", True, detail
+        )
 
     def _quality(self, texts: list[str]) -> Interval:
         right = sum(made == told for made, told in zip(texts, self.references, strict=True))
@@ -132,7 +141,7 @@ def open_pairs(entry: Entry, name: str, data: ComparedData) -> TranslationCandid
     return kinds[task](entry, name, data)
 
 
-def _sentences(run: str, tokenizer: Any, data: ComparedData) -> tuple[EncodedPairs, Task]:
+def _sentences(run: str, tokenizer: Any, data: ComparedData) -> tuple[EncodedPairs, ComparedTask]:
     trained = resolve(TranslationData, overrides=read_section(run, "data"))
     if data.data is not None:
         trained.corpus = data.data
@@ -142,7 +151,7 @@ def _sentences(run: str, tokenizer: Any, data: ComparedData) -> tuple[EncodedPai
     kept = pairs.head(min(len(pairs), data.limit or SENTENCES))
     detail = {"sentences": len(kept), "languages": f"{trained.source} to {trained.target}"}
     detail |= {"lowercase": lowers_case(tokenizer), "content": content_of(kept.pairs)}
-    return kept, Task("translation", text.name, split, "sentence", "BLEU", True, detail)
+    return kept, ComparedTask("translation", text.name, split, "sentence", "BLEU", True, detail)
 
 
 def _steps(traces: Sequence[DepthTrace]) -> float:

@@ -24,8 +24,7 @@ from deepenough.lazy import (
 )
 from deepenough.lazy.training import LazyTraining
 from deepenough.lazy.translate_score import SearchSettings, bleu, translate_pairs
-from deepenough.par.evaluation import model_folder
-from deepenough.runs import Metrics, Record, RunFolder, read_records
+from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_records
 from deepenough.trace import DepthTrace
 from deepenough.training.log import without_bars
 

@@ -22,8 +22,7 @@ from deepenough.lazy import LazyTransformerConfig, LazyTransformerForCausalLM
 from deepenough.lazy.evaluation import keep_record
 from deepenough.lazy.settings import LazySettings
 from deepenough.lazy.task import model_identity
-from deepenough.par.evaluation import model_folder
-from deepenough.runs import RunFolder
+from deepenough.runs import RunFolder, model_folder
 from deepenough.training.config import RunSettings, TrainSettings
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.language import LanguageTask, evaluate_language

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from deepenough.config import resolve
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.lazy.programs_training import ProgramTraining, held_out_programs
-from deepenough.par.evaluation import model_folder
-from deepenough.runs import RunFolder
+from deepenough.runs import RunFolder, model_folder
 
 
 class HeldOut(NamedTuple):

@@ -9,8 +9,7 @@ from deepenough.config import resolve
 from deepenough.lazy.evaluation import keep_record, load_translator
 from deepenough.lazy.programs_training import ProgramTraining, held_out_programs, measure_programs
 from deepenough.lazy.translate_score import SearchSettings
-from deepenough.par.evaluation import model_folder
-from deepenough.runs import RunFolder
+from deepenough.runs import RunFolder, model_folder
 
 EVALUATION = "programs"
 """Kind of the records that tell exact match of one setting."""

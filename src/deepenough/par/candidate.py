@@ -14,16 +14,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepenough.compare.config import ComparedData, Entry, content_of, read_config, read_section
-from deepenough.compare.intervals import perplexity_interval
-from deepenough.compare.protocol import Judged, OperatingPoint, Task
 from deepenough.config import resolve
 from deepenough.data import ContextBatches, DataSettings, load_tokenizer, open_corpus, token_file
 from deepenough.data.tokens import tokenizer_fingerprint
 from deepenough.errors import UserError
-from deepenough.par.evaluation import load_model, model_folder
+from deepenough.measurement import (
+    ComparedData,
+    ComparedTask,
+    Entry,
+    OperatingPoint,
+    Scores,
+    content_of,
+    perplexity_interval,
+)
+from deepenough.par.evaluation import load_model
 from deepenough.par.model import Memories, ParForCausalLM
-from deepenough.runs import RunFolder
+from deepenough.runs import RunFolder, model_folder, read_config, read_section
 from deepenough.trace import DepthTrace
 from deepenough.training.language import evaluation_lanes
 
@@ -77,10 +83,10 @@ class LanguageCandidate:
             read.traces.append(output.trace)
         return read
 
-    def judge(self, point: OperatingPoint, answers: Read) -> Judged:
+    def judge(self, point: OperatingPoint, answers: Read) -> Scores:
         tokens = [trace.num_units for trace in answers.traces]
         losses = [float(loss) * num for loss, num in zip(answers.losses, tokens, strict=True)]
-        return Judged(
+        return Scores(
             quality=perplexity_interval(losses, tokens),
             units=sum(tokens),
             layers=DepthTrace.join(answers.traces).mean_blocks,
@@ -101,7 +107,7 @@ def _trained_pattern(run: str) -> str:
     return run
 
 
-def _text(run: str, data: ComparedData) -> tuple[list[dict[str, Tensor]], Task]:
+def _text(run: str, data: ComparedData) -> tuple[list[dict[str, Tensor]], ComparedTask]:
     """The segments to read, on the model's device already, and what the task is called."""
     trained = _trained_on(run)
     corpus = open_corpus(
@@ -127,7 +133,7 @@ def _text(run: str, data: ComparedData) -> tuple[list[dict[str, Tensor]], Task]:
     content = content_of(segment["input_ids"].tolist() for segment in kept)
     detail = {**shape, "tokenizer": fingerprint, "content": content}
     name = data.data or trained.corpus
-    task = Task("language modelling", name, split, "token", "perplexity", False, detail)
+    task = ComparedTask("language modelling", name, split, "token", "perplexity", False, detail)
     return kept, task
 
 

@@ -15,24 +15,12 @@ from safetensors import SafetensorError
 from deepenough.data import DataSettings, load_tokenizer, open_corpus, token_file
 from deepenough.errors import UserError
 from deepenough.par import ParConfig, ParForCausalLM
-from deepenough.runs import RunFolder
+from deepenough.runs import RunFolder, model_folder
 from deepenough.training.language import evaluate_language
 from deepenough.training.log import without_bars
 
 #: Below this temperature sampling is taking the likeliest.
 COLDEST = 1e-6
-
-
-def model_folder(folder: str) -> Path:
-    """Where the model is: in a finished run, or the folder itself."""
-    path = Path(folder)
-    path = path / "model" if (path / "model" / "config.json").is_file() else path
-    if not (path / "config.json").is_file():
-        raise UserError(
-            f"There is no model in {folder}: give the folder of a finished run, or one with a "
-            "config.json."
-        )
-    return path
 
 
 def load_model(folder: str) -> ParForCausalLM:

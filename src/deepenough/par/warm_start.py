@@ -11,7 +11,7 @@ from deepenough.data import load_tokenizer
 from deepenough.data.tokens import tokenizer_fingerprint
 from deepenough.errors import UserError
 from deepenough.par import ParForCausalLM
-from deepenough.par.evaluation import model_folder
+from deepenough.runs import model_folder
 
 log = logging.getLogger("deepenough")
 

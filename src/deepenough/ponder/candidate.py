@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepenough.compare.config import ComparedData, Entry, content_of, read_section
-from deepenough.compare.intervals import share_interval
-from deepenough.compare.protocol import Judged, OperatingPoint, Task
 from deepenough.config import resolve
 from deepenough.data.classification import (
     ClassificationData,
@@ -23,10 +20,20 @@ from deepenough.data.classification import (
 from deepenough.data.encoded_examples import EncodedExamples
 from deepenough.data.length_batches import by_length
 from deepenough.errors import UserError
+from deepenough.measurement import (
+    ComparedData,
+    ComparedTask,
+    Entry,
+    OperatingPoint,
+    Scores,
+    content_of,
+    share_interval,
+)
 from deepenough.ponder.evaluation import load_classifier
 from deepenough.ponder.output import PonderOutput
 from deepenough.ponder.policies import ConfidenceExit, ExitPolicy, FixedExit, QuantileExit
 from deepenough.ponder.training import token_limit
+from deepenough.runs import read_section
 from deepenough.trace import DepthTrace
 
 EXAMPLES, BATCH = 512, 32
@@ -68,7 +75,9 @@ class LabelCandidate:
         self.where = f" --split {split}"
         if asked is not trained:
             self.where = f" --dataset {shlex.quote(asked.dataset)}{self.where}"
-        self.task = Task("classification", texts.name, split, "example", "accuracy", True, detail)
+        self.task = ComparedTask(
+            "classification", texts.name, split, "example", "accuracy", True, detail
+        )
 
     def points(self) -> Sequence[OperatingPoint]:
         last, grid = self.model.num_passes, self.entry.grid
@@ -97,11 +106,11 @@ class LabelCandidate:
         policy = _policy(point)
         return [self.model(**batch, policy=policy) for batch in self.batches]
 
-    def judge(self, point: OperatingPoint, answers: list[PonderOutput]) -> Judged:
+    def judge(self, point: OperatingPoint, answers: list[PonderOutput]) -> Scores:
         logits = [output.logits for output in answers if output.logits is not None]
         right = torch.cat(logits).argmax(-1) == self.labels
         trace = DepthTrace.join([output.trace for output in answers if output.trace is not None])
-        return Judged(
+        return Scores(
             quality=share_interval(int(right.sum()), len(right)),
             units=len(right),
             layers=trace.mean_blocks,

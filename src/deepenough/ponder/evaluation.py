@@ -19,7 +19,6 @@ from deepenough.data.classification import (
 )
 from deepenough.data.encoded_examples import EncodedExamples
 from deepenough.errors import UserError
-from deepenough.par.evaluation import model_folder
 from deepenough.ponder import measure as measure
 from deepenough.ponder.config import options_of
 from deepenough.ponder.model import PonderClassifier
@@ -28,7 +27,7 @@ from deepenough.ponder.settings import Exit, check_settings
 from deepenough.ponder.texts import Text
 from deepenough.ponder.timing import time_exits, time_records
 from deepenough.ponder.training import PonderTraining, token_limit
-from deepenough.runs import Metrics, RunFolder, read_records
+from deepenough.runs import Metrics, RunFolder, model_folder, read_records
 from deepenough.training.log import without_bars
 
 ALL_PASSES, OWN_EXIT = "all passes", "own exit"

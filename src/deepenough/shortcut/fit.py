@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepenough.config import provenance
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
-from deepenough.provenance import provenance
 from deepenough.shortcut.collect import make_reading, run_batch
 from deepenough.shortcut.keeping import FitFolder, Solved
 from deepenough.shortcut.memory import default_limit, plan_passes

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from deepenough.cli.parse import parse
 from deepenough.lazy.look import LazyPlot, look
-from deepenough.par.evaluation import model_folder
-from deepenough.runs import RunFolder
+from deepenough.runs import RunFolder, model_folder
 
 
 @dataclass
