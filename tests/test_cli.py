@@ -13,7 +13,7 @@ import pytest
 
 from deepenough import __version__
 from deepenough.__main__ import main
-from deepenough.cli import COMMANDS
+from deepenough.cli.legacy import COMMANDS
 from deepenough.cli.parse import parse
 from deepenough.errors import UserError
 

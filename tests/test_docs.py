@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from deepenough.cli import COMMANDS, find_command
+from deepenough.cli.legacy import COMMANDS, find_command
 from deepenough.config import options
 from deepenough.errors import UserError
 

@@ -1,39 +1,136 @@
-"""Settings: plain dataclasses, read from defaults, a YAML file and overrides, written as YAML.
+"""Settings as dataclasses: read from defaults, a YAML file and flags, checked, written as YAML.
 
 A command's settings are one dataclass, nested where it has sections. The string literal under a
-field is the only text of that option; it becomes the command's `--help`. `jsonargparse` checks and
+field is the only text of that option and becomes its `--help`; its range is declared on the field
+(`steps: int = bounded(2000, ge=1)`), shown in `--help` and checked by `validate`. `jsonargparse`
 converts the values, whether they come from a file or from flags, so both accept the same things.
 
-Precedence: defaults < YAML file < overrides (flags). A key that no field has is an error. Only the
-section `provenance`, which `dump` writes, is passed over, so that a saved file can be given again.
+Precedence: defaults < YAML file < flags. A key that no field has is an error. What `dump` adds to a
+run's `config.yaml` (`method` and `provenance`) is passed over, so that the file can be given again.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import importlib.metadata
+import operator
 import os
 import platform
 import re
 import subprocess
 import types
 import typing
-from argparse import ArgumentError
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import docstring_parser
 import yaml
-from jsonargparse import ArgumentParser, Namespace
 
 from deepenough.errors import UserError
 
+if TYPE_CHECKING:  # both take a while to load, which `deepenough --help` need not wait for
+    from jsonargparse import ArgumentParser, Namespace
+
 S = TypeVar("S")
 
-PROVENANCE = "provenance"
+METHOD, PROVENANCE = "method", "provenance"
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One verb of the command line, as a method's `commands.py` declares it."""
+
+    name: str
+    help: str
+    """One line for the table of commands."""
+    config: type | str | Callable[[list[str]], type]
+    """Its settings class, as "package.module:Name" where importing it takes long, or a function
+    that chooses the class by the words of the command line."""
+    run: Callable[[Any], int | None]
+    """Does the work; returns the exit code, None for 0."""
+    description: str
+    example: str
+    positional: tuple[str, ...] = ()
+    """Options whose values may stand first, without their names; `name*` takes all that follow."""
+
+
+@dataclass
+class RunConfig:
+    """Where a run goes; the settings of every command that writes a run folder inherit it."""
+
+    METHOD: ClassVar[str] = ""
+
+    out: str = "runs/latest"
+    """Folder for everything that the run leaves."""
+
+    resume: bool = False
+    """Continue from the last checkpoint in the folder."""
+
+    overwrite: bool = False
+    """Delete an earlier run in the folder first."""
+
+
+def bounded(
+    default: Any = MISSING,
+    *,
+    default_factory: Any = MISSING,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """Return a dataclass field whose value, or each item of it if it is a list, lies in a range.
+
+    Args:
+        default: The field's default, as for `dataclasses.field`.
+        default_factory: A function that makes the default, for lists.
+        ge: Smallest value allowed.
+        gt: The value must be above this.
+        le: Largest value allowed.
+        lt: The value must be below this.
+    """
+    given = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+    bounds = {name: bound for name, bound in given.items() if bound is not None}
+    if default_factory is not MISSING:
+        return dataclasses.field(default_factory=default_factory, metadata={"bounds": bounds})
+    return dataclasses.field(default=default, metadata={"bounds": bounds})
+
+
+def validate(config: S, prefix: str = "") -> S:
+    """Check every range, then the rules between fields (`check()`), and return the settings.
+
+    Raises:
+        UserError: Names the first option that is out of its range.
+    """
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, bounds = getattr(config, field.name), field.metadata.get("bounds", {})
+        if dataclasses.is_dataclass(value):
+            validate(value, f"{prefix}{field.name}.")
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if item is not None and not _within(item, bounds):
+                each = "each of " if isinstance(value, list | tuple) else ""
+                raise UserError(
+                    f"{each}{prefix}{field.name} must be {_range_text(bounds)}: got {item}."
+                )
+    check_rules = getattr(config, "check", None)
+    if check_rules is not None:
+        check_rules()
+    return config
+
+
+def _within(value: float, bounds: Mapping[str, float]) -> bool:
+    """Return whether a number is in its range; NaN is in none."""
+    tests = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
+    return all(tests[name](value, bound) for name, bound in bounds.items())
+
+
+def _range_text(bounds: Mapping[str, float]) -> str:
+    """Return a range as people say it: "at least 0 and below 1"."""
+    return " and ".join(f"{_BOUNDS[name]} {bound:g}" for name, bound in bounds.items())
 
 
 @dataclass(frozen=True)
@@ -46,6 +143,14 @@ class Option:
     text: str
     section: str
     """Title of the section it belongs to, as people read it."""
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Range of its values, as `bounded` declares it."""
+
+    @property
+    def help(self) -> str:
+        """Its text, its range, and whether it must be given."""
+        range_text = f" ({_range_text(self.bounds)})" if self.bounds else ""
+        return self.text + range_text + (" Must be given." if self.default is MISSING else "")
 
 
 def options(cls: type, prefix: str = "", section: str = "", defaults: Any = None) -> list[Option]:
@@ -62,7 +167,7 @@ def options(cls: type, prefix: str = "", section: str = "", defaults: Any = None
             base = None if default is MISSING else default
             nested += options(hint, f"{name}.", title.strip().splitlines()[0].rstrip("."), base)
         else:
-            own.append(Option(name, hint, default, text, section))
+            own.append(Option(name, hint, default, text, section, field.metadata.get("bounds", {})))
     return own + nested
 
 
@@ -74,7 +179,7 @@ def resolve(
     """The settings from defaults, then the YAML file, then `overrides` (nested or dotted names)."""
     values = read_yaml(cls, yaml_path) if yaml_path is not None else {}
     values |= _flatten(cls, overrides or {}, "the given settings")
-    return build(cls, check(make_parser(cls), cls, values))
+    return build(cls, convert(make_parser(cls), cls, values))
 
 
 def read_yaml(cls: type, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -99,35 +204,37 @@ def read_yaml(cls: type, path: str | os.PathLike[str]) -> dict[str, Any]:
         raise UserError(
             f"The settings file {path} must hold `name: value` lines, nested by section."
         )
-    content.pop(PROVENANCE, None)
+    for key in (METHOD, PROVENANCE):
+        content.pop(key, None)
     return _flatten(cls, content, str(path))
 
 
 def make_parser(cls: type, **kwargs: Any) -> ArgumentParser:
     """A parser with one flag for every option of `cls`, grouped by section."""
+    from jsonargparse import ArgumentParser
+
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None, **kwargs)
     groups: dict[str, Any] = {"": parser}
     for option in options(cls):
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(option.section)
-        required = option.default is MISSING
         groups[option.section].add_argument(
             f"--{option.name}",
             type=option.type,
-            default=None if required else option.default,
-            help=option.text + (" Must be given." if required else ""),
+            default=None if option.default is MISSING else option.default,
+            help=option.help,
         )
     return parser
 
 
-def check(
+def convert(
     parser: ArgumentParser, cls: type, values: Mapping[str, Any], argv: list[str] | None = None
 ) -> Namespace:
     """Values by dotted name, then flags, converted to their types or refused in a sentence."""
     try:
         namespace = parser.parse_object(dict(values))
         return namespace if argv is None else parser.parse_args(argv, namespace=namespace)
-    except ArgumentError as error:
+    except argparse.ArgumentError as error:
         raise UserError(_sentence(str(error), cls)) from error
 
 
@@ -163,7 +270,9 @@ def dump(
     settings: Any, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None
 ) -> None:
     """Write the settings and where they come from (versions, commit, `extra`), whole or not."""
-    content = to_dict(settings) | {PROVENANCE: {**provenance(), **(extra or {})}}
+    method = getattr(settings, "METHOD", "")
+    content: dict[str, Any] = {METHOD: method} if method else {}
+    content |= to_dict(settings) | {PROVENANCE: {**provenance(), **(extra or {})}}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
     partial = Path(f"{os.fspath(path)}.tmp")
     partial.write_text(text, encoding="utf-8")
@@ -180,7 +289,9 @@ def nearest(name: str, names: list[str]) -> str | None:
 
 
 def _field_texts(cls: type) -> dict[str, str]:
-    """The string literals under the fields, inherited ones included."""
+    """Return the string literals under the fields, inherited ones included."""
+    import docstring_parser
+
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):

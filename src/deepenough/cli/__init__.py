@@ -1,48 +1,307 @@
-"""The command table: every command's name and its one line of help.
+"""The command line: one tree of commands, built from the registry.
 
-A command is a file of this package with the same name (`shortcut fit`: `shortcut/fit.py`) and a
-function `main(argv) -> int`; it is imported only when called, so that the table costs nothing.
+`deepenough METHOD VERB TARGET --data TEXT --out FOLDER`, with `compare`, `report`, `demo` and
+`cutoffs` beside the methods. Settings come from defaults, then `--config FILE`, then flags. Beyond
+what `jsonargparse` does, a few conveniences are settled here:
+
+- `--overwrite` alone means `--overwrite true`;
+- the last part of a name is enough where it is unique: `--vocab_size` for `--dataset.vocab_size`;
+- `--mem-len` means `--mem_len`;
+- values of the options that a command calls `positional` may stand first, without their names;
+- a value may begin with a dash, as block patterns (`-aad`) and negative numbers do.
 """
 
-import importlib
+from __future__ import annotations
 
-COMMANDS: dict[str, str] = {
-    "demo": "show every method in a few minutes, without data or network",
-    "search": "find which blocks a language model needs on your text and machine",
-    "derive": "read the block pattern out of a search",
-    "train": "train a language model with a given or derived pattern",
-    "evaluate": "measure perplexity and bits per byte of a trained model",
-    "generate": "write text with a trained model",
-    "shortcut fit": "fit linear maps between the layers of a Hugging Face model",
-    "shortcut eval": "measure what each layer already knows",
-    "shortcut lens": "show what every layer would say after every token of a prompt",
-    "shortcut plot": "draw the pictures of a shortcut run",
-    "ponder train": "fine-tune a classifier that stops as soon as it is sure",
-    "ponder eval": "measure its accuracy, passes and seconds",
-    "ponder predict": "label lines of text as they come",
-    "ponder parity": "PonderNet's experiment: learn parity, extrapolate to harder vectors",
-    "lazy train": "train a translator, executor or language model that updates only what changes",
-    "lazy translate": "translate lines of text as they come",
-    "lazy eval": "measure its quality, how deep its tokens go and what that costs",
-    "lazy sweep": "BLEU for other steps, and for tokens that stop sooner or later",
-    "lazy plot": "draw how far each token still moves at each step, and when it rests",
-    "compare": "measure runs of one task at several depths, on one chart",
-    "report": "put all that runs have to show into one page",
-    "exit generate": "write text with a model that spends less, tokens shaded by depth",
-    "exit calibrate": "find the fastest exit threshold whose disagreement is bounded",
-    "exit tune": "make a model ready for drafts, trained on what it writes itself",
-    "cutoffs": "find the best adaptive-softmax cutoffs for word counts",
-    "plot": "draw the pictures of a run",
+import argparse
+import difflib
+import importlib
+import json
+import os
+import re
+import select
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, get_args
+
+from deepenough import __version__
+from deepenough.cli import legacy
+from deepenough.config import (
+    Command,
+    Option,
+    build,
+    convert,
+    make_parser,
+    options,
+    read_yaml,
+    validate,
+)
+from deepenough.errors import UserError
+from deepenough.registry import METHODS
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
+EXAMPLE = "deepenough demo --out runs/demo"
+
+#: Commands that belong to no method, by the module that declares them.
+OTHERS = {
+    "compare": "deepenough.compare.commands:COMPARE",
+    "report": "deepenough.report.commands:REPORT",
+    "demo": "deepenough.demo:DEMO",
+    "cutoffs": "deepenough.nn.cutoffs_command:CUTOFFS",
 }
 
 
-def find_command(words: list[str]) -> tuple[str, list[str]]:
-    """The command, of one word or two, and what was written behind it."""
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code: 2 for a user's mistake, 130 for Ctrl-C."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        code = run(words)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(f"deepenough: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("deepenough: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        if not _reader_gone():
+            raise
+        return 141  # as a shell reports a program whose reader has left
+
+
+def run(words: list[str]) -> int:
+    """Run the command that `words` name and return its exit code; a user's mistake is raised."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"deepenough {__version__}")
+        return 0
+    table = commands()
+    name, rest = _split(words, table)
+    if name not in table and legacy.find_command(words)[0] in legacy.COMMANDS:
+        try:
+            return legacy.run_command(*legacy.find_command(words))
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 0
+    if name not in table:
+        return _refuse(name, rest, table)
+    try:
+        return run_command(table[name], name, rest)
+    except SystemExit as end:  # how a parser leaves after printing its help
+        return end.code if isinstance(end.code, int) else 0
+
+
+def commands() -> dict[str, Command]:
+    """Return every command by its words, such as "par train" or "report", in order of the help."""
+    found = {
+        f"{method.name} {command.name}": command
+        for method in METHODS
+        for command in method.commands
+    }
+    for name, place in OTHERS.items():
+        try:
+            found[name] = _load(place)
+        except ModuleNotFoundError:
+            continue  # provisional
+    return found
+
+
+def run_command(command: Command, name: str, argv: list[str]) -> int:
+    """Parse the words of a command, check its settings, run it and return its exit code."""
+    return int(command.run(validate(parse_command(command, name, argv))) or 0)
+
+
+def overview(table: Mapping[str, Command] | None = None, example: str = EXAMPLE) -> str:
+    """Return what `deepenough --help` prints, or `deepenough METHOD --help` for its commands."""
+    shown = commands() if table is None else table
+    first = next(iter(shown))
+    width = max(map(len, shown))
+    lines = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in shown.items())
+    return (
+        "usage: deepenough METHOD VERB [TARGET] [--config FILE] [--NAME VALUE ...]\n\n"
+        "Transformers that go only as deep as they need.\n\n"
+        f"commands:\n{lines}\n\n"
+        "options:\n"
+        f"  -h, --help     show this, or the options of a command: deepenough {first} --help\n"
+        "  -V, --version  show the version\n\n"
+        f"example:\n  {example}"
+    )
+
+
+def parse_command(command: Command, name: str, argv: list[str]) -> Any:
+    """Return the settings object of a command from its words; `--help` prints and exits."""
+    settings_class = _settings_class(command, argv)
+    places = "".join(_place(position) for position in command.positional)
+    parser = make_parser(
+        settings_class,
+        prog=f"deepenough {name}",
+        usage=f"deepenough {name} {places}[--config FILE] [--NAME VALUE ...]",
+        description=command.description.strip(),
+        epilog="The last part of a name is enough where it is unique.\n\n"
+        f"example:\n  {command.example.strip()}",
+        formatter_class=_formatter(),
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of settings; flags win over it."
+    )
+    known = options(settings_class)
+    words = _normalise(_named(argv, command.positional), known)
+    config = _config_file(words)
+    values = read_yaml(settings_class, config) if config is not None else {}
+    namespace = convert(parser, settings_class, values, words)
+    _restore_text(namespace, words, known)
+    return build(settings_class, namespace)
+
+
+def option_given(argv: list[str], name: str) -> str | None:
+    """Return the value of `--name` among the words, before they are parsed; None if absent."""
+    for position, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag == f"--{name}":
+            following = argv[position + 1] if position + 1 < len(argv) else ""
+            return value if equals else following
+    return None
+
+
+def _load(place: str) -> Any:
+    """Return what "package.module:Name" names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _settings_class(command: Command, argv: list[str]) -> type:
+    if isinstance(command.config, str):
+        return _load(command.config)  # type: ignore[no-any-return]
+    return command.config if isinstance(command.config, type) else command.config(argv)
+
+
+def _place(position: str) -> str:
+    """Return how the usage line shows a positional option."""
+    name = position.removesuffix("*").rpartition(".")[2].upper()
+    return f"{name.removesuffix('S')} ... " if position.endswith("*") else f"{name} "
+
+
+def _formatter() -> type[argparse.HelpFormatter]:
+    from jsonargparse import DefaultHelpFormatter
+
+    class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        """Keeps the line breaks of description and example."""
+
+    return Formatter
+
+
+def _split(words: list[str], table: Mapping[str, Command]) -> tuple[str, list[str]]:
+    """Return the command, of one word or two, and what was written behind it."""
     pair = " ".join(words[:2])
-    return (pair, words[2:]) if pair in COMMANDS else (words[0], words[1:])
+    return (pair, words[2:]) if pair in table else (words[0], words[1:])
 
 
-def run_command(command: str, rest: list[str]) -> int:
-    """Its exit code."""
-    module = importlib.import_module("deepenough.cli." + command.replace(" ", "."))
-    return int(module.main(rest))
+def _refuse(first: str, rest: list[str], table: Mapping[str, Command]) -> int:
+    """Print a method's commands if only the method was named, else say what was meant."""
+    members = {name: command for name, command in table.items() if name.startswith(f"{first} ")}
+    if members and (not rest or rest[0] in ("-h", "--help", "help")):
+        print(overview(members, f"{next(iter(members.values())).example}"))
+        return 0
+    command = f"{first} {rest[0]}" if members else first
+    verbs = [name for name in table if name.split()[-1] == first]
+    close = difflib.get_close_matches(command, members or table, n=1) or verbs[:1]
+    names = list(members) or list(dict.fromkeys(name.split()[0] for name in table))
+    advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}."
+    raise UserError(f"There is no command {command}; {advice}")
+
+
+def _config_file(words: list[str]) -> str | None:
+    """Return the file given, looked for first because flags must win wherever they stand."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--config")
+    try:
+        config: str | None = finder.parse_known_args(words)[0].config
+    except argparse.ArgumentError as error:
+        raise UserError("Option --config needs a YAML file; write --config FILE.") from error
+    return config
+
+
+def _named(argv: list[str], positional: tuple[str, ...]) -> list[str]:
+    """Return the words with names before the values that stand first."""
+    rest = list(argv)
+    named = []
+    for position in positional:
+        taken = list(_leading(rest, None if position.endswith("*") else 1))
+        if not taken:
+            break
+        rest = rest[len(taken) :]
+        value = json.dumps(taken) if position.endswith("*") else taken[0]
+        named.append(f"--{position.removesuffix('*')}={value}")
+    return named + rest
+
+
+def _leading(words: list[str], most: int | None) -> Iterator[str]:
+    """Yield the words that stand before the first option, `most` of them at the most."""
+    for word in words[:most]:
+        if word.startswith("-"):
+            return
+        yield word
+
+
+def _normalise(argv: list[str], known: list[Option]) -> list[str]:
+    """Return the words with full names, and each name joined to its value by `=`."""
+    types = {option.name: option.type for option in known} | {"config": str}
+    words: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        given, equals, value = word.partition("=")
+        if not given.startswith("--") or given in ("--", "--help"):
+            words.append(word)
+            continue
+        name = _full_name(given[2:], list(types))
+        if not equals and name in types:
+            if rest and not _is_option(rest[0]):
+                equals, value = "=", rest.pop(0)
+            elif types[name] is bool:
+                equals, value = "=", "true"
+        words.append(f"--{name}{equals}{value}")
+    return words
+
+
+def _restore_text(namespace: Namespace, words: list[str], known: list[Option]) -> None:
+    """Take back that YAML reads some text as nothing: `---`, or what begins with `#` or `&`."""
+    optional = {option.name for option in known if str in get_args(option.type)}
+    for word in words:
+        name, _, value = word.removeprefix("--").partition("=")
+        if name in optional and namespace[name] is None and value not in ("", "null"):
+            namespace[name] = value
+
+
+def _full_name(given: str, names: list[str]) -> str:
+    """Return the dotted name meant by its last part; an unknown one is left to the parser."""
+    given = given if given in names else given.replace("-", "_")
+    if given in names:
+        return given
+    matches = [name for name in names if name.rpartition(".")[2] == given]
+    if len(matches) > 1:
+        choices = " or ".join(f"--{match}" for match in matches)
+        raise UserError(f"Option --{given} could be {choices}; write the full name.")
+    return matches[0] if matches else given
+
+
+def _is_option(word: str) -> bool:
+    return word == "-h" or re.match(r"--[A-Za-z]", word) is not None
+
+
+def _reader_gone() -> bool:
+    """Return whether stdout is a pipe nobody reads any more, as after `... --help | head -1`.
+
+    The system is asked, because a broken pipe to a worker process must not end in silence.
+    """
+    stdout = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(stdout, select.POLLOUT)
+    gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if gone:  # what is still buffered goes nowhere, or Python would complain on the way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return gone

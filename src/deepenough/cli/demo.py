@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepenough.cli import find_command, run_command
+from deepenough.cli.legacy import find_command, run_command
 from deepenough.cli.parse import parse
 from deepenough.errors import UserError
 

@@ -1,0 +1,67 @@
+"""The methods of the house: one line each, and the only file that names all of them.
+
+A method is a package of `deepenough` with the same files in each:
+
+- `commands.py`: `COMMANDS`, its verbs on the command line (must not import torch);
+- `evaluation.py`: `open_candidate(entry, name, data)`, a finished run as a comparison measures it;
+- `figures.py`: `FIGURES` and `section(run)`, its pictures and its part of the report;
+- `config.py`: `GRID`, the operating points that `deepenough compare` can be asked for.
+
+A file or name that a method lacks is simply not offered. `docs/add-a-method.md` adds one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from deepenough.config import Command
+from deepenough.errors import UserError
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method: the word of its commands, its package, and what it is for."""
+
+    name: str
+    """First word of its commands, and `method:` in the config.yaml of its runs."""
+    package: str
+    """Name of its package in `deepenough`."""
+    help: str
+
+    def load(self, module: str, attribute: str, default: Any = None) -> Any:
+        """Return `attribute` of one of the method's modules, or `default` where it has none."""
+        name = f"deepenough.{self.package}.{module}"
+        if importlib.util.find_spec(name) is None:
+            return default
+        return getattr(importlib.import_module(name), attribute, default)
+
+    @property
+    def commands(self) -> tuple[Command, ...]:
+        """Return the method's commands."""
+        found: tuple[Command, ...] = self.load("commands", "COMMANDS", ())
+        return found
+
+
+METHODS: tuple[Method, ...] = (
+    Method("par", "par", "search which blocks a language model needs, train and use it"),
+    Method("ponder", "ponder", "classifiers that stop computing as soon as they are sure"),
+    Method("lazy", "lazy", "transformers that update only the tokens that still change"),
+    Method("shortcut", "shortcut", "what every layer of a Hugging Face model already knows"),
+    Method("decode", "decoding", "faster generation: lossless drafts, or early exit with a bound"),
+)
+
+
+def method_named(name: str) -> Method:
+    """Return the method of this name.
+
+    Raises:
+        UserError: There is no such method.
+    """
+    for method in METHODS:
+        if method.name == name:
+            return method
+    known = ", ".join(method.name for method in METHODS)
+    raise UserError(f"There is no method {name!r}; there are {known}.")
