@@ -9,9 +9,9 @@ import pytest
 from deepenough import __main__ as command_line
 from deepenough.__main__ import main
 from deepenough.cli import demo
-from deepenough.cli.legacy import COMMANDS, find_command
 from deepenough.cli import parse as parsing
 from deepenough.cli.demo import DemoSettings, demo_steps
+from deepenough.cli.legacy import COMMANDS, find_command
 
 
 class Parsed(Exception):
