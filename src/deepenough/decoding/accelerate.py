@@ -71,8 +71,7 @@ def accelerate(
     `drafts` are the sources of a speculative model, asked in this order until one has a guess:
     "lookup" (how the text went on before), "carry" (with the maps `carry`), "tuned" (a draft head:
     `tuned` is the folder of `deepenough exit tune`), "shortcut" (the first `draft_layer` layers and
-    `shortcuts`), "adapted" (the first layers as `deepenough exit tune --lora.layers` has adapted
-    them, or `draft_layer` of these), or any `DraftSource`. By default they are those that tuning
+    `shortcuts`), or any `DraftSource`. By default they are those that tuning
     has found to be the fastest, or else "lookup" and what else there is that runs no layer; "auto"
     times what there is on this machine, for about a minute. `num_drafts` is how many tokens a
     source that is named guesses at once, 2 by default.

@@ -94,10 +94,6 @@ class Engine(ABC):
         """Of the tokens entered since the last call, the first `counts[row]` of each row stay."""
 
     @abstractmethod
-    def reserve(self, capacity: int) -> None:
-        """Make room for so many tokens a row; what is kept stays."""
-
-    @abstractmethod
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone."""
 

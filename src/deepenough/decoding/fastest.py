@@ -114,9 +114,6 @@ def _depths(workshop: Workshop, name: str, layer: int | None) -> Sequence[int | 
     """Layers that a source is tried with; None where it runs none."""
     if name == "shortcut":
         return draft_layers(workshop.engine.num_layers) if layer is None else [layer]
-    if name == "adapted" and workshop.adapted is not None:
-        most = workshop.adapted.num_layers
-        return sorted({(most + 1) // 2, most}) if layer is None else [min(layer, most)]
     return [None]
 
 

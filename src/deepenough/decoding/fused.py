@@ -97,9 +97,6 @@ class FusedEngine(Engine):
     def keep(self, counts: Sequence[int]) -> None:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
-    def reserve(self, capacity: int) -> None:
-        self.slots.grow(capacity)
-
     def select(self, rows: Sequence[int]) -> None:
         self.slots.select(rows)
         self.lengths = [self.lengths[row] for row in rows]

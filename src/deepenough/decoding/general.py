@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from deepenough.decoding.engine import Engine, Step, row_lengths
@@ -153,9 +152,6 @@ class GeneralEngine(Engine):
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._align(ends)
 
-    def reserve(self, capacity: int) -> None:
-        self._cache.grow(capacity)
-
     def select(self, rows: Sequence[int]) -> None:
         self.lengths = [self.lengths[row] for row in rows]
         self._cache.choose(torch.tensor(rows, device=self.adapter.model.device))
@@ -204,15 +200,6 @@ class _Slots(Cache):
             for slots_BHCK in layer.both():
                 moved = slots_BHCK[row, :, :width]
                 moved.copy_(moved.roll(places, dims=1))
-
-    def grow(self, capacity: int) -> None:
-        for layer in self.slots:
-            missing = capacity - layer.capacity
-            if missing > 0:
-                layer.all_keys, layer.all_values = (
-                    F.pad(each, (0, 0, 0, missing)) for each in layer.both()
-                )
-                layer.capacity = capacity
 
     def choose(self, rows: Tensor) -> None:
         for layer in self.slots:

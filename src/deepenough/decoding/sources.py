@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from deepenough.decoding.adapted import Adapted
-from deepenough.decoding.adapted_draft import AdaptedDraft
 from deepenough.decoding.carry import Carry, CarryDraft
 from deepenough.decoding.drafts import DraftSource, FirstOf, Lookup
 from deepenough.decoding.engine import Engine
@@ -18,12 +16,11 @@ from deepenough.decoding.tuned import Tuned
 from deepenough.errors import UserError
 from deepenough.shortcut.shortcuts import Shortcuts
 
-NAMES = ("lookup", "carry", "shortcut", "tuned", "adapted")
+NAMES = ("lookup", "carry", "shortcut", "tuned")
 _NEEDED = {
     "carry": "carry=Carry...",
     "shortcut": "shortcuts",
     "tuned": "tuned=FOLDER",
-    "adapted": "the folder of a tuning with --lora.layers as tuned=FOLDER",
 }
 
 
@@ -37,8 +34,7 @@ class Drafting:
     words: int | None = None
     """Of the shortlist, those that are most frequent; None for all of it."""
     layer: int | None = None
-    """Layers that a shortcut draft runs, by default a quarter of them, or an adapted draft, by
-    default all that were adapted."""
+    """Layers that a shortcut draft runs, by default a quarter of them."""
 
 
 class Workshop:
@@ -54,8 +50,6 @@ class Workshop:
         if tuned is not None:
             tuned.check_model(engine.adapter)
             carry, shortcuts = carry or tuned.carry, shortcuts or tuned.shortcuts
-            if tuned.adapted is not None:
-                tuned.adapted.check_model(engine.adapter)
         if carry is not None:
             carry.check_model(engine.adapter)
         if shortcuts is not None:
@@ -68,13 +62,8 @@ class Workshop:
             "carry": self.carry,
             "shortcut": self.shortcuts,
             "tuned": self.tuned,
-            "adapted": self.adapted,
         }
         return [name for name in NAMES if name == "lookup" or found[name] is not None]
-
-    @property
-    def adapted(self) -> Adapted | None:
-        return None if self.tuned is None else self.tuned.adapted
 
     def default(self) -> tuple[str, ...]:
         """Lookup, and the best of what runs no layer of the model."""
@@ -109,10 +98,6 @@ class Workshop:
             words = self._words(drafting)
             assert words is not None
             return HeadDraft(self.tuned.head, words, most)
-        if name == "adapted" and self.adapted is not None:
-            words = self._words(drafting)
-            assert words is not None
-            return AdaptedDraft(self.adapted, self.engine.adapter, words, most, drafting.layer)
         raise UserError(f"Drafts from {name} need its maps: give {_NEEDED[name]} as well.")
 
     def _words(self, drafting: Drafting) -> Tensor | None:

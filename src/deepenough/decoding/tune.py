@@ -3,10 +3,8 @@
 1. *text*: the model writes, and its states are kept (`exit_tune_text.py`), in `checkpoints/text`;
 2. *head*: carry maps are fitted to them in closed form, and a draft head that starts from those is
    trained (`exit_tune_task.py`); both go to `model`;
-3. *lora*, where it is asked for: copies of the first layers are adapted on the same text
-   (`exit_tune_lora.py`, `exit_tune_lora_task.py`);
-4. *shortcuts*, where there are some: the maps that drafts come from are tuned on the same text;
-5. *choice*: all ways of drafting race on this machine (`adaptive/exit/fastest.py`); the fastest is
+3. *shortcuts*, where there are some: the maps that drafts come from are tuned on the same text;
+4. *choice*: all ways of drafting race on this machine (`adaptive/exit/fastest.py`); the fastest is
    what `accelerate` will take.
 
 Every step goes on where an interrupted command stopped it.
@@ -33,8 +31,6 @@ from deepenough.decoding.head import DraftHead, HeadShape
 from deepenough.decoding.making import make_engine
 from deepenough.decoding.own_text import Written
 from deepenough.decoding.sources import Workshop
-from deepenough.decoding.tune_lora import LoraSettings
-from deepenough.decoding.tune_lora_task import tune_layers
 from deepenough.decoding.tune_task import HeadSettings, HeadTask, before_and_after
 from deepenough.decoding.tune_text import OwnTexts, OwnTextSettings, write_texts
 from deepenough.decoding.tuned import SHORTCUTS, Tuned
@@ -79,12 +75,11 @@ class ExitTune:
     run: RunSettings = field(default_factory=lambda: RunSettings(folder="runs/tuned"))
     text: OwnTextSettings = field(default_factory=OwnTextSettings)
     head: HeadSettings = field(default_factory=HeadSettings)
-    lora: LoraSettings = field(default_factory=LoraSettings)
     shortcuts: str | None = None
     """Folder of shortcuts of the same model: their maps are tuned as well, and their drafts take
     part in the choice."""
 
-    until: Literal["text", "head", "lora", "choice"] = "choice"
+    until: Literal["text", "head", "choice"] = "choice"
     """Last step to take."""
 
     train: TrainSettings = field(default_factory=default_training)
@@ -94,9 +89,6 @@ class ExitTune:
         self.text.check()
         self.text.lines()
         self.head.check()
-        self.lora.check()
-        if self.until == "lora" and self.lora.layers is None:
-            raise UserError("There are no layers to adapt: give lora.layers, or another until.")
         self.train.check()
 
 
@@ -116,19 +108,15 @@ def tune_run(settings: ExitTune, progress: Progress | None = None) -> Tuned | No
     model, tokenizer = settings.model.load()
     model.to(accelerator.device)  # type: ignore[arg-type]
     adapter = adapt(model)
-    settings.lora.check_model(adapter)
     run = RunFolder.create(place, resume=resume, overwrite=overwrite)
     dump(settings, run.config)
     folder = run.checkpoints / "text"
     texts = write_texts(folder, model, tokenizer, settings.text, settings.train.seed, progress)
     if settings.until == "text":
         return None
-    used, held_out = _divided(texts, settings.head)
     tuned = _tune_head(adapter, texts, run, settings, accelerator)
     if settings.until == "head":
         return tuned
-    if settings.lora.layers is not None:
-        tuned.adapted = tune_layers(adapter, tuned, used, held_out, run, settings, accelerator)
     if settings.until == "choice":
         if shortcuts:
             written = (str(tokenizer.decode(text.ids_T[text.prompt :])) for text in texts)

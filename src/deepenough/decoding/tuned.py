@@ -1,7 +1,7 @@
 """`Tuned`: all that `deepenough exit tune` has made of a model, in one folder.
 
-Carry maps with their shortlist, the draft head that started from them, shortcuts and adapted early
-layers if there were any, and which drafts are fastest on the machine where this was measured
+Carry maps with their shortlist, the draft head that started from them, shortcuts if there were any,
+and which drafts are fastest on the machine where this was measured
 (`choice.json`). Safetensors and JSON only.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from deepenough.decoding.adapted import Adapted
 from deepenough.decoding.carry import Carry
 from deepenough.decoding.head import DraftHead, HeadShape
 from deepenough.errors import UserError
@@ -25,7 +24,7 @@ from deepenough.shortcut import files
 from deepenough.shortcut.shortcuts import Shortcuts
 
 INDEX, TENSORS, CHOICE = "head.json", "head.safetensors", "choice.json"
-SHORTCUTS, ADAPTED = "shortcuts", "lora"
+SHORTCUTS = "shortcuts"
 FORMAT, VERSION = "deepenough-draft-head", 1
 
 
@@ -37,9 +36,8 @@ class Tuned:
         meta: Mapping[str, Any] | None = None,
         choice: Mapping[str, Any] | None = None,
         shortcuts: Shortcuts | None = None,
-        adapted: Adapted | None = None,
     ) -> None:
-        self.carry, self.head, self.shortcuts, self.adapted = carry, head, shortcuts, adapted
+        self.carry, self.head, self.shortcuts = carry, head, shortcuts
         self.meta = dict(meta or {})
         self.choice = dict(choice or {})
         """Arguments of `accelerate` that were fastest, under "drafts", and how that was found."""
@@ -65,8 +63,6 @@ class Tuned:
                 self.save_choice(folder)
             if self.shortcuts is not None:
                 self.shortcuts.save_pretrained(path.with_name(SHORTCUTS))
-            if self.adapted is not None:
-                self.adapted.save_pretrained(path.with_name(ADAPTED))
         except (OSError, SafetensorError) as error:
             raise UserError(f"The head cannot be written to {folder}: {error}.") from error
 
@@ -88,8 +84,6 @@ class Tuned:
             )
         carry, maps = Carry.from_pretrained(place), place / SHORTCUTS
         shortcuts = Shortcuts.from_pretrained(maps) if maps.is_dir() else None
-        layers = place / ADAPTED
-        adapted = Adapted.from_pretrained(layers) if layers.is_dir() else None
         try:
             tensors, index = files.read_described(place / TENSORS, FORMAT, VERSION)
             head = DraftHead(HeadShape(**index["shape"]))
@@ -97,6 +91,6 @@ class Tuned:
             choice = place / CHOICE
             chosen = json.loads(choice.read_text(encoding="utf-8")) if choice.is_file() else {}
             head.eval().requires_grad_(False)
-            return cls(carry, head, index["meta"], chosen, shortcuts, adapted)
+            return cls(carry, head, index["meta"], chosen, shortcuts)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise UserError(f"{place / INDEX} cannot be used ({error}): tune it again.") from error

@@ -24,9 +24,6 @@ def main(argv: list[str]) -> int:
         return 0
     first = "carry" if settings.head.start is None else "where it began"
     found = {first: tuned.meta["before"], "tuned": tuned.meta["after"]}
-    if tuned.adapted is not None:
-        layers = f"{tuned.adapted.num_layers} layers"
-        found |= {layers: tuned.adapted.meta["before"], "adapted": tuned.adapted.meta["after"]}
     print("on held-out text:   first draft right   second, after it   accepted of two")
     for name, values in found.items():
         print(
