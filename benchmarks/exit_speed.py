@@ -39,7 +39,7 @@ from deepenough.decoding.carry import INDEX, Carry
 from deepenough.decoding.carry_fit import fit_carry
 from deepenough.decoding.making import make_engine
 from deepenough.decoding.tuned import Tuned
-from deepenough.hf.loading import load_model
+from deepenough.hf.loading import load
 from deepenough.training.allocator import keep_freed_memory
 
 PROMPT_TOKENS = 32
@@ -95,7 +95,7 @@ def main() -> None:
         parser.error("give --carry, --tuned or both")
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
-    model, tokenizer = load_model(arguments.model)
+    model, tokenizer = load(arguments.model)
     tuned = None if arguments.tuned is None else Tuned.from_pretrained(arguments.tuned)
     if arguments.carry is None and tuned is not None:
         carry = tuned.carry

@@ -20,7 +20,7 @@ from record import save_result
 
 from deepenough.data import open_corpus
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.hf.loading import load_model
+from deepenough.hf.loading import load
 from deepenough.shortcut.collect import make_reading
 from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.shortcut.windows import TokenBatch, batches
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    model, tokenizer = load_model(arguments.model)
+    model, tokenizer = load(arguments.model)
     adapter = adapt(model)
     texts = choose_texts(arguments.corpus, tokenizer, arguments.tokens)
     read = list(batches(tokenizer, texts, make_reading(adapter)))

@@ -21,7 +21,7 @@ from record import save_result
 
 from deepenough.data import open_corpus
 from deepenough.hf.adapter import adapt
-from deepenough.hf.loading import load_model
+from deepenough.hf.loading import load
 from deepenough.runs import Metrics, RunFolder
 from deepenough.shortcut.evaluation import evaluate, lens
 from deepenough.shortcut.shortcuts import Shortcuts
@@ -50,7 +50,7 @@ def main() -> None:
     keep_freed_memory()
 
     run = RunFolder.create(arguments.run, overwrite=arguments.overwrite)
-    model, tokenizer = load_model(arguments.model)
+    model, tokenizer = load(arguments.model)
     adapter = adapt(model)
     train = running_text(tokenizer, arguments.corpus, "train", arguments.train_tokens)
     valid = running_text(tokenizer, arguments.corpus, "valid", arguments.valid_tokens)

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from deepenough.data import open_corpus
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.hf.loading import load_model
+from deepenough.hf.loading import load
 from deepenough.shortcut.evaluation import evaluate
 from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.shortcut.tune import tune
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
 
-    model, tokenizer = load_model(arguments.model)
+    model, tokenizer = load(arguments.model)
     adapter = adapt(model)
     train = paragraphs(tokenizer, "train", arguments.train_tokens)
     valid = paragraphs(tokenizer, "valid", arguments.valid_tokens)

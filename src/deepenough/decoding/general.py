@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from deepenough.decoding.engine import Engine, Step, row_lengths
 from deepenough.hf.adapter import Adapter
-from deepenough.shortcut.partial_run import hidden_of, in_this_thread, tensor_of
+from deepenough.hf.intercept import hidden_input, hidden_output, this_thread_only
 
 
 class _Call(NamedTuple):
@@ -106,7 +106,7 @@ class GeneralEngine(Engine):
             raise _AtTheDoor(args, kwargs)
 
         handle = self.adapter.layers[0].register_forward_pre_hook(
-            in_this_thread(stop), with_kwargs=True
+            this_thread_only(stop), with_kwargs=True
         )
         try:
             self.adapter.trunk(
@@ -117,7 +117,7 @@ class GeneralEngine(Engine):
             args, kwargs = door.args
         finally:
             handle.remove()
-        hidden = hidden_of(args, kwargs)
+        hidden = hidden_input(args, kwargs)
         rest = {name: value for name, value in kwargs.items() if value is not hidden}
         return Step(hidden, offset, _Call(args[1:], rest))
 
@@ -125,7 +125,7 @@ class GeneralEngine(Engine):
         call: _Call = step.context
         self._cache.stand(step.offset, call.rows)
         for layer in self.adapter.layers[first:last]:
-            hidden_BTD = tensor_of(layer(hidden_BTD, *call.args, **call.kwargs))
+            hidden_BTD = hidden_output(layer(hidden_BTD, *call.args, **call.kwargs))
         return hidden_BTD
 
     def fill(self, index: int, hidden_ND: Tensor, step: Step) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from deepenough.decoding.accelerate import Accelerated, accelerate
 from deepenough.decoding.policies import make_policy
 from deepenough.errors import UserError
-from deepenough.hf.loading import load_model
+from deepenough.hf.loading import load
 from deepenough.shortcut.shortcuts import Shortcuts
 
 try:
@@ -57,7 +57,7 @@ class AcceleratedLM(HFLM):
         **options: Any,
     ) -> None:
         if isinstance(pretrained, str):
-            model, tokenizer = load_model(pretrained, "causal", dtype)
+            model, tokenizer = load(pretrained, "causal", dtype)
             given: dict[str, Any] = {"mode": mode, "guarantee": guarantee, "fill": fill}
             if threshold is not None or policy is not None:
                 given["policy"] = make_policy(policy or "gap", threshold)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from deepenough.decoding.costs import Costs
 from deepenough.decoding.engine import Engine
 from deepenough.decoding.leaving import EarlyExit, ExitTest, Streaks
-from deepenough.shortcut.partial_run import hidden_of, in_this_thread
+from deepenough.hf.intercept import hidden_input, this_thread_only
 from deepenough.trace import DepthTrace
 
 #: Positions whose probabilities are held at once.
@@ -119,7 +119,7 @@ class ExitPass:
 
         def before(index: int) -> Callable[..., Any]:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                hidden = self.reads(index, hidden_of(args, kwargs))
+                hidden = self.reads(index, hidden_input(args, kwargs))
                 if args:
                     return (hidden, *args[1:]), kwargs
                 return args, {**kwargs, "hidden_states": hidden}
@@ -132,10 +132,10 @@ class ExitPass:
             return self.ends(output)
 
         handles = [
-            layer.register_forward_pre_hook(in_this_thread(before(index)), with_kwargs=True)
+            layer.register_forward_pre_hook(this_thread_only(before(index)), with_kwargs=True)
             for index, layer in enumerate(layers)
         ]
-        handles.append(layers[-1].register_forward_hook(in_this_thread(after)))
+        handles.append(layers[-1].register_forward_hook(this_thread_only(after)))
         try:
             yield
         finally:

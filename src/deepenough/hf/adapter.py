@@ -4,20 +4,28 @@
 the final norm, so that `head(final_norm(h_L))` are the model's logits. The model is not changed:
 hooks read the states while it runs.
 
+Heads differ: a transform before the projection (BERT), capped logits (Gemma 2), scaled logits
+(Granite, Cohere). Instead of a copy of each, the model's own `forward` is run on a shallow copy of
+the model in which the trunk hands its `inputs_embeds` on unchanged. Weights are shared, and
+gradients flow.
+
 Shapes: B texts, T tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -25,18 +33,15 @@ from transformers.models.auto.modeling_auto import (
 
 from deepenough.errors import UserError
 from deepenough.hf.fingerprint import fingerprint
-from deepenough.hf.heads import run_head
-from deepenough.hf.layouts import LAYOUTS, Layout, Path, register, resolve
-from deepenough.hf.structure import advice, candidates, find_parts
-
-__all__ = ["Adapter", "Captured", "Layout", "adapt", "register"]
+from deepenough.hf.intercept import hidden_input, hidden_output, hooked
+from deepenough.hf.layouts import LAYOUTS, Layout, Path, advice, candidates, find_parts, resolve
 
 Kind = Literal["causal", "masked", "encoder"]
 
 
 @dataclass
 class Captured:
-    """What a forward pass left: `states` is `h_0 ... h_L`, each `[B, T, D]`."""
+    """The states of the latest forward pass, `h_0 ... h_L`, each `[B, T, D]`."""
 
     states: list[Tensor] = field(default_factory=list)
 
@@ -60,31 +65,27 @@ class Adapter:
 
     @contextmanager
     def capture(self) -> Iterator[Captured]:
-        """Within, every forward pass of the model (or its trunk) leaves its states behind."""
+        """Collect the states of every forward pass of the model (or its trunk)."""
         captured = Captured()
         shared = self.layers.count(self.layers[0]) > 1
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A shared layer is entered several times; only the first begins a pass.
             if not shared or len(captured.states) in (0, self.num_layers + 1):
-                captured.states = [args[0] if args else kwargs["hidden_states"]]
+                captured.states = [hidden_input(args, kwargs)]
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
-            captured.states.append(output[0] if isinstance(output, tuple) else output)
+            captured.states.append(hidden_output(output))
 
-        handles = [self.layers[0].register_forward_pre_hook(before, with_kwargs=True)]
-        handles += [layer.register_forward_hook(after) for layer in dict.fromkeys(self.layers)]
-        try:
+        each = dict.fromkeys(self.layers, after)
+        with hooked(before=[(self.layers[0], before)], after=each.items()):
             yield captured
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @torch.no_grad()
     def states(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **more: Any
     ) -> list[Tensor]:
-        """`h_0 ... h_L`, from the trunk alone: neither head nor cache."""
+        """Return `h_0 ... h_L` of a batch; runs the trunk alone, without head or cache."""
         accepted = inspect.signature(self.trunk.forward).parameters
         if "use_cache" in accepted:
             more = {"use_cache": False, **more}
@@ -102,12 +103,12 @@ class Adapter:
     # -- from a state to logits --------------------------------------------------------------
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """The norm between the last layer and the head; nothing in post-norm models."""
+        """Apply the norm between the last layer and the head; post-norm models have none."""
         norm = resolve(self.trunk, self._layout.final_norm) if self._layout.final_norm else None
         return hidden if norm is None else norm(hidden.to(self.model.dtype))
 
     def head(self, normed: Tensor) -> Tensor:
-        """Logits `[..., V]` of normalised states `[..., D]`, with all that the model does there."""
+        """Return the logits `[..., V]` of normalised states `[..., D]`, as the model makes them."""
         if self.kind == "encoder":
             raise UserError(
                 f"{type(self.model).__name__} has no language-model head: load it with "
@@ -122,7 +123,7 @@ class Adapter:
         return logits_BTV.view(*normed.shape[:-1], logits_BTV.shape[-1]) if flat else logits_BTV
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the model would predict if `hidden` were the output of its last layer."""
+        """Return the model's logits as if `hidden` were the output of its last layer."""
         return self.head(self.final_norm(hidden))
 
     def _project(self, hidden: Tensor) -> Tensor:
@@ -141,19 +142,20 @@ class Adapter:
             # The trunk cannot be told from the head: all there is to go by is the last map.
             logits = self.model.get_output_embeddings()(hidden_BTD)
         else:
-            logits = run_head(self.model, self._trunk_path(), hidden_BTD)
+            path = ".".join(filter(None, (self.model.base_model_prefix, self._layout.trunk)))
+            logits = _run_own_head(self.model, path, hidden_BTD)
         return logits
-
-    def _trunk_path(self) -> str:
-        return ".".join(filter(None, (self.model.base_model_prefix, self._layout.trunk)))
 
     # -- parts and identity ------------------------------------------------------------------
 
     def submodules(self, layer: int) -> dict[str, nn.Module | list[nn.Module]]:
-        """The parts "attention", "feed_forward" and "norms" of a block (from 0), where it has them.
+        """Return the parts "attention", "feed_forward" and "norms" of a layer, where it has them.
 
-        Of attention or feed-forward, a list is one part made of several modules: from the input of
-        the first to the output of the last. Norms are always a list, each for itself.
+        A list under attention or feed-forward is one part made of several modules, from the input
+        of the first to the output of the last. Norms are always a list of single modules.
+
+        Args:
+            layer: Number of the layer, from 0.
         """
         block, layout = self.layers[layer], self._layout
         attention, feed_forward, norms = layout.attention, layout.feed_forward, layout.norms
@@ -171,7 +173,7 @@ class Adapter:
 
     @property
     def max_length(self) -> int | None:
-        """The longest text in tokens; None where there is no limit."""
+        """Longest text in tokens, or None where there is no limit."""
         for module in self.trunk.modules():
             table = getattr(module, "position_embeddings", None)
             if isinstance(table, nn.Embedding) and table.padding_idx is not None:
@@ -184,7 +186,7 @@ class Adapter:
         return next((limit for limit in limits if limit and limit > 0), None)
 
     def identity(self) -> dict[str, Any]:
-        """What tells this model from others: name, revision, shape, and a hash of its weights."""
+        """Return what identifies this model: name, revision, shape and a hash of its weights."""
         config = self.model.config
         return {
             "model": config._name_or_path,
@@ -198,8 +200,53 @@ class Adapter:
         }
 
 
+class _TrunkOutput(BaseModelOutputWithPast):
+    def __getattr__(self, name: str) -> None:
+        """Return None for whatever else a model takes from its trunk's output."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _hand_on(*_: Any, inputs_embeds: Tensor, **__: Any) -> _TrunkOutput:
+    return _TrunkOutput(last_hidden_state=cast(Any, inputs_embeds))
+
+
+def _run_own_head(model: PreTrainedModel, trunk: str, hidden_BTD: Tensor) -> Tensor:
+    """Return the logits that `model` makes of the output of its trunk, which stands at a path."""
+    shell = copy.copy(model)
+    *way, last = trunk.split(".")
+    parent = copied_path(shell, way)
+    echo = replace_child(parent, last, copy.copy(getattr(parent, last)))
+    echo.forward = _hand_on  # type: ignore[method-assign]
+    # Hooks would see, and could change, a pass through the trunk that does not take place.
+    echo._forward_hooks, echo._forward_pre_hooks = OrderedDict(), OrderedDict()
+    output = shell.forward(inputs_embeds=hidden_BTD)
+    logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return logits
+
+
+def copied_path(root: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Put shallow copies in the place of a copied root's children along a path; return the last."""
+    for name in names:
+        root = replace_child(root, name, copy.copy(getattr(root, name)))
+    return root
+
+
+def replace_child(parent: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """Put `module` in the place of a child of a copied parent, and return it.
+
+    A shallow copy still shares its table of children with the original, so the table is copied.
+    """
+    parent._modules = {**parent._modules, name: module}
+    return module
+
+
 def adapt(model: PreTrainedModel) -> Adapter:
-    """The adapter of a model: by its row in `layouts.py`, or else by its structure."""
+    """Return the adapter of a model: by its row in `layouts.py`, or else by its structure.
+
+    Raises:
+        UserError: If the model is an encoder-decoder, or if its layers cannot be found.
+    """
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(
@@ -212,7 +259,7 @@ def adapt(model: PreTrainedModel) -> Adapter:
 
 
 def _search(model: PreTrainedModel) -> Adapter:
-    """The first candidate whose states lead to what the model itself returns."""
+    """Return the first candidate whose states lead to what the model itself returns."""
     for layout in candidates(model):
         adapter = Adapter(model, layout)
         if _agrees(adapter):
@@ -225,7 +272,7 @@ def _search(model: PreTrainedModel) -> Adapter:
 
 @torch.no_grad()
 def _agrees(adapter: Adapter) -> bool:
-    """Whether, on three tokens, the last state leads to what the model returns."""
+    """Return whether, on three tokens, the last state leads to what the model returns."""
     model, has_head = adapter.model, adapter.kind != "encoder"
     ids = torch.arange(1, 4, device=model.device)[None]
     runs = model if has_head else adapter.trunk
@@ -248,7 +295,7 @@ def _agrees(adapter: Adapter) -> bool:
 
 
 def kind_of(model: PreTrainedModel) -> Kind:
-    """By the class: a model without a language-model head is an encoder, whatever its mask."""
+    """Return the kind of a model by its class; without a language-model head it is an encoder."""
     name, config = type(model).__name__, model.config
     # BERT and its kin have a class for each use of one head; without a causal mask it fills gaps.
     sees_all = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -275,6 +322,6 @@ def _found(model: PreTrainedModel, root: Any, path: str, what: str) -> Any:
 
 
 def _part(block: nn.Module, path: Path) -> list[nn.Module]:
-    """The modules of a part; none unless all are there."""
+    """Return the modules of a part; none unless all are there."""
     modules = [resolve(block, step) for step in ((path,) if isinstance(path, str) else path)]
     return [] if None in modules else modules

@@ -1,4 +1,4 @@
-"""`generate()` of transformers, with what our models do not do refused in a sentence."""
+"""`generate()` of transformers, with a clear refusal of what deepenough's own models do not do."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from deepenough.errors import UserError
 
 
 class CheckedGenerationMixin(GenerationMixin):
+    """Refuse options of `generate()` that the model cannot honour."""
+
     takes_tokens_back: ClassVar[bool] = True
-    """Whether keys and values of tokens that were guessed wrongly can be dropped again."""
+    """Whether keys and values of rejected draft tokens can be dropped from the cache again."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does; UserError for attentions and caches that are not kept."""
         # The second positional argument of transformers' own.
         given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
         asked = (given or self.generation_config).to_dict() | kwargs
@@ -32,7 +35,7 @@ class CheckedGenerationMixin(GenerationMixin):
         for name in ("prompt_lookup_num_tokens", "assistant_model"):
             if asked.get(name) is not None and not self.takes_tokens_back:
                 raise UserError(
-                    f"{type(self).__name__} cannot take back a token that was guessed wrongly: "
+                    f"{type(self).__name__} cannot drop rejected draft tokens from its cache: "
                     f"generate without {name}."
                 )
         return super().generate(*args, **kwargs)  # type: ignore[misc]

@@ -1,16 +1,15 @@
 """Where an architecture keeps its layers, their parts, and its final norm: one row of paths each.
 
-Only what differs between architectures is written here. How a model makes logits from the output of
-its trunk is not: `heads.py` has the model do that itself. An architecture without a row is searched
-by structure (`structure.py`), so a row is needed where the search would be wrong, and is wanted
-where the parts of a block matter.
+Only what differs between architectures is written here; how a model makes logits from the output of
+its trunk is not, since `adapter.py` has the model do that itself. An architecture without a row is
+searched by its structure, so a row is needed only where the search would be wrong.
 
 The parts of a block are what stands between its residual connections, so that each can be replaced
 by another function of its input:
 
 - attention: from the (normalised) hidden states to what is added to the stream, with the output
   projection, without residual or norm;
-- feed-forward: likewise;
+- feed-forward: from the (normalised) hidden states to what is added to the stream, in the same way;
 - norms: every norm on the block's own level, one by one. In a post-norm block (BERT) a norm reads
   the sum of the stream and the part before it.
 
@@ -18,24 +17,34 @@ Where a part is no module of its own but several in a row, its path is a tuple: 
 input of the first and ends with the output of the last. In BERT, attention is `attention.self` and
 then `attention.output.dense`; residual and norm, which follow inside `attention.output`, are left
 out.
+
+The search takes as layers the `nn.ModuleList` with as many modules as the config says there are
+layers. Which norm ends the trunk is not guessed from names: `adapter.py` tries each candidate on
+three tokens, and the one that turns the last layer's output into exactly what the trunk returns is
+right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from deepenough.errors import UserError
+
 Path = str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Dotted paths: to the trunk from `model.base_model`, to `layers`, `final_norm` and
-    `projection` from the trunk, to a part of a block from the block."""
+    """Dotted paths to the parts of a model.
+
+    The trunk's path starts from `model.base_model`; those of `layers`, `final_norm` and
+    `projection` start from the trunk, those of a block's parts from the block.
+    """
 
     layers: str | Callable[[Any], list[nn.Module]]
     """The list of layers, or a function from the trunk to the layers in the order they are applied,
@@ -55,7 +64,7 @@ class Layout:
 
 
 def _albert_layers(trunk: Any) -> list[nn.Module]:
-    """Few layers applied often: consecutive applications share a group (arXiv 1909.11942)."""
+    """Return the layers in order of use; consecutive ones share a group (arXiv 1909.11942)."""
     groups, times = trunk.encoder.albert_layer_groups, trunk.config.num_hidden_layers
     chosen = [groups[int(i / (times / len(groups)))] for i in range(times)]
     return [layer for group in chosen for layer in group.albert_layers]
@@ -176,7 +185,94 @@ def register(model_type: str, layout: Layout) -> None:
 
 
 def resolve(root: Any, path: str) -> Any:
-    """What a dotted path leads to; None where something on the way is absent or None."""
+    """Return what a dotted path leads to, or None where something on the way is absent."""
     for name in path.split(".") if path else ():
         root = getattr(root, name, None)
     return root
+
+
+# -- search by structure -----------------------------------------------------------------------
+
+# Tried in this order. Several in a row, where a part is no module of its own or its module also
+# holds the residual connection.
+ATTENTION: tuple[Path, ...] = (
+    ("attention.self", "attention.output.dense"),
+    *("self_attn", "self_attention", "attention", "attn", "mixer", "temporal_block"),
+)
+FEED_FORWARD: tuple[Path, ...] = (
+    ("fc1", "fc2"),
+    ("intermediate", "output.dense"),
+    ("ffn", "ffn_output"),
+    *("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "dense"),
+)
+# Norms of post-norm blocks stand inside the parts they follow.
+NORMS_INSIDE = ("attention.output.LayerNorm", "output.LayerNorm")
+
+
+def candidates(model: PreTrainedModel) -> Iterator[Layout]:
+    """Yield layouts that a model may have, the likeliest first; UserError if it has no layers."""
+    trunk = model.base_model
+    for layers in _find_layers(model, trunk):
+        owner_path, _, name = layers.rpartition(".")
+        owner = trunk.get_submodule(owner_path)
+        norms = [f"{owner_path}.{norm}".lstrip(".") for norm in _norms(owner)]
+        norms += [norm for norm in _norms(trunk) if owner is not trunk]
+        for norm in (*reversed(norms), None):
+            yield Layout(layers=layers, final_norm=norm)
+            if owner is not trunk:  # a model that goes past its trunk to the stack inside
+                inside = norm.removeprefix(f"{owner_path}.") if norm else None
+                yield Layout(trunk=owner_path, layers=name, final_norm=inside)
+
+
+def _find_layers(model: PreTrainedModel, trunk: nn.Module) -> list[str]:
+    """Return paths, from the trunk, of what may be the list of layers, the heaviest first."""
+    wanted = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = {
+        name: module
+        for name, module in trunk.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and (len(module) == wanted if wanted else len(module) > 1)
+    }
+    if not lists:
+        count = f"config.num_hidden_layers = {wanted}" if wanted else "two or more"
+        raise UserError(
+            f"{type(model).__name__} has no layers that could be found: no torch.nn.ModuleList of "
+            f"{count} modules is inside model.base_model ({type(trunk).__name__}); {advice(model)}"
+        )
+
+    def weight(name: str) -> int:
+        return sum(parameter.numel() for parameter in lists[name].parameters())
+
+    # A list of norms or of gates may be as long as the list of layers, but not as heavy.
+    return sorted(lists, key=weight, reverse=True)
+
+
+def advice(model: PreTrainedModel) -> str:
+    """Return the end of an error message: how to say where the layers are."""
+    return (
+        "say where they are with deepenough.hf.layouts.register("
+        f"{model.config.model_type!r}, Layout(layers='path.to.layers', "
+        "final_norm='path.to.norm'))."
+    )
+
+
+def find_parts(block: nn.Module) -> tuple[Path, Path, tuple[str, ...]]:
+    """Return paths of attention, feed-forward and norms inside a block; empty where absent."""
+    attention, feed_forward = (
+        next((path for path in paths if _has(block, path)), ())
+        for paths in (ATTENTION, FEED_FORWARD)
+    )
+    return attention, feed_forward, (*_norms(block), *(p for p in NORMS_INSIDE if _has(block, p)))
+
+
+def _has(block: nn.Module, path: Path) -> bool:
+    """Return whether every step of a path is a module of the block."""
+    steps = (path,) if isinstance(path, str) else path
+    return all(isinstance(resolve(block, step), nn.Module) for step in steps)
+
+
+def _norms(module: nn.Module) -> list[str]:
+    """Return the names of a module's own norms, in the order they were added."""
+    names = [n for n, child in module.named_children() if "norm" in type(child).__name__.lower()]
+    # Those of a cross-attention to an encoder that is not there never run.
+    return [name for name in names if "encoder" not in name and "cross" not in name]

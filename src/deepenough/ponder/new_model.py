@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 
 from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
-from deepenough.hf.loading import load_model
+from deepenough.hf.loading import load
 from deepenough.ponder import (
     PonderAlbertConfig,
     PonderAlbertForSequenceClassification,
@@ -58,7 +58,7 @@ def make_classifier(
         config, tokenizer = _read_config(encoder.encoder), None
         base = None if config.model_type == ALBERT else AutoModel.from_config(config)
     else:
-        base, tokenizer = load_model(encoder.encoder, kind="encoder", revision=encoder.revision)
+        base, tokenizer = load(encoder.encoder, kind="encoder", revision=encoder.revision)
         config = base.config
     if encoder.tokenizer is not None:
         tokenizer = load_tokenizer(encoder.tokenizer, config.model_type)

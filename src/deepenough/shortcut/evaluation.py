@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.intercept import fused_gelu
 from deepenough.shortcut.collect import check_finite, make_reading
 from deepenough.shortcut.evaluation_records import Evaluation
 from deepenough.shortcut.exit_sweep import LAMBDAS
 from deepenough.shortcut.lens import lens
-from deepenough.shortcut.partial_run import fused_activations
 from deepenough.shortcut.r2 import R2
 from deepenough.shortcut.replacement import Replacement
 from deepenough.shortcut.scores import Reference, Scores
@@ -83,7 +83,7 @@ def evaluate(
         }
     reading = make_reading(adapter, positions, seed, batch_tokens, window)
     total = len(texts) if isinstance(texts, Sequence) else None
-    with fused_activations(adapter):
+    with fused_gelu(adapter.model):
         for batch in batches(tokenizer, texts, reading, evaluation.tally):
             measuring.add(batch)
             if progress is not None:

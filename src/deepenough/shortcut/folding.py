@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from deepenough.hf.adapter import Adapter
-from deepenough.shortcut.partial_run import hidden_of, tensor_of
+from deepenough.hf.intercept import hidden_input, hidden_output, hooked
 from deepenough.shortcut.submodules import LinearMap
 
 
@@ -26,10 +26,10 @@ def readers_of(adapter: Adapter, norms: list[nn.Module]) -> dict[nn.Module, list
     readers: dict[nn.Module, list[nn.Module]] = {norm: [] for norm in norms}
 
     def returned(norm: nn.Module, _: Any, output: Any) -> None:
-        outputs[norm] = tensor_of(output)
+        outputs[norm] = hidden_output(output)
 
     def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = hidden_of(args, kwargs)
+        hidden = hidden_input(args, kwargs)
         for norm, output in outputs.items():
             if hidden is output and module not in readers[norm]:
                 readers[norm].append(module)
@@ -40,14 +40,10 @@ def readers_of(adapter: Adapter, norms: list[nn.Module]) -> dict[nn.Module, list
         for module in layer.modules()
         if type(module) in (nn.Linear, Conv1D)
     ]
-    handles = [norm.register_forward_hook(returned) for norm in readers]
-    handles += [m.register_forward_pre_hook(read, with_kwargs=True) for m in linear]
-    try:
+    before, after = dict.fromkeys(linear, read), dict.fromkeys(readers, returned)
+    with hooked(before.items(), after.items()):
         ids = torch.ones(1, 2, dtype=torch.long, device=adapter.model.device)
         adapter.states(ids, torch.ones_like(ids))
-    finally:
-        for handle in handles:
-            handle.remove()
     return readers
 
 

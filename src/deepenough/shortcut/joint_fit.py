@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.intercept import fused_gelu
 from deepenough.shortcut.collect import make_reading, run_batch
 from deepenough.shortcut.pairs import Targets, make_plan
-from deepenough.shortcut.partial_run import fused_activations
 from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.shortcut.similarity import alignments, cka_table
 from deepenough.shortcut.solve import solve
@@ -61,7 +61,7 @@ def collect(
     tally = Tally()
     total = len(texts) if isinstance(texts, Sequence) else None
     reading = make_reading(adapter, positions, seed, batch_tokens, window)
-    with fused_activations(adapter):
+    with fused_gelu(adapter.model):
         for batch in batches(tokenizer, texts, reading, tally):
             with parts.observing(*wanted_places(batch)):
                 layers.update(run_batch(adapter, batch).states)

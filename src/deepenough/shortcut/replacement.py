@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from deepenough.hf.adapter import Adapter
-from deepenough.shortcut.folding import folded, readers_of
-from deepenough.shortcut.partial_run import (
+from deepenough.hf.intercept import (
     Forward,
     LayerCounter,
     OutputForms,
-    forwards_replaced,
-    hidden_of,
-    one_token_fed_forward,
-    started_at,
+    hidden_input,
+    last_mlp_at_one_token,
+    patched_forward,
+    start_at,
 )
+from deepenough.shortcut.folding import folded, readers_of
 from deepenough.shortcut.submodules import Chain, LinearMap, Submodules, parts_of
 
 
@@ -83,7 +83,7 @@ class Replacement:
                 forwards |= self._folded_forwards(chain[0], readers, maps)
             else:
                 forwards |= self._forwards(chain, maps)
-        with self.counter.counting(), forwards_replaced(forwards):
+        with self.counter.counting(), patched_forward(forwards):
             yield
 
     def without_attention(self, layer: int, hidden_ND: Tensor) -> Tensor:
@@ -108,9 +108,9 @@ class Replacement:
         """
         with ExitStack() as stack:
             stack.enter_context(self.replaced(kind, layer))
-            stack.enter_context(started_at(self.counter, self.forms, layer, hidden_BTD))
+            stack.enter_context(start_at(self.counter, self.forms, layer, hidden_BTD))
             if position_B is not None:
-                stack.enter_context(one_token_fed_forward(self.counter, position_B))
+                stack.enter_context(last_mlp_at_one_token(self.counter, position_B))
             return self.adapter.states(ids_BT, attention_mask=mask_BT)[-1]
 
     def _forwards(self, chain: Chain, maps: dict[int, LinearMap]) -> dict[nn.Module, Forward]:
@@ -130,7 +130,7 @@ class Replacement:
                 linear = maps.get(self.counter.current)
                 if linear is None:
                     return run(*args, **kwargs)
-                hidden = hidden_of(args, kwargs)
+                hidden = hidden_input(args, kwargs)
                 if module is first:
                     read[:] = [hidden]
                 if module is last:
@@ -153,7 +153,7 @@ class Replacement:
                 layer = self.counter.current
                 if layer not in maps:
                     return run(*args, **kwargs)
-                hidden = hidden_of(args, kwargs)
+                hidden = hidden_input(args, kwargs)
                 if module is norm:
                     return self.forms.wrap(norm, hidden)
                 if (module, layer) not in self._folded:

@@ -19,7 +19,7 @@ import deepenough.par  # noqa: F401 - registers our own models for loading
 from deepenough.config import dump, resolve
 from deepenough.data import open_corpus
 from deepenough.errors import UserError
-from deepenough.hf.loading import load_model
+from deepenough.hf.loading import load
 from deepenough.runs import Metrics, Record, RunFolder, read_records
 from deepenough.shortcut.evaluation import Evaluation, evaluate, lens
 from deepenough.shortcut.shortcuts import Shortcuts
@@ -56,7 +56,7 @@ class ModelChoice:
     """Load pickled weights too, which can run any code: only from people you trust."""
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        return load_model(self.name, self.kind, self.dtype, self.revision, self.allow_pickle)
+        return load(self.name, self.kind, self.dtype, self.revision, self.allow_pickle)
 
 
 @dataclass

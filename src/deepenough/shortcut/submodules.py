@@ -26,8 +26,15 @@ from torch.nn import functional as F
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.intercept import (
+    AfterHook,
+    BeforeHook,
+    LayerCounter,
+    hidden_input,
+    hidden_output,
+    hooked,
+)
 from deepenough.shortcut.collect import make_reading, run_batch
-from deepenough.shortcut.partial_run import LayerCounter, hidden_of, tensor_of
 from deepenough.shortcut.solve import check_enough, make_solver
 from deepenough.shortcut.windows import Positions, TokenBatch, batches
 
@@ -132,7 +139,8 @@ class SubmoduleStatistics:
         uses: dict[Chain, dict[int, PartSums]] = {}
         for place, chain in self.parts.items():
             uses.setdefault(chain, {})[place[1]] = self.sums[place]
-        handles: list[Any] = []
+        before: list[tuple[nn.Module, BeforeHook]] = []
+        after: list[tuple[nn.Module, AfterHook]] = []
 
         def chosen(hidden: Tensor) -> Tensor:
             batch_and_length = self._counter.shape[:2]
@@ -141,23 +149,19 @@ class SubmoduleStatistics:
         def observe(chain: Chain, sums: dict[int, PartSums]) -> None:
             seen: list[Tensor] = []
 
-            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                seen[:] = [chosen(hidden_of(args, kwargs))]
+            def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                seen[:] = [chosen(hidden_input(args, kwargs))]
 
-            def after(_: nn.Module, __: Any, output: Any) -> None:
-                sums[self._counter.current].update(seen.pop(), chosen(tensor_of(output)))
+            def returned(_: nn.Module, __: Any, output: Any) -> None:
+                sums[self._counter.current].update(seen.pop(), chosen(hidden_output(output)))
 
-            handles.append(chain[0].register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(chain[-1].register_forward_hook(after))
+            before.append((chain[0], read))
+            after.append((chain[-1], returned))
 
-        with self._counter.counting():
-            try:
-                for chain, sums in uses.items():
-                    observe(chain, sums)
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
+        for chain, sums in uses.items():
+            observe(chain, sums)
+        with self._counter.counting(), hooked(before, after):
+            yield
 
 
 def wanted_places(batch: TokenBatch) -> tuple[Tensor, Tensor]:

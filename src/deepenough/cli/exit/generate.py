@@ -92,10 +92,10 @@ def main(argv: list[str]) -> int:
     )
     prompt = sys.stdin.read() if settings.prompt is None else settings.prompt
     from deepenough.decoding.generation import generate_told, prompt_ids
-    from deepenough.hf.loading import load_model
+    from deepenough.hf.loading import load
 
     options = _options(settings)
-    model, tokenizer = load_model(settings.model, "causal", settings.dtype)
+    model, tokenizer = load(settings.model, "causal", settings.dtype)
     ids = prompt_ids(tokenizer, prompt, settings.chat)
     fast = _accelerated(model, settings, options)
     against = model if settings.against_full else None

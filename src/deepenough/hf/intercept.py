@@ -1,0 +1,313 @@
+"""The one way to intercept the layers of a Hugging Face model while it runs.
+
+- `hooked`: watch or change what modules read and return.
+- `patched_forward`: run another function in the place of a module's `forward`.
+- `StopForward`: end a forward pass early; `first_call` uses it to learn what the model calls a
+  layer with (masks, rotary cos/sin, cache) without running any layer.
+- `LayerCounter`, `OutputForms`, `start_at`, `last_mlp_at_one_token`: run only a part of a model,
+  from one of its layers on.
+
+Everything is a context manager and is undone on leaving it. Weights, the module's other hooks and
+its place in the model are never touched, and the model itself still makes its masks and positional
+encodings, so this holds for every architecture.
+
+Shapes: B texts, T tokens, D width.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import NewGELUActivation
+
+if TYPE_CHECKING:
+    from deepenough.hf.adapter import Adapter
+
+Forward = Callable[..., Any]
+#: `(module, args, kwargs) -> None`, or the `(args, kwargs)` to call the module with instead.
+BeforeHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+#: `(module, args, output) -> None`, or the output to return instead.
+AfterHook = Callable[[nn.Module, tuple[Any, ...], Any], Any]
+
+
+# -- the hidden states among a module's arguments and in its output ------------------------------
+
+
+def hidden_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the hidden states that a layer, or a module inside it, is called with."""
+    if args:
+        return args[0]
+    if "hidden_states" in kwargs:
+        return kwargs["hidden_states"]
+    return next(value for value in kwargs.values() if isinstance(value, Tensor))
+
+
+def with_hidden_input(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the same arguments of a layer with other hidden states."""
+    if args:
+        return (hidden, *args[1:]), dict(kwargs)
+    return args, {**kwargs, "hidden_states": hidden}
+
+
+def hidden_output(output: Any) -> Tensor:
+    """Return the hidden states in what a layer, or a module inside it, returns."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def with_hidden_output(output: Any, hidden: Tensor) -> Any:
+    """Return the same output of a layer with other hidden states."""
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+# -- the three ways to intercept -----------------------------------------------------------------
+
+
+@contextmanager
+def hooked(
+    before: Iterable[tuple[nn.Module, BeforeHook]] = (),
+    after: Iterable[tuple[nn.Module, AfterHook]] = (),
+    *,
+    this_thread: bool = False,
+) -> Iterator[None]:
+    """Call hooks before and after modules run.
+
+    Args:
+        before: Pairs of a module and a hook; the hook may return new `(args, kwargs)`.
+        after: Pairs of a module and a hook; the hook may return another output.
+        this_thread: Leave alone what other threads do with the same modules.
+    """
+    mine = this_thread_only if this_thread else lambda hook: hook
+    handles: list[Any] = []
+    try:
+        for module, hook in before:
+            handles.append(module.register_forward_pre_hook(mine(hook), with_kwargs=True))
+        for module, hook in after:
+            handles.append(module.register_forward_hook(mine(hook)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def this_thread_only(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does nothing in any other thread than the present one."""
+    here = threading.get_ident()
+
+    def hook_here(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == here else None
+
+    return hook_here
+
+
+@contextmanager
+def patched_forward(
+    replacements: Mapping[nn.Module, Forward], *, this_thread: bool = False
+) -> Iterator[None]:
+    """Run the given functions in the place of the modules' own `forward`.
+
+    Args:
+        replacements: For each module the function that is called with its arguments.
+        this_thread: Let other threads run the modules' own `forward`.
+    """
+    absent = object()
+    own = {module: vars(module).get("forward", absent) for module in replacements}
+    here = threading.get_ident()
+
+    def only_here(run: Forward, replacement: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            chosen = replacement if threading.get_ident() == here else run
+            return chosen(*args, **kwargs)
+
+        return forward
+
+    try:
+        for module, replacement in replacements.items():
+            patch = only_here(module.forward, replacement) if this_thread else replacement
+            module.forward = patch  # type: ignore[method-assign]
+        yield
+    finally:
+        for module, before in own.items():
+            if before is not absent:
+                module.forward = before  # type: ignore[method-assign]
+            elif "forward" in vars(module):
+                del module.forward
+
+
+class StopForward(Exception):
+    """Ends a forward pass early: raised inside it (by a hook, a patch or a cache).
+
+    `captured` is whatever the raiser hands to the one who catches it.
+    """
+
+    def __init__(self, captured: Any = None) -> None:
+        super().__init__("a forward pass was stopped, and nobody was waiting for it")
+        self.captured = captured
+
+
+def run_until_stopped(run: Callable[[], Any]) -> Any:
+    """Call `run` until something inside raises `StopForward`, and return what that captured."""
+    try:
+        run()
+    except StopForward as stop:
+        return stop.captured
+    raise RuntimeError("the forward pass ended without reaching the place where it should stop")
+
+
+class LayerCall(NamedTuple):
+    """The arguments a model calls a layer with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states among the arguments."""
+        return hidden_input(self.args, self.kwargs)
+
+    def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """Return the hidden states that `layer` makes of `hidden`, all other arguments the same."""
+        args, kwargs = with_hidden_input(self.args, self.kwargs, hidden)
+        return hidden_output(layer(*args, **kwargs))
+
+
+def first_call(layer: nn.Module, run: Callable[[], Any]) -> LayerCall:
+    """Call `run` until it enters `layer`, and return what the layer is called with.
+
+    Neither `layer` nor anything behind it runs. Other threads may use the model meanwhile.
+    """
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise StopForward(LayerCall(args, kwargs))
+
+    with hooked(before=[(layer, stop)], this_thread=True):
+        found: LayerCall = run_until_stopped(run)
+    return found
+
+
+# -- a part of a model ---------------------------------------------------------------------------
+
+
+class LayerCounter:
+    """Counts which application of a layer is running: a shared layer (ALBERT) cannot tell.
+
+    Attributes:
+        current: Number of the layer that is running, from 0.
+        shape: That of the layer's input; a module inside may see its tokens flattened (OPT).
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.current = -1
+        self.shape = torch.Size()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Keep `current` and `shape` up to date during forward passes."""
+
+        def restart(*_: Any) -> None:
+            self.current = -1
+
+        def advance(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.current += 1
+            self.shape = hidden_input(args, kwargs).shape
+
+        layers = dict.fromkeys(self.adapter.layers, advance)
+        with hooked(before=[(self.adapter.trunk, restart), *layers.items()]):
+            yield
+
+
+class OutputForms:
+    """What the modules of a model return, a tensor or a tuple around it, seen in a short pass."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._forms: dict[nn.Module, tuple[bool, ...] | None] = {}
+
+        def note(module: nn.Module, _: Any, output: Any) -> None:
+            is_tuple = isinstance(output, tuple)
+            form = tuple(isinstance(each, Tensor) for each in output) if is_tuple else None
+            self._forms[module] = form
+
+        inside = dict.fromkeys(module for layer in adapter.layers for module in layer.modules())
+        with hooked(after=[(module, note) for module in inside]):
+            ids = torch.ones(1, 2, dtype=torch.long, device=adapter.model.device)
+            adapter.states(ids, torch.ones_like(ids))
+
+    def wrap(self, module: nn.Module, tensor: Tensor) -> Any:
+        """Return `tensor` in the form in which `module` returns its output.
+
+        It also stands for any other tensor there, which no reader of hidden states looks at.
+        """
+        form = self._forms.get(module)
+        return tensor if form is None else tuple(tensor if each else None for each in form)
+
+
+@contextmanager
+def start_at(
+    counter: LayerCounter, forms: OutputForms, layer: int, hidden_BTD: Tensor
+) -> Iterator[None]:
+    """Make forward passes take `hidden_BTD` as the input of `layer` and run no layer before it.
+
+    The counter must be counting.
+    """
+
+    def skipping(module: nn.Module) -> Forward:
+        run = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if counter.current < layer:
+                return forms.wrap(module, hidden_input(args, kwargs))
+            if counter.current == layer:
+                args, kwargs = with_hidden_input(args, kwargs, hidden_BTD)
+            return run(*args, **kwargs)
+
+        return forward
+
+    layers = dict.fromkeys(counter.adapter.layers)
+    with patched_forward({module: skipping(module) for module in layers}):
+        yield
+
+
+@contextmanager
+def last_mlp_at_one_token(counter: LayerCounter, position_B: Tensor) -> Iterator[None]:
+    """Run the feed-forward of the last layer at one position of each text only.
+
+    Its output `[B, 1, D]` is added to the residual stream at all positions, so the last state is
+    right at that position and nowhere else: a third to two thirds of a layer saved where only one
+    position is read. The counter must be counting.
+    """
+    last = counter.adapter.num_layers - 1
+    part = counter.adapter.submodules(last).get("feed_forward")
+    module = part[0] if isinstance(part, list) else part
+    if module is None:
+        yield
+        return
+    run = module.forward
+
+    def forward(hidden_BTD: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if counter.current == last and hidden_BTD.ndim == 3:
+            rows = torch.arange(len(hidden_BTD), device=hidden_BTD.device)
+            hidden_BTD = hidden_BTD[rows, position_B][:, None]
+        return run(hidden_BTD, *args, **kwargs)
+
+    with patched_forward({module: forward}):
+        yield
+
+
+@contextmanager
+def fused_gelu(model: nn.Module) -> Iterator[None]:
+    """Run GPT-2's activation as one kernel of torch instead of eight, the same to rounding."""
+
+    def fused(hidden: Tensor) -> Tensor:
+        return F.gelu(hidden, approximate="tanh")
+
+    found = [module for module in model.modules() if isinstance(module, NewGELUActivation)]
+    with patched_forward(dict.fromkeys(found, fused)):
+        yield
