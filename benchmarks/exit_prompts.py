@@ -20,7 +20,7 @@ from deepenough.decoding.losses import full_words
 from deepenough.decoding.own_text import Written
 from deepenough.decoding.planning import choose_exits, measured_prices
 from deepenough.decoding.policies import make_policy
-from deepenough.hf.loading import load
+from deepenough.hf.loading import load as load_model
 from deepenough.shortcut.shortcuts import Shortcuts
 
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load(arguments: argparse.Namespace) -> tuple[Any, Any, Shortcuts]:
     torch.set_num_threads(arguments.threads)
-    model, tokenizer = load(arguments.model)
+    model, tokenizer = load_model(arguments.model)
     return model, tokenizer, Shortcuts.from_pretrained(arguments.shortcuts)
 
 
