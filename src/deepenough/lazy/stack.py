@@ -21,7 +21,7 @@ from deepenough.lazy.config import ACT, LAZY, TRANSFORMER, LazyTransformerConfig
 from deepenough.lazy.sight import Sight
 from deepenough.lazy.signals import Signals
 from deepenough.lazy.transition import LazyTransition, dropout_noise
-from deepenough.ponder.act import act_halting
+from deepenough.nn.adaptive_computation_time import act_halting
 
 
 class Steps(NamedTuple):

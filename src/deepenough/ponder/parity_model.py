@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from deepenough.errors import UserError
-from deepenough.ponder.act import act_halting
+from deepenough.nn.adaptive_computation_time import act_halting
 from deepenough.ponder.distribution import check_target, log_halting
 from deepenough.ponder.loss import SINGLE_LABEL, PonderLoss, answer_loss, fixed_loss, ponder_loss
 

@@ -25,6 +25,8 @@ EPSILON = 0.01
 
 
 class ActHalting(NamedTuple):
+    """The halting decisions of a batch of examples."""
+
     weights: Tensor
     """[B, N], `w_n`; each row sums to 1."""
     passes: Tensor
@@ -34,6 +36,7 @@ class ActHalting(NamedTuple):
 
 
 def act_halting(halt_logits_BN: Tensor, epsilon: float = EPSILON) -> ActHalting:
+    """Return weights, number of passes and cost of each example from the logits of `h_n`."""
     halts = halt_logits_BN.sigmoid()
     num_passes = halts.shape[-1]
     total = halts.cumsum(-1)
@@ -47,7 +50,7 @@ def act_halting(halt_logits_BN: Tensor, epsilon: float = EPSILON) -> ActHalting:
 
 
 def act_halting_ref(halts: Sequence[float], epsilon: float = EPSILON) -> tuple[list[float], int]:
-    """Weights and number of passes of one example, straight from the equations."""
+    """Return the weights and number of passes of one example, straight from the equations."""
     weights: list[float] = []
     for n, halt in enumerate(halts, start=1):
         if sum(weights) + halt >= 1.0 - epsilon or n == len(halts):

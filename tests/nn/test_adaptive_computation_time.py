@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.ponder.act import act_halting, act_halting_ref
+from deepenough.nn.adaptive_computation_time import act_halting, act_halting_ref
 
 HALT = st.floats(0.001, 0.999)
 
