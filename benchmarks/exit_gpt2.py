@@ -18,7 +18,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from deepenough.data import DataSettings, prepare
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.language import LanguageTask
 from deepenough.training.runner import check_folder, training
@@ -33,7 +33,7 @@ class Training:
     data: DataSettings = field(
         default_factory=lambda: DataSettings(corpus="wikitext-2-raw", batch_size=8, length=128)
     )
-    train: TrainSettings = field(default_factory=TrainSettings)
+    train: TrainingConfig = field(default_factory=TrainingConfig)
 
 
 class CausalTask(LanguageTask):
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    train = TrainSettings(
+    train = TrainingConfig(
         steps=arguments.steps, lr=1e-3, warmup=100, valid_every=300, threads=arguments.threads
     )
     settings = Training(RunSettings(arguments.folder), train=train)

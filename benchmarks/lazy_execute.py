@@ -24,7 +24,7 @@ from deepenough.lazy.evaluation import load_translator
 from deepenough.lazy.programs import ProgramData
 from deepenough.lazy.programs_training import ProgramTraining, train_programs
 from deepenough.lazy.programs_use import ProgramEvaluation, evaluate_programs
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 
 STEPS = 4
 WIDTHS = {"lazy": 128, "universal": 128, "transformer": 64}
@@ -66,7 +66,7 @@ def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramT
             encoder_steps=STEPS,
             decoder_steps=STEPS,
         ),
-        train=TrainSettings(
+        train=TrainingConfig(
             steps=steps,
             lr=1.5e-3,
             warmup=400,

@@ -11,7 +11,7 @@ from deepenough.config import resolve
 from deepenough.errors import UserError
 from deepenough.par.search import SearchTask
 from deepenough.par.training import ParSearch, search
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.trainer import Trainer
 
@@ -89,7 +89,7 @@ def said_to(accelerator: Any, settings: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     settings, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-    accelerator = make_accelerator(TrainSettings())
+    accelerator = make_accelerator(TrainingConfig())
     run(settings | {"run.folder": str(folder / "from-one"), "run.resume": True})
     run(settings | {"run.folder": str(folder / "from-two")}, stop=6)
     said = said_to(accelerator, settings | {"run.folder": str(folder / "from-one")})

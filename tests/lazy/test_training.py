@@ -19,7 +19,7 @@ from deepenough.lazy.training import LazyTraining, encode_splits, make_model, tr
 from deepenough.lazy.translate import TranslationTask
 from deepenough.lazy.translate_score import SearchSettings, bleu
 from deepenough.runs import read_records
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 
 WORDS = {"red": "rot", "dog": "hund", "man": "mann", "big": "gross", "runs": "rennt"}
 
@@ -125,7 +125,7 @@ def test_the_mean_over_processes_is_the_mean_over_tokens(corpus, shared_cache, w
 
     def task(rank: int, world: int) -> TranslationTask:
         place = SimpleNamespace(process_index=rank, num_processes=world)
-        settings = TrainSettings()
+        settings = TrainingConfig()
         return TranslationTask(model, tokenizer, pairs, data, settings, SearchSettings(), place)
 
     alone = task(0, 1).loss(model, "weights", 3, 0)

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from deepenough.runs import RunFolder
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.task import BatchLoss
 from deepenough.training.trainer import Trainer
@@ -85,7 +85,7 @@ def fit(tmp_path: Path) -> Callable[..., Trainer]:
     def run(task: Line, folder: str = "run", **changes: Any) -> Trainer:
         values: dict[str, Any] = {"steps": 10, "warmup": 2, "lr": 0.1, "log_every": 3}
         values |= {"valid_every": 5, "save_every": 4}
-        settings = TrainSettings(**(values | changes))
+        settings = TrainingConfig(**(values | changes))
         place = RunFolder.create(tmp_path / folder, resume=True)
         place.config.touch()
         trainer = Trainer(task, settings, place, make_accelerator(settings))

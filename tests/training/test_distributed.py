@@ -7,7 +7,7 @@ import torch
 
 from deepenough.errors import UserError
 from deepenough.training import distributed
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import (
     all_lanes,
     is_main_process,
@@ -20,7 +20,7 @@ from deepenough.training.seeds import seed_at
 
 
 def test_alone_everything_is_ones_own() -> None:
-    accelerator = make_accelerator(TrainSettings())
+    accelerator = make_accelerator(TrainingConfig())
     lanes = {"memory": torch.arange(6).view(3, 2)}
     assert on_main(accelerator, lambda: {"step": 3}) == {"step": 3}
     assert mean_over(accelerator, torch.tensor(2.5)) == 2.5
@@ -32,7 +32,7 @@ def test_alone_everything_is_ones_own() -> None:
 def test_a_second_run_may_have_another_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "_check_bf16", lambda: None)
     for precision in ("fp32", "bf16", "auto"):
-        settings = TrainSettings(precision=precision)  # type: ignore[arg-type]
+        settings = TrainingConfig(precision=precision)  # type: ignore[arg-type]
         accelerator = make_accelerator(settings)
         assert accelerator.mixed_precision == ("bf16" if precision == "bf16" else "no")
 
@@ -46,7 +46,7 @@ def test_bf16_is_tried_where_it_could_kill_the_process(
 
     monkeypatch.setattr(distributed.subprocess, "run", run)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    settings = TrainSettings(precision="bf16")
+    settings = TrainingConfig(precision="bf16")
     if code == 0:
         assert make_accelerator(settings).mixed_precision == "bf16"
     else:
@@ -58,15 +58,15 @@ def test_processes_that_do_not_know_of_each_other_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a device for which accelerate starts no process group: each would be the first."""
-    make_accelerator(TrainSettings())  # the group, or that there is none, is settled only once
+    make_accelerator(TrainingConfig())  # the group, or that there is none, is settled only once
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="2 processes were started"):
-        make_accelerator(TrainSettings())
+        make_accelerator(TrainingConfig())
 
 
 def test_the_number_of_threads_can_be_set() -> None:
     before = torch.get_num_threads()
-    make_accelerator(TrainSettings(threads=2))
+    make_accelerator(TrainingConfig(threads=2))
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
 

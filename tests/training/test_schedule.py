@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 from deepenough.training.schedule import lr_factor, tau_at
 
 
 def test_warmup_and_cosine_by_hand() -> None:
-    settings = TrainSettings(steps=12, warmup=4, schedule="cosine")
+    settings = TrainingConfig(steps=12, warmup=4, schedule="cosine")
     factors = [lr_factor(settings, step) for step in range(13)]
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert factors[6] == pytest.approx((1 + math.sqrt(0.5)) / 2)  # a quarter of the way: 45 degrees
@@ -29,13 +29,13 @@ def test_warmup_and_cosine_by_hand() -> None:
     ],
 )
 def test_other_schedules_by_hand(schedule: str, expected: list[float]) -> None:
-    settings = TrainSettings(steps=6, warmup=2, schedule=schedule)  # type: ignore[arg-type]
+    settings = TrainingConfig(steps=6, warmup=2, schedule=schedule)  # type: ignore[arg-type]
     assert [lr_factor(settings, step) for step in range(6)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "inverse_sqrt"])
 def test_there_need_be_no_warmup(schedule: str) -> None:
-    settings = TrainSettings(steps=3, warmup=0, schedule=schedule)  # type: ignore[arg-type]
+    settings = TrainingConfig(steps=3, warmup=0, schedule=schedule)  # type: ignore[arg-type]
     assert lr_factor(settings, 0) == 1.0
 
 

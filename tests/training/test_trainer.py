@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from deepenough.config import validate
 from deepenough.errors import UserError
 from deepenough.runs import Record, RunFolder
 from deepenough.training.checkpoint import list_names, load_last
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.task import BatchLoss
 from deepenough.training.trainer import Trainer
@@ -256,7 +257,7 @@ def test_a_disk_full_at_the_end_leaves_no_half_model(tmp_path: Path, line: Any, 
 
 
 def make_trainer(task: Any, folder: Path, **settings: Any) -> Trainer:
-    values = TrainSettings(**settings)
+    values = TrainingConfig(**settings)
     return Trainer(task, values, RunFolder.create(folder / "run"), make_accelerator(values))
 
 
@@ -353,4 +354,4 @@ def test_every_step_draws_its_own_noise(tmp_path: Path, line: Any) -> None:
 )
 def test_settings_out_of_range_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"train.{next(iter(wrong))}"):
-        TrainSettings(**wrong).check()
+        validate(TrainingConfig(**wrong), "train.")

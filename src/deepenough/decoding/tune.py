@@ -41,7 +41,7 @@ from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.shortcut.study import ModelChoice
 from deepenough.shortcut.tune import tune
 from deepenough.training.allocator import keep_freed_memory
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.runner import training
 
@@ -55,8 +55,8 @@ _SCALE_TEXTS = 64
 """Texts from which the deviations of states are taken."""
 
 
-def default_training() -> TrainSettings:
-    return TrainSettings(
+def default_training() -> TrainingConfig:
+    return TrainingConfig(
         lr=1e-3,
         warmup=50,
         weight_decay=0.05,
@@ -82,7 +82,7 @@ class ExitTune:
     until: Literal["text", "head", "choice"] = "choice"
     """Last step to take."""
 
-    train: TrainSettings = field(default_factory=default_training)
+    train: TrainingConfig = field(default_factory=default_training)
 
     def check(self) -> None:
         """Refuse what cannot be done before anything is."""

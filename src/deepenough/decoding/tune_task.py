@@ -32,7 +32,7 @@ from deepenough.decoding.own_text import Written
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.runs import RunFolder, read_records
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 from deepenough.training.seeds import seed_at
 from deepenough.training.task import BatchLoss, PlainTask
 
@@ -125,7 +125,7 @@ class DraftTask(PlainTask, ABC):
         texts: Sequence[Written],
         held_out: Sequence[Written],
         settings: HeadSettings,
-        train: TrainSettings,
+        train: TrainingConfig,
         identity: dict[str, Any],
         save: Callable[[Path], None],
     ) -> None:

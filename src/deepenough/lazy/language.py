@@ -23,7 +23,7 @@ from deepenough.lazy.evaluation import keep_record
 from deepenough.lazy.settings import LazySettings
 from deepenough.lazy.task import model_identity
 from deepenough.runs import RunFolder, model_folder
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.language import LanguageTask, evaluate_language
 from deepenough.training.log import without_bars
@@ -46,7 +46,7 @@ class LanguageTraining:
     model: LazySettings = field(
         default_factory=lambda: LazySettings(decoder_steps=6, label_smoothing=0.0)
     )
-    train: TrainSettings = field(default_factory=TrainSettings)
+    train: TrainingConfig = field(default_factory=TrainingConfig)
 
 
 def train_language(settings: LanguageTraining) -> RunFolder:
@@ -77,7 +77,7 @@ class LazyLanguageTask(LanguageTask):
         model: Any,
         prepared: Prepared,
         data: DataSettings,
-        train: TrainSettings,
+        train: TrainingConfig,
         accelerator: Accelerator,
     ) -> None:
         super().__init__(model, prepared, data, train, accelerator)

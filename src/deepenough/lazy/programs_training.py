@@ -20,7 +20,7 @@ from deepenough.lazy.task import PairsTask, model_identity, plain_loss
 from deepenough.lazy.training import make_model
 from deepenough.lazy.translate_score import SearchSettings, translate_pairs
 from deepenough.runs import RunFolder
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.runner import check_folder, training
 from deepenough.training.seeds import seed_at
@@ -43,8 +43,8 @@ class ProgramTraining:
             d_model=128, d_ff=512, encoder_steps=4, dropout=0.0, ff_dropout=0.0, label_smoothing=0.0
         )
     )
-    train: TrainSettings = field(
-        default_factory=lambda: TrainSettings(steps=4000, lr=1e-3, warmup=400, betas=[0.9, 0.98])
+    train: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(steps=4000, lr=1e-3, warmup=400, betas=[0.9, 0.98])
     )
 
 
@@ -68,7 +68,7 @@ class ProgramTask(PairsTask):
         model: LazyTransformerForConditionalGeneration,
         tokenizer: Any,
         data: ProgramData,
-        train: TrainSettings,
+        train: TrainingConfig,
         accelerator: Accelerator,
     ) -> None:
         super().__init__(model, tokenizer, train, accelerator)

@@ -19,7 +19,7 @@ from deepenough.data.encoding import save_tokenizer
 from deepenough.data.translation_batches import cut_by_tokens
 from deepenough.data.translation_pairs import IGNORED, EncodedPairs
 from deepenough.lazy import LazyTransformerConfig, LazyTransformerForConditionalGeneration
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import from_all, place_among
 from deepenough.training.log import without_bars
 from deepenough.training.seeds import seed_at
@@ -40,7 +40,7 @@ class PairsTask(PlainTask, ABC):
         self,
         model: LazyTransformerForConditionalGeneration,
         tokenizer: Any,
-        train: TrainSettings,
+        train: TrainingConfig,
         accelerator: Accelerator,
         fewest_steps: int | None = None,
     ) -> None:

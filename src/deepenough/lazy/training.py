@@ -16,7 +16,7 @@ from deepenough.lazy.settings import LazySettings
 from deepenough.lazy.translate import TranslationTask
 from deepenough.lazy.translate_score import SearchSettings
 from deepenough.runs import RunFolder
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.runner import check_folder, training
 
@@ -31,8 +31,8 @@ class LazyTraining:
     run: RunSettings = field(default_factory=RunSettings)
     data: TranslationData = field(default_factory=TranslationData)
     model: LazySettings = field(default_factory=LazySettings)
-    train: TrainSettings = field(
-        default_factory=lambda: TrainSettings(
+    train: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(
             lr=1.5e-3, warmup=1000, weight_decay=0.01, betas=[0.9, 0.98]
         )
     )

@@ -20,7 +20,7 @@ from deepenough.errors import UserError
 from deepenough.lazy import LazyTransformerForConditionalGeneration
 from deepenough.lazy.task import PairsTask, model_identity, plain_loss
 from deepenough.lazy.translate_score import SearchSettings, bleu, translate_pairs
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 
 logger = logging.getLogger("deepenough")
 
@@ -32,7 +32,7 @@ class TranslationTask(PairsTask):
         tokenizer: Any,
         pairs: Mapping[str, EncodedPairs],
         data: TranslationData,
-        train: TrainSettings,
+        train: TrainingConfig,
         search: SearchSettings,
         accelerator: Accelerator,
         fewest_steps: int | None = None,

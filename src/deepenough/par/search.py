@@ -21,7 +21,7 @@ from deepenough.par.choice import BranchChoice, entropy, gumbel_noise
 from deepenough.par.derive import BlockCosts
 from deepenough.par.pattern import BRANCHES, IDENTITY, OPEN, interleaved
 from deepenough.par.settings import SearchSettings
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 from deepenough.training.language import LanguageTask, save_model
 from deepenough.training.schedule import tau_at
 from deepenough.training.seeds import seed_at
@@ -39,7 +39,7 @@ class SearchTask(LanguageTask):
         model: ParForCausalLM,
         prepared: Prepared,
         data: DataSettings,
-        train: TrainSettings,
+        train: TrainingConfig,
         accelerator: Accelerator,
         search: SearchSettings,
     ) -> None:

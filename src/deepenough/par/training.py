@@ -28,7 +28,7 @@ from deepenough.par.settings import ModelSettings, SearchSettings
 from deepenough.par.warm_start import take_weights
 from deepenough.runs import Record, RunFolder, append_record, read_records
 from deepenough.training.checkpoint import list_names
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import is_main_process, make_accelerator, on_main
 from deepenough.training.language import LanguageTask
 from deepenough.training.runner import check_folder, training
@@ -42,7 +42,7 @@ class ParSearch:
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     search: SearchSettings = field(default_factory=SearchSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
+    train: TrainingConfig = field(default_factory=TrainingConfig)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class ParTraining:
     run: RunSettings = field(default_factory=RunSettings)
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
+    train: TrainingConfig = field(default_factory=TrainingConfig)
     start: str | None = None
     """Folder of a search or a model from whose weights to start; by default from new ones."""
 

@@ -21,7 +21,7 @@ from deepenough.errors import UserError
 from deepenough.ponder.config import OPTIONS
 from deepenough.ponder.measure import all_passes, quality
 from deepenough.ponder.model import PonderClassifier
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 from deepenough.training.log import without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
 
@@ -35,7 +35,7 @@ class ClassificationTask(PlainTask):
         tokenizer: Any,
         examples: Mapping[str, EncodedExamples],
         data: ClassificationData,
-        train: TrainSettings,
+        train: TrainingConfig,
         accelerator: Accelerator,
         head_lr: float = 1.0,
     ) -> None:

@@ -19,7 +19,7 @@ from deepenough.ponder.loss import SINGLE_LABEL, answer_loss
 from deepenough.ponder.parity_data import ParityBatch, ParityData, parity_batch
 from deepenough.ponder.parity_model import ParityConfig, ParityModel
 from deepenough.runs import Record, RunFolder, append_record, read_records
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.log import without_bars
 from deepenough.training.runner import check_folder, training
@@ -78,8 +78,8 @@ class ParityTraining:
     run: RunSettings = field(default_factory=RunSettings)
     data: ParityData = field(default_factory=ParityData)
     model: ParityModelSettings = field(default_factory=ParityModelSettings)
-    train: TrainSettings = field(
-        default_factory=lambda: TrainSettings(
+    train: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(
             steps=8_000,
             lr=2e-3,
             warmup=500,

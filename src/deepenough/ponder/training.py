@@ -20,7 +20,7 @@ from deepenough.ponder.model import PonderClassifier
 from deepenough.ponder.new_model import EncoderSettings, make_classifier
 from deepenough.ponder.settings import PonderSettings
 from deepenough.runs import RunFolder
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.runner import check_folder, training
 
@@ -33,8 +33,8 @@ class PonderTraining:
     data: ClassificationData = field(default_factory=ClassificationData)
     model: EncoderSettings = field(default_factory=EncoderSettings)
     ponder: PonderSettings = field(default_factory=PonderSettings)
-    train: TrainSettings = field(
-        default_factory=lambda: TrainSettings(
+    train: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(
             lr=1e-4, warmup=300, schedule="linear", valid_every=1000, save_every=1000
         )
     )

@@ -26,7 +26,7 @@ from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.shortcut.submodules import Submodules
 from deepenough.shortcut.tune import TuneSettings, TuneTraining, default_training, tune
 from deepenough.training.allocator import keep_freed_memory
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import is_main_process
 
 Progress = Callable[[int, int | None], None]
@@ -134,7 +134,7 @@ class ShortcutFit:
     """Also tune maps to the last layer so that predictions, not states, come out right."""
 
     tune: TuneSettings = field(default_factory=TuneSettings)
-    train: TrainSettings = field(default_factory=default_training)
+    train: TrainingConfig = field(default_factory=default_training)
 
 
 @dataclass

@@ -32,7 +32,7 @@ from deepenough.shortcut.shortlist import Shortlist
 from deepenough.shortcut.tune_states import SAMPLE_PER_WIDTH, Positions, Texts, make_source
 from deepenough.shortcut.tune_task import TuneTask
 from deepenough.shortcut.tuned_maps import TunedMaps, closed_form_error, whitening
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.runner import check_folder, training
 from deepenough.training.trainer import Trainer
@@ -79,8 +79,8 @@ class TuneSettings:
                 raise UserError(f"tune.{name} must not be negative: got {getattr(self, name)}.")
 
 
-def default_training() -> TrainSettings:
-    return TrainSettings(
+def default_training() -> TrainingConfig:
+    return TrainingConfig(
         steps=300,
         lr=1e-3,
         warmup=10,
@@ -100,7 +100,7 @@ class TuneTraining:
 
     run: RunSettings = field(default_factory=RunSettings)
     tune: TuneSettings = field(default_factory=TuneSettings)
-    train: TrainSettings = field(default_factory=default_training)
+    train: TrainingConfig = field(default_factory=default_training)
 
 
 def tune(

@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from deepenough.config import bounded
 from deepenough.errors import UserError
 
 
 @dataclass
-class TrainSettings:
+class TrainingConfig:
     """Training"""
 
-    steps: int = 2000
+    steps: int = bounded(2000, ge=1)
     """Optimiser steps."""
 
-    lr: float = 2e-3
+    lr: float = bounded(2e-3, gt=0, lt=math.inf)
     """Highest learning rate."""
 
-    warmup: int = 400
+    warmup: int = bounded(400, ge=0)
     """Steps over which the learning rate rises from 0."""
 
     schedule: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
 
-    weight_decay: float = 0.01
+    weight_decay: float = bounded(0.01, ge=0)
     """AdamW's decoupled weight decay, on matrices only."""
 
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[float] = bounded(default_factory=lambda: [0.9, 0.999], ge=0, lt=1)
     """AdamW's decay rates of its two moments."""
 
-    clip: float = 1.0
+    clip: float = bounded(1.0, ge=0)
     """Largest norm of the gradient; 0 for no limit."""
 
-    accumulate: int = 1
+    accumulate: int = bounded(1, ge=1)
     """Batches whose gradients make one step."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -43,39 +44,30 @@ class TrainSettings:
     compile: bool = False
     """Compile the model with torch.compile first."""
 
-    threads: int | None = None
+    threads: int | None = bounded(None, ge=1)
     """CPU threads; by default torch's choice."""
 
     seed: int = 0
     """Everything random is a function of it."""
 
-    log_every: int = 50
+    log_every: int = bounded(50, ge=1)
     """Steps between training records."""
 
-    valid_every: int = 500
+    valid_every: int = bounded(500, ge=1)
     """Steps between validations; there is always one at the end."""
 
-    save_every: int = 500
+    save_every: int = bounded(500, ge=1)
     """Steps between checkpoints; there is always one at the end."""
 
-    keep: int = 2
+    keep: int = bounded(2, ge=1)
     """Checkpoints kept."""
 
     def check(self) -> None:
-        for name in ("steps", "accumulate", "log_every", "valid_every", "save_every", "keep"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name} must be at least 1: got {getattr(self, name)}.")
-        for name in ("warmup", "weight_decay", "clip"):
-            if not getattr(self, name) >= 0:  # so that NaN is refused as well
-                raise UserError(f"train.{name} must not be negative: got {getattr(self, name)}.")
-        if not 0 < self.lr < math.inf:
-            raise UserError(f"train.lr must be above 0: got {self.lr}.")
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"train.threads must be at least 1: got {self.threads}.")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"train.betas must be two numbers in [0, 1): got {self.betas}.")
+        """Refuse what no single range can tell."""
+        if len(self.betas) != 2:
+            raise UserError(f"train.betas must be two numbers: got {self.betas}.")
 
-    def for_epochs(self, epochs: float, batches: int) -> TrainSettings:
+    def for_epochs(self, epochs: float, batches: int) -> TrainingConfig:
         """With as many steps as so many rounds over the batches of an epoch take."""
         return replace(self, steps=max(1, math.ceil(epochs * batches / self.accumulate)))
 

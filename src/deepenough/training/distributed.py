@@ -21,7 +21,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch import Tensor
 
 from deepenough.errors import UserError
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _PATIENCE = timedelta(hours=12)
 
 
-def make_accelerator(settings: TrainSettings, may_skip: bool = True) -> Accelerator:
+def make_accelerator(settings: TrainingConfig, may_skip: bool = True) -> Accelerator:
     """Processes, device and precision, from the environment and the settings.
 
     `may_skip` says that a batch may leave weights unused: a cluster of the adaptive softmax that no

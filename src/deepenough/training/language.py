@@ -14,7 +14,7 @@ from deepenough.data import ContextBatches, DataSettings, Prepared, TokenFile, s
 from deepenough.errors import UserError
 from deepenough.par import ParConfig, ParForCausalLM
 from deepenough.par.model import Memories
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import place_among
 from deepenough.training.log import without_bars
 from deepenough.training.quality import TextSize, language_values
@@ -33,7 +33,7 @@ class LanguageTask(PlainTask):
         model: ParForCausalLM,
         prepared: Prepared,
         data: DataSettings,
-        train: TrainSettings,
+        train: TrainingConfig,
         accelerator: Accelerator,
     ) -> None:
         self.model, self.prepared, self.data, self.train = model, prepared, data, train

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from accelerate import Accelerator
 
-from deepenough.config import dump
+from deepenough.config import RunConfig, dump
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder
-from deepenough.training.config import RunSettings, TrainSettings
+from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import on_main
 from deepenough.training.log import log_to
 from deepenough.training.task import Task
@@ -28,17 +28,25 @@ logger = logging.getLogger("deepenough")
 
 
 class Settings(Protocol):
-    """The settings of a command that trains."""
+    """The settings of a command that trains: where the run goes (`RunConfig`), and `train`."""
 
-    run: RunSettings
-    train: TrainSettings
+    train: TrainingConfig
 
 
-def check_folder(run: RunSettings, accelerator: Accelerator) -> None:
+def place_of(settings: Any) -> RunConfig:
+    """Return where a run goes; provisional, until no settings have a section `run` any more."""
+    run = getattr(settings, "run", settings)
+    if isinstance(run, RunSettings):
+        return RunConfig(run.folder, run.resume, run.overwrite)
+    return RunConfig(run.out, run.resume, run.overwrite)
+
+
+def check_folder(run: Any, accelerator: Accelerator) -> None:
     """Refuse a run folder that is in the way before long work begins."""
+    place = place_of(run)
 
     def check() -> None:
-        RunFolder.check(run.folder, resume=run.resume, overwrite=run.overwrite)
+        RunFolder.check(place.out, resume=place.resume, overwrite=place.overwrite)
 
     on_main(accelerator, check)
 
@@ -46,10 +54,11 @@ def check_folder(run: RunSettings, accelerator: Accelerator) -> None:
 @contextlib.contextmanager
 def training(settings: Settings, task: Task, accelerator: Accelerator) -> Iterator[Trainer]:
     """A trainer in its run folder, ready to begin or to go on."""
-    run = RunFolder(Path(settings.run.folder))
+    place = place_of(settings)
+    run = RunFolder(Path(place.out))
 
     def begin() -> None:
-        RunFolder.create(run.path, resume=settings.run.resume, overwrite=settings.run.overwrite)
+        RunFolder.create(run.path, resume=place.resume, overwrite=place.overwrite)
 
     on_main(accelerator, begin)
     with contextlib.ExitStack() as stack:
@@ -66,7 +75,10 @@ def training(settings: Settings, task: Task, accelerator: Accelerator) -> Iterat
 
 def _write_config(settings: Any, run: RunFolder) -> None:
     # Given again as --config, it must neither resume nor delete anything by itself.
-    kept = replace(settings, run=replace(settings.run, resume=False, overwrite=False))
+    if isinstance(settings, RunConfig):
+        kept = replace(settings, resume=False, overwrite=False)
+    else:
+        kept = replace(settings, run=replace(settings.run, resume=False, overwrite=False))
     try:
         dump(kept, run.config)
     except OSError as error:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 
 
-def lr_factor(settings: TrainSettings, step: int) -> float:
+def lr_factor(settings: TrainingConfig, step: int) -> float:
     """Share of the highest learning rate at `step` (counted from 0)."""
     warmup, steps = settings.warmup, settings.steps
     if step < warmup:

@@ -23,11 +23,12 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 
+from deepenough.config import validate
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder, read_records
 from deepenough.training import checkpoint as checkpoints
 from deepenough.training.allocator import keep_freed_memory
-from deepenough.training.config import TrainSettings
+from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import mean_over, on_main
 from deepenough.training.progress import Progress
 from deepenough.training.recorder import Meter, Recorder
@@ -48,9 +49,9 @@ class Trainer:
     """`resume()` first, which changes nothing on disk if it refuses; then `fit()`."""
 
     def __init__(
-        self, task: Task, settings: TrainSettings, run: RunFolder, accelerator: Accelerator
+        self, task: Task, settings: TrainingConfig, run: RunFolder, accelerator: Accelerator
     ) -> None:
-        settings.check()
+        validate(settings, "train.")
         keep_freed_memory()
         self.task, self.settings, self.run, self.accelerator = task, settings, run, accelerator
         model = task.model.to(accelerator.device)
@@ -169,7 +170,7 @@ class Trainer:
             self._evaluate(steps, "test")
 
 
-def _optimizer(settings: TrainSettings, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+def _optimizer(settings: TrainingConfig, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
     beta1, beta2 = settings.betas
     return torch.optim.AdamW(
         [{"lr_scale": 1.0} | group for group in groups],
