@@ -18,7 +18,7 @@ from typing import Any
 
 from record import save_result
 
-from deepenough.compare.config import CompareSettings
+from deepenough.compare.config import CompareConfig
 from deepenough.compare.frontier import compare
 from deepenough.config import resolve
 from deepenough.measurement import Interval
@@ -72,7 +72,7 @@ def main() -> int:
 def measured(run: str, out: Path, seed: int) -> dict[str, Any]:
     values = {"runs": [run], "out": str(out), "seed": seed, "rounds": ROUNDS}
     values |= {"grid.mem_len": MEMORIES, "data.limit": SEGMENTS}
-    return compare(resolve(CompareSettings, overrides=values))
+    return compare(resolve(CompareConfig, overrides=values))
 
 
 def interval(point: dict[str, Any], cost: str) -> Interval:

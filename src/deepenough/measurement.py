@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from deepenough.config import bounded
+
 
 @dataclass(frozen=True)
 class ComparedTask:
@@ -141,25 +143,25 @@ class Entry:
 
 @dataclass
 class ComparedData:
-    """Data that all runs answer"""
+    """Data that all runs of a comparison answer."""
 
     data: str | None = None
-    """A text, or a data set, named as for training; by default what the runs were trained on."""
+    """A text or data set, named as for training; by default what the runs were trained on."""
 
     split: str | None = None
     """Part of it; by default test, else valid, but valid first for classifiers and for prompts."""
 
-    limit: int | None = None
-    """At most so many segments, examples, sentences or prompts; by default as many as a minute or
-    so needs."""
+    limit: int | None = bounded(None, ge=1)
+    """At most so many segments, examples, sentences or prompts; by default as many as fit into
+    about a minute."""
 
-    batch_size: int | None = None
-    """Lanes or examples at once; by default those of training, and 32 examples."""
+    batch_size: int | None = bounded(None, ge=1)
+    """Streams or examples at once; by default as in training, and 32 examples."""
 
-    prompt_tokens: int = 32
+    prompt_tokens: int = bounded(32, ge=1)
     """Generation: tokens of a prompt."""
 
-    new_tokens: int = 32
+    new_tokens: int = bounded(32, ge=1)
     """Generation: tokens that follow it."""
 
 

@@ -30,6 +30,13 @@ class Method:
     package: str
     """Name of its package in `deepenough`."""
     help: str
+    also_measures: tuple[str, ...] = ()
+    """Methods whose runs it measures in a comparison, beside its own."""
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Return the methods whose runs it opens as candidates of a comparison."""
+        return (self.name, *self.also_measures)
 
     def load(self, module: str, attribute: str, default: Any = None) -> Any:
         """Return `attribute` of one of the method's modules, or `default` where it has none."""
@@ -50,7 +57,12 @@ METHODS: tuple[Method, ...] = (
     Method("ponder", "ponder", "classifiers that stop computing as soon as they are sure"),
     Method("lazy", "lazy", "transformers that update only the tokens that still change"),
     Method("shortcut", "shortcut", "what every layer of a Hugging Face model already knows"),
-    Method("decode", "decoding", "faster generation: lossless drafts, or early exit with a bound"),
+    Method(
+        "decode",
+        "decoding",
+        "faster generation: lossless drafts, or early exit with a bound",
+        also_measures=("shortcut",),
+    ),
 )
 
 

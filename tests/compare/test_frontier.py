@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from deepenough import UserError
 from deepenough.__main__ import main
-from deepenough.cli import compare as compare_command
-from deepenough.cli.parse import parse
-from deepenough.compare.config import CompareSettings
+from deepenough.cli import parse_command
+from deepenough.compare.commands import COMPARE
+from deepenough.compare.config import CompareConfig
 from deepenough.compare.frontier import compare
 from deepenough.config import dump, resolve
 from deepenough.data.encoding import save_tokenizer
@@ -148,7 +148,7 @@ def writer(tmp_path_factory) -> Path:
 
 def compared(tmp_path: Path, *runs: Path, **changes: Any) -> dict[str, Any]:
     quick = {"runs": [str(run) for run in runs], "out": str(tmp_path / "out"), "rounds": 2}
-    return compare(resolve(CompareSettings, overrides=quick | changes))
+    return compare(resolve(CompareConfig, overrides=quick | changes))
 
 
 def by_name(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -285,8 +285,8 @@ def test_one_run_twice_under_two_names_and_grids(tmp_path, language):
     ],
 )
 def test_the_command_of_a_comparison_asks_for_the_same(words):
-    def settings_of(given: list[str]) -> CompareSettings:
-        return parse("compare", CompareSettings, compare_command._with_runs(given), "", "")
+    def settings_of(given: list[str]) -> CompareConfig:
+        return parse_command(COMPARE, "compare", given)
 
     settings = settings_of(words)
     program, command, *rest = shlex.split(settings.command())

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from deepenough.compare.protocol import Rules, count_flops, measure
+from deepenough.compare.config import CompareConfig
+from deepenough.compare.protocol import count_flops, measure
 from deepenough.measurement import (
     ComparedTask,
     Interval,
@@ -48,7 +49,7 @@ def test_points_take_turns_and_are_judged_outside_of_the_clock():
     diary: list[str] = []
     one, two = Sleeper("a", [4, 8], diary), Sleeper("b", [2], diary)
     steps: list[tuple[int, int]] = []
-    found, clock = measure([one, two], Rules(rounds=6), lambda *step: steps.append(step))
+    found, clock = measure([one, two], CompareConfig(rounds=6), lambda *step: steps.append(step))
     # Warming up, judging and counting come first, point by point.
     assert diary[:9] == ["a4", "judge a4", "a4", "a8", "judge a8", "a8", "b2", "judge b2", "b2"]
     rounds = [diary[9 + 3 * i : 12 + 3 * i] for i in range(6)]
@@ -65,7 +66,7 @@ def test_points_take_turns_and_are_judged_outside_of_the_clock():
 
 
 def test_bookkeeping_is_measured():
-    found, clock = measure([Sleeper("a", [20, 10], [])], Rules(rounds=6, count_flops=False))
+    found, clock = measure([Sleeper("a", [20, 10], [])], CompareConfig(rounds=6, count_flops=False))
     assert found[0].counted is None
     assert clock.bookkeeping > 0
     assert clock.share < 0.5  # what it really is, benchmarks/compare_repeat.py tells

@@ -22,7 +22,6 @@ COMMANDS: dict[str, str] = {
     "lazy eval": "measure its quality, how deep its tokens go and what that costs",
     "lazy sweep": "BLEU for other steps, and for tokens that stop sooner or later",
     "lazy plot": "draw how far each token still moves at each step, and when it rests",
-    "compare": "measure runs of one task at several depths, on one chart",
     "report": "put all that runs have to show into one page",
     "exit generate": "write text with a model that spends less, tokens shaded by depth",
     "exit calibrate": "find the fastest exit threshold whose disagreement is bounded",

@@ -7,40 +7,38 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepenough.compare.protocol import Rules
-from deepenough.config import options, resolve
+from deepenough.config import bounded, options, resolve
 from deepenough.errors import UserError
 from deepenough.measurement import ComparedData, Entry, Grid
 
 
 @dataclass
-class CompareSettings:
-    """Compare runs."""
+class CompareConfig(ComparedData):
+    """Settings of `deepenough compare`."""
 
     runs: list[str] = field(default_factory=list)
     """Folders of finished runs."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
-    """The same with more to say, in a file: each has a run and may have name, mechanisms, tuned,
-    grid."""
+    """Runs with more to say, in a settings file: each has a run and may have name, mechanisms,
+    tuned, grid."""
 
     tuned: str | None = None
-    """Writing: folder of deepenough exit tune for the same model; its drafts take part."""
+    """Generation: folder of deepenough decode tune for the same model; its drafts are measured."""
 
     out: str = "runs/compare"
     """Folder for frontier.json and its pictures."""
 
-    data: ComparedData = field(default_factory=ComparedData)
     grid: Grid = field(default_factory=Grid)
 
-    rounds: int = 7
+    rounds: int = bounded(7, ge=1)
     """How often every point is timed; fewer than 6 give intervals of less than 95 %."""
 
-    warmup: int = 1
-    """How often it runs before that."""
+    warmup: int = bounded(1, ge=1)
+    """Passes before the first timed one."""
 
-    threads: int | None = None
-    """Threads of torch; by default as many as it takes by itself."""
+    threads: int | None = bounded(None, ge=1)
+    """Threads of torch; by default its own choice."""
 
     seed: int = 0
     """Seed of the order in which points take turns."""
@@ -48,23 +46,10 @@ class CompareSettings:
     count_flops: bool = True
     """Count FLOPs with torch's counter too, beside those of the traces: one more pass a point."""
 
-    def check(self) -> None:
-        at_least = {"rounds": 1, "warmup": 1, "threads": 1}
-        given = {name: getattr(self, name) for name in at_least}
-        at_least |= {"data.limit": 1, "data.batch_size": 1}
-        given |= {"data.limit": self.data.limit, "data.batch_size": self.data.batch_size}
-        at_least |= {"data.prompt_tokens": 1, "data.new_tokens": 1}
-        given |= {
-            f"data.{name}": getattr(self.data, name) for name in ("prompt_tokens", "new_tokens")
-        }
-        for name, value in given.items():
-            if value is not None and value < at_least[name]:
-                raise UserError(f"{name} must be at least {at_least[name]}: got {value}.")
-
     def command(self) -> str:
-        """The command line that measures the same, however the settings were given."""
+        """Return the command line that measures the same, however the settings were given."""
         words = ["deepenough", "compare", *self.runs]
-        for option in options(CompareSettings):
+        for option in options(CompareConfig):
             value: Any = self
             for name in option.name.split("."):
                 value = getattr(value, name)
@@ -73,13 +58,8 @@ class CompareSettings:
                 words.append(f"--{option.name}={spelt}")
         return shlex.join(words)
 
-    def rules(self) -> Rules:
-        return Rules(
-            rounds=self.rounds, warmup=self.warmup, seed=self.seed, count_flops=self.count_flops
-        )
-
     def all_entries(self) -> list[Entry]:
-        """Every run to compare; what an entry leaves open the comparison's own grid says."""
+        """Return every run to compare, each with the comparison's grid where it has none."""
         named = [Entry(run) for run in self.runs]
         named += [resolve(Entry, overrides=each) for each in self.entries]
         if not named:

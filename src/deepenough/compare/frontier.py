@@ -14,43 +14,30 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepenough.compare.config import CompareSettings
+from deepenough.compare.config import CompareConfig
 from deepenough.compare.protocol import Advance, Measured, measure
-from deepenough.config import provenance, to_dict
-from deepenough.decoding.candidate import WordsCandidate
+from deepenough.config import provenance, to_dict, validate
 from deepenough.errors import UserError
-from deepenough.lazy.candidate import open_pairs
-from deepenough.measurement import Candidate, ComparedData, Entry, coverage
-from deepenough.par.candidate import LanguageCandidate
-from deepenough.ponder.candidate import LabelCandidate
-from deepenough.runs import RunFolder, read_records
+from deepenough.measurement import CONFIDENCE, Candidate, Entry, coverage
+from deepenough.registry import METHODS
+from deepenough.runs import RunFolder, read_config, read_records
 
 FRONTIER = "frontier.json"
 FORMAT = 1
 #: Costs, the less the better; each has a chart and a frontier of its own.
 COSTS = ("layers", "flops", "milliseconds")
 
-Open = Callable[[Entry, str, ComparedData], Candidate]
 
-#: `model_type` of the model in a run -> who measures it.
-BY_MODEL: dict[str, Open] = {
-    "par": LanguageCandidate,
-    "ponder_albert": LabelCandidate,
-    "ponder_encoder": LabelCandidate,
-    "lazy-transformer": open_pairs,
-}
-
-
-def compare(settings: CompareSettings, advance: Advance | None = None) -> dict[str, Any]:
+def compare(settings: CompareConfig, advance: Advance | None = None) -> dict[str, Any]:
     """Measure, write `frontier.json`, and return what stands in it."""
-    settings.check()
+    validate(settings)
     entries = settings.all_entries()
     out = _folder(settings.out)
     if settings.threads is not None:
@@ -58,19 +45,10 @@ def compare(settings: CompareSettings, advance: Advance | None = None) -> dict[s
     started = time.perf_counter()
     names = _names(entries)
     notes = [note for entry in entries for note in _notes(entry.run)]
-    candidates = [
-        _opener(entry.run)(entry, name, settings.data)
-        for entry, name in zip(entries, names, strict=True)
-    ]
-    for entry, candidate in zip(entries, candidates, strict=True):
-        if entry.mechanisms and not isinstance(candidate, WordsCandidate):
-            raise UserError(
-                f"mechanisms are chosen for runs of shortcuts alone: {entry.run} is none; choose "
-                "its points with grid."
-            )
+    candidates = [_open(entry, name, settings) for entry, name in zip(entries, names, strict=True)]
     check_one_task(candidates, [entry.run for entry in entries])
     loading = time.perf_counter() - started
-    found, clock = measure(candidates, settings.rules(), advance)
+    found, clock = measure(candidates, settings, advance)
     content = {
         "format": FORMAT,
         "command": settings.command(),
@@ -94,7 +72,7 @@ def check_one_task(candidates: Sequence[Candidate], runs: Sequence[str]) -> None
         if str(task) != str(first):
             raise UserError(
                 f"{runs[0]} is about {first} but {run} about {task}: compare runs of one task, or "
-                "name data that they all answer with --data.data and --data.split."
+                "name data that they all answer with --data and --split."
             )
         differing = [
             name for name in first.detail if task.detail.get(name) != first.detail.get(name)
@@ -106,26 +84,25 @@ def check_one_task(candidates: Sequence[Candidate], runs: Sequence[str]) -> None
             )
 
 
-def _opener(run: str) -> Open:
-    """Who measures the run, by what its folder holds; a run half-written is named."""
-    folder = RunFolder.open(run)
-    if (folder.path / "shortcuts").is_dir():
-        return WordsCandidate
-    for place in (folder.model, folder.derived / "model"):
-        try:
-            kind = json.loads((place / "config.json").read_text(encoding="utf-8"))["model_type"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if kind in BY_MODEL:
-            return BY_MODEL[kind]
+def _open(entry: Entry, name: str, config: CompareConfig) -> Candidate:
+    """Return a run as a candidate, by the method that its config.yaml names."""
+    method = read_config(entry.run).get("method")
+    found = [known for known in METHODS if method in known.measures]
+    if not found:
         raise UserError(
-            f"{run} holds a model of type {kind}, which has no operating points to compare: leave "
-            "it out."
+            f"{entry.run} is a run of {method or 'no known method'}, which has no operating points "
+            "to compare: leave it out."
         )
-    raise UserError(
-        f"The run {run} is not finished: it has no model{_progress(folder)}. Resume it with "
-        "--resume, or leave it out."
-    )
+    folder = RunFolder.open(entry.run)
+    places = (folder.model, folder.derived / "model", folder.path / "shortcuts")
+    if not any(place.is_dir() for place in places):
+        raise UserError(
+            f"The run {entry.run} is not finished: it has no model{_progress(folder)}. Resume it "
+            "with --resume, or leave it out."
+        )
+    open_candidate = found[0].load("evaluation", "open_candidate")
+    candidate: Candidate = open_candidate(entry, name, config)
+    return candidate
 
 
 def _progress(folder: RunFolder) -> str:
@@ -163,14 +140,14 @@ def _folder(path: str) -> Path:
     return Path(path)
 
 
-def _protocol(settings: CompareSettings) -> dict[str, Any]:
+def _protocol(settings: CompareConfig) -> dict[str, Any]:
     return {
         "rounds": settings.rounds,
         "warmup": settings.warmup,
         "seed": settings.seed,
         "threads": torch.get_num_threads(),
         "processor": platform.processor() or platform.machine(),
-        "confidence": settings.rules().confidence,
+        "confidence": CONFIDENCE,
         "coverage_of_times": coverage(settings.rounds),
     }
 

@@ -25,8 +25,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from deepenough.compare.config import CompareConfig
 from deepenough.measurement import (
-    CONFIDENCE,
     Candidate,
     Interval,
     OperatingPoint,
@@ -36,17 +36,6 @@ from deepenough.measurement import (
 
 #: Hears how many passes are done, and of how many.
 Advance = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How to measure."""
-
-    rounds: int = 7
-    warmup: int = 1
-    seed: int = 0
-    confidence: float = CONFIDENCE
-    count_flops: bool = True
 
 
 @dataclass
@@ -85,21 +74,21 @@ class Measured:
 
 def measure(
     candidates: Sequence[Candidate],
-    rules: Rules,
+    config: CompareConfig,
     advance: Advance | None = None,
 ) -> tuple[list[Measured], Clock]:
     """Every operating point of every candidate; the first one is what times are relative to."""
     pairs = [(candidate, point) for candidate in candidates for point in candidate.points()]
-    total = len(pairs) * (1 + rules.rounds)
+    total = len(pairs) * (1 + config.rounds)
     clock = Clock()
     started = time.perf_counter()
     prepared = []
     for done, (candidate, point) in enumerate(pairs, start=1):
-        prepared.append(_prepare(candidate, point, rules))
+        prepared.append(_prepare(candidate, point, config))
         if advance is not None:
             advance(done, total)
     clock.preparing = time.perf_counter() - started
-    seconds = _rounds(pairs, rules, clock, advance)
+    seconds = _rounds(pairs, config, clock, advance)
     found = []
     for (candidate, point), (judged, counted), own in zip(pairs, prepared, seconds, strict=True):
         each = [1000 * value / judged.units for value in own]
@@ -111,21 +100,21 @@ def measure(
                 judged,
                 counted,
                 tuple(own),
-                median_interval(each, rules.confidence),
-                median_interval(ratios, rules.confidence),
+                median_interval(each),
+                median_interval(ratios),
             )
         )
     return found, clock
 
 
 def _prepare(
-    candidate: Candidate, point: OperatingPoint, rules: Rules
+    candidate: Candidate, point: OperatingPoint, config: CompareConfig
 ) -> tuple[Scores, float | None]:
     """Warm up, judge and count; a first pass may do more than all others, so it is not counted."""
-    for _ in range(rules.warmup - 1):
+    for _ in range(config.warmup - 1):
         candidate.run(point)
     judged = candidate.judge(point, candidate.run(point))
-    return judged, count_flops(candidate, point) if rules.count_flops else None
+    return judged, count_flops(candidate, point) if config.count_flops else None
 
 
 def count_flops(candidate: Candidate, point: OperatingPoint) -> float:
@@ -137,19 +126,19 @@ def count_flops(candidate: Candidate, point: OperatingPoint) -> float:
 
 def _rounds(
     pairs: Sequence[tuple[Candidate, OperatingPoint]],
-    rules: Rules,
+    config: CompareConfig,
     clock: Clock,
     advance: Advance | None,
 ) -> list[list[float]]:
     """Seconds of every point in every round."""
     seconds: list[list[float]] = [[] for _ in pairs]
-    shuffle = random.Random(rules.seed).shuffle
+    shuffle = random.Random(config.seed).shuffle
     begun = time.perf_counter()
-    for number in range(1, rules.rounds + 1):
+    for number in range(1, config.rounds + 1):
         order = list(range(len(pairs)))
         shuffle(order)
         if advance is not None:
-            advance(number * len(pairs), len(pairs) * (1 + rules.rounds))
+            advance(number * len(pairs), len(pairs) * (1 + config.rounds))
         for place in order:
             candidate, point = pairs[place]
             started = time.perf_counter()

@@ -1,0 +1,50 @@
+"""`deepenough compare`: every run at several operating points, under one protocol."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepenough.config import Command
+
+if TYPE_CHECKING:
+    from deepenough.compare.config import CompareConfig
+
+
+def _compare(config: CompareConfig) -> None:
+    """Measure, print a table, and write frontier.json with its pictures."""
+    from deepenough.compare.frontier import FRONTIER, compare
+    from deepenough.report.frontier_file import read_frontier, write_frontier_figures
+    from deepenough.training.progress import reading
+
+    with reading("passes") as progress:
+        content = compare(config, progress)
+    for note in content["notes"]:
+        print(f"deepenough: note: {note}", file=sys.stderr)
+    quality = content["task"]["quality"]
+    print(f"{'run':24}{'point':16}{quality:>12}{'layers':>9}{'MFLOPs':>10}{'ms':>10}  best in")
+    for point in content["points"]:
+        print(
+            f"{point['run'][-23:]:24}{point['name'][:15]:16}{point['quality']:12.4g}"
+            f"{point['layers']:9.2f}{point['flops'] / 1e6:10.4g}{point['milliseconds']:10.4g}  "
+            + ", ".join(point["optimal"])
+        )
+    print(
+        f"costs are of one {content['task']['unit']}; bookkeeping took "
+        f"{content['bookkeeping']:.2%} of the measured time"
+    )
+    file = Path(config.out) / FRONTIER
+    print(file, *write_frontier_figures(read_frontier(file), Path(config.out)), sep="\n")
+
+
+COMPARE = Command(
+    name="compare",
+    help="measure runs of one task at several depths, on one chart",
+    config="deepenough.compare.config:CompareConfig",
+    run=_compare,
+    description="Measure runs of one task at several operating points: quality against layers,\n"
+    "FLOPs and milliseconds, with intervals, in frontier.json and pictures.",
+    example="deepenough compare runs/first runs/second --out runs/both",
+    positional=("runs*",),
+)
