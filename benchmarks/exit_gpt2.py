@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from deepenough.data import DataSettings, prepare
+from deepenough.data import DatasetConfig, prepare
 from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.language import LanguageTask
@@ -30,8 +30,8 @@ class Training:
     """A language model of GPT-2's layout."""
 
     run: RunSettings
-    data: DataSettings = field(
-        default_factory=lambda: DataSettings(corpus="wikitext-2-raw", batch_size=8, length=128)
+    data: DatasetConfig = field(
+        default_factory=lambda: DatasetConfig(corpus="wikitext-2-raw", batch_size=8, length=128)
     )
     train: TrainingConfig = field(default_factory=TrainingConfig)
 

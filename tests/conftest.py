@@ -61,12 +61,12 @@ def tiny(text_file: Path, shared_cache: Path) -> Callable[..., dict[str, Any]]:
 
     def make(folder: Path, changes: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
         settings = {
-            "run.folder": str(folder),
-            "data.corpus": str(text_file),
-            "data.cache": str(shared_cache),
-            "data.vocab_size": 400,
-            "data.batch_size": 4,
-            "data.length": 8,
+            "out": str(folder),
+            "data": str(text_file),
+            "dataset.cache": str(shared_cache),
+            "dataset.vocab_size": 400,
+            "dataset.batch_size": 4,
+            "dataset.length": 8,
             "model.num_blocks": 3,
             "model.d_model": 16,
             "model.num_heads": 2,

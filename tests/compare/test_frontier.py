@@ -44,12 +44,12 @@ SENTENCES = ["ein mann faehrt rad", "eine frau geht aus", "der hund geht aus", "
 def language(tmp_path_factory, text_file, shared_cache) -> Path:
     folder = tmp_path_factory.mktemp("language")
     values = {
-        "run.folder": str(folder / "run"),
-        "data.corpus": str(text_file),
-        "data.cache": str(shared_cache),
-        "data.vocab_size": 400,
-        "data.batch_size": 4,
-        "data.length": 8,
+        "out": str(folder / "run"),
+        "data": str(text_file),
+        "dataset.cache": str(shared_cache),
+        "dataset.vocab_size": 400,
+        "dataset.batch_size": 4,
+        "dataset.length": 8,
         "model.pattern": "ad-",
         "model.d_model": 16,
         "model.num_heads": 2,

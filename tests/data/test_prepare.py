@@ -3,7 +3,7 @@
 import pytest
 
 from deepenough import config as settings_module
-from deepenough.data import DataSettings, prepare
+from deepenough.data import DatasetConfig, prepare
 from deepenough.data import prepare as prepare_function
 from deepenough.data import tokenizer as training
 from deepenough.errors import UserError
@@ -17,7 +17,7 @@ def text(tmp_path, prose):
 
 
 def test_trains_a_tokenizer_and_encodes_every_split(text, prose):
-    prepared = prepare(DataSettings(corpus=text, vocab_size=600, lowercase=True, symbols=["@-@"]))
+    prepared = prepare(text, DatasetConfig(vocab_size=600, lowercase=True, symbols=["@-@"]))
     assert set(prepared.tokens) == {"train", "valid", "test"}
     assert len(prepared.tokenizer) == 600
     ids = prepared.tokens["train"].ids
@@ -29,14 +29,14 @@ def test_trains_a_tokenizer_and_encodes_every_split(text, prose):
 
 
 def test_everything_is_cached(text, monkeypatch):
-    settings = DataSettings(corpus=text, vocab_size=500)
-    first = prepare(settings)
+    settings = DatasetConfig(vocab_size=500)
+    first = prepare(text, settings)
     monkeypatch.setattr(training, "_train", None)
-    again = prepare(settings)
+    again = prepare(text, settings)
     assert again.tokens == first.tokens
     assert again.tokenizer.get_vocab() == first.tokenizer.get_vocab()
     with pytest.raises(TypeError):  # another size is trained anew
-        prepare(DataSettings(corpus=text, vocab_size=501))
+        prepare(text, DatasetConfig(vocab_size=501))
 
 
 @pytest.mark.parametrize(("end_of_line", "has_ends"), [(None, False), (True, True), (False, False)])
@@ -44,26 +44,26 @@ def test_a_given_tokenizer_adds_line_ends_only_when_asked(
     text, tokenizer, tmp_path, end_of_line, has_ends
 ):
     tokenizer.save_pretrained(tmp_path / "t")
-    settings = DataSettings(
-        corpus=text, tokenizer=str(tmp_path / "t"), end_of_line=end_of_line, cache=str(tmp_path)
+    settings = DatasetConfig(
+        tokenizer=str(tmp_path / "t"), end_of_line=end_of_line, cache=str(tmp_path)
     )
-    ids = prepare(settings).tokens["train"].ids
+    ids = prepare(text, settings).tokens["train"].ids
     assert (ids == tokenizer.eos_token_id).any() == has_ends
 
 
 def test_the_cache_can_be_elsewhere(text, tmp_path, own_cache):
-    prepare_function(DataSettings(corpus=text, vocab_size=500, cache=str(tmp_path / "mine")))
+    prepare_function(text, DatasetConfig(vocab_size=500, cache=str(tmp_path / "mine")))
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["tokenizers", "tokens"]
     assert not own_cache.exists()
 
 
 def test_a_vocabulary_too_large_leaves_no_entry(text, own_cache):
     with pytest.raises(UserError, match="more than this corpus can give"):
-        prepare(DataSettings(corpus=text, vocab_size=1_000_000))
+        prepare(text, DatasetConfig(vocab_size=1_000_000))
     assert list((own_cache / "tokenizers").iterdir()) == []
 
 
 def test_every_setting_has_a_text():
-    options = settings_module.options(DataSettings)
+    options = settings_module.options(DatasetConfig)
     assert len(options) > 8
     assert all(option.text for option in options)

@@ -78,7 +78,7 @@ def test_the_same_command_trains_in_two_processes(tmp_path: Path, tiny: Tiny) ->
     one, two = tmp_path / "one", tmp_path / "two"
     settings = tiny(one, SETTINGS | {"search.retrain": "scratch"})
     assert main(flags(settings)) == 0
-    torchrun("-m", "deepenough", *flags(settings | {"run.folder": str(two)}))
+    torchrun("-m", "deepenough", *flags(settings | {"out": str(two)}))
     rows = next(record["pi"] for record in records(one) if record["step"] == 8)
     # All closed with steps still to go: from then on nothing gives the choices a gradient.
     assert all(max(row) >= 0.55 for row in rows), "this would test less than it says"
@@ -139,13 +139,13 @@ def test_runs_move_between_one_process_and_two(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", interrupted)
-        assert main(flags(settings | {"run.folder": str(tmp_path / "from-one")})) == 130
+        assert main(flags(settings | {"out": str(tmp_path / "from-one")})) == 130
 
     torchrun(str(Path(__file__).with_name("worker.py")), json.dumps(settings), str(tmp_path))
 
     assert_close(whole, tmp_path / "from-one")
     assert records(tmp_path / "from-two")[-1]["step"] == 6
-    from_two = settings | {"run.folder": str(tmp_path / "from-two"), "run.resume": True}
+    from_two = settings | {"out": str(tmp_path / "from-two"), "resume": True}
     assert main(flags(from_two)) == 0
     assert_close(whole, tmp_path / "from-two")
 

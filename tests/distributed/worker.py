@@ -76,9 +76,7 @@ def said_to(accelerator: Any, settings: dict[str, Any]) -> list[str]:
     for action in (
         lambda: on_main(accelerator, refuse),
         lambda: search(resolve(ParSearch, None, settings)),  # the folder is in use
-        lambda: search(
-            resolve(ParSearch, None, settings | {"data.batch_size": 3, "run.folder": "x"})
-        ),
+        lambda: search(resolve(ParSearch, None, settings | {"dataset.batch_size": 3, "out": "x"})),
     ):
         try:
             action()
@@ -90,11 +88,11 @@ def said_to(accelerator: Any, settings: dict[str, Any]) -> list[str]:
 def main() -> None:
     settings, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     accelerator = make_accelerator(TrainingConfig())
-    run(settings | {"run.folder": str(folder / "from-one"), "run.resume": True})
-    run(settings | {"run.folder": str(folder / "from-two")}, stop=6)
-    said = said_to(accelerator, settings | {"run.folder": str(folder / "from-one")})
+    run(settings | {"out": str(folder / "from-one"), "resume": True})
+    run(settings | {"out": str(folder / "from-two")}, stop=6)
+    said = said_to(accelerator, settings | {"out": str(folder / "from-one")})
     same = watch_gradients()
-    run(settings | {"run.folder": str(folder / "watched"), "train.steps": 3})
+    run(settings | {"out": str(folder / "watched"), "train.steps": 3})
     answers = {"same": same, "said": said, "processes": accelerator.num_processes}
     (folder / f"answers-{accelerator.process_index}.json").write_text(json.dumps(answers))
 

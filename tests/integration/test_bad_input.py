@@ -56,7 +56,7 @@ def finished(tmp_path: Path, originals: Path, tiny: Tiny) -> Path:
 
 
 def test_a_corpus_that_is_not_there(tmp_path: Path, tiny: Tiny, refused: Refused) -> None:
-    wrong = {"data.corpus": str(tmp_path / "nothing.txt")}
+    wrong = {"data": str(tmp_path / "nothing.txt")}
     sentence = refused(flags("search", tiny(tmp_path / "run", wrong)))
     assert "nothing.txt" in sentence and "no file, folder or glob" in sentence
     assert not (tmp_path / "run").exists()
@@ -74,13 +74,13 @@ def test_a_corpus_that_gives_too_little(
     tmp_path: Path, tiny: Tiny, refused: Refused, text: str, said: str
 ) -> None:
     (tmp_path / "text.txt").write_text(text)
-    wrong = {"data.corpus": str(tmp_path / "text.txt")}
+    wrong = {"data": str(tmp_path / "text.txt")}
     assert said in refused(flags("train", tiny(tmp_path / "run", wrong)))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_corpus_shorter_than_one_batch(tmp_path: Path, tiny: Tiny, refused: Refused) -> None:
-    sentence = refused(flags("train", tiny(tmp_path / "run", {"data.batch_size": 5000})))
+    sentence = refused(flags("train", tiny(tmp_path / "run", {"dataset.batch_size": 5000})))
     assert "one batch of 5000 x 8 needs 40001: give a longer text or lower batch_size" in sentence
     assert not (tmp_path / "run").exists()
 
@@ -96,7 +96,7 @@ def test_bytes_that_are_no_text_are_replaced_counted_and_said_once(
         lines[place] += b" \xff\xfe"
     path = tmp_path / "broken.txt"
     path.write_bytes(b"\n".join(lines))
-    settings = tiny(tmp_path / "run", {"data.corpus": str(path), "model.pattern": "d"}, steps=1)
+    settings = tiny(tmp_path / "run", {"data": str(path), "model.pattern": "d"}, steps=1)
     assert main(flags("train", settings)) == 0
     said = [record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage()]
     assert said == [f"{path}: 3 lines had bytes that are not UTF-8; they were replaced by U+FFFD."]
@@ -108,8 +108,8 @@ def test_bytes_that_are_no_text_are_replaced_counted_and_said_once(
 @pytest.mark.parametrize(
     ("command", "wrong", "said"),
     [
-        ("train", {"data.vocab_size": 100_000}, "set vocab_size to"),
-        ("train", {"data.vocab_size": 10}, "set vocab_size to more than"),
+        ("train", {"dataset.vocab_size": 100_000}, "set vocab_size to"),
+        ("train", {"dataset.vocab_size": 10}, "set vocab_size to more than"),
         ("train", {"model.cutoffs": [200, 60]}, "cutoffs [200, 60] are not sorted"),
         ("train", {"model.cutoffs": [60, 60]}, "not sorted and distinct"),
         ("train", {"model.cutoffs": [60, 400]}, "must lie between 1 and 399"),
@@ -131,9 +131,13 @@ def test_bytes_that_are_no_text_are_replaced_counted_and_said_once(
         ("train", {"model.cutoffs": "wide"}, "--model.cutoffs must be a list"),
         ("train", {"model.depth": 3}, "There is no option --model.depth"),
         ("train", {"train.betas": [0.9]}, "train.betas must be two numbers"),
-        ("train", {"data.valid_fraction": 0.9, "data.test_fraction": 0.2}, "together below 1"),
+        (
+            "train",
+            {"dataset.valid_fraction": 0.9, "dataset.test_fraction": 0.2},
+            "together below 1",
+        ),
         ("train", {"model.dropout": 1.5}, "dropout must be in [0, 1)"),
-        ("train", {"run.resume": True, "run.overwrite": True}, "either resumed or overwritten"),
+        ("train", {"resume": True, "overwrite": True}, "either resumed or overwritten"),
         ("train", {"start": "nowhere"}, "There is no model in nowhere"),
     ],
 )
@@ -161,18 +165,18 @@ def test_a_folder_of_other_things_is_not_overwritten(
     folder.mkdir()
     (folder / "chapter.tex").write_text("years of work")
     for how in ("overwrite", "resume"):
-        refused(flags("train", tiny(folder, {f"run.{how}": True})))
+        refused(flags("train", tiny(folder, {f"{how}": True})))
     assert content(folder) == {"chapter.tex": b"years of work"}
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"data.corpus": "/nowhere.txt"}, {"model.num_heads": 3}, {"data.batch_size": 9999}]
+    "wrong", [{"data": "/nowhere.txt"}, {"model.num_heads": 3}, {"dataset.batch_size": 9999}]
 )
 def test_overwriting_with_bad_settings_keeps_the_old_run(
     tiny: Tiny, refused: Refused, finished: Path, wrong: dict[str, Any]
 ) -> None:
     before = content(finished)
-    refused(flags("train", tiny(finished, {"run.overwrite": True} | wrong)))
+    refused(flags("train", tiny(finished, {"overwrite": True} | wrong)))
     assert content(finished) == before
 
 
@@ -180,7 +184,7 @@ def test_a_checkpoint_of_another_configuration(
     tiny: Tiny, refused: Refused, finished: Path
 ) -> None:
     before = content(finished)
-    wrong = {"model.pattern": "da", "run.resume": True, "model.d_ff": 64}
+    wrong = {"model.pattern": "da", "resume": True, "model.d_ff": 64}
     sentence = refused(flags("train", tiny(finished, wrong, steps=8)))
     assert "model.d_ff was 32 and is now 64" in sentence
     assert content(finished) == before
@@ -190,7 +194,7 @@ def test_checkpoints_cut_short(
     tiny: Tiny, refused: Refused, finished: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The newest: the one before it serves. All of them: nothing is begun anew unasked."""
-    settings = tiny(finished, {"model.pattern": "da", "run.resume": True}, steps=8)
+    settings = tiny(finished, {"model.pattern": "da", "resume": True}, steps=8)
     older, newest = sorted((finished / "checkpoints").iterdir())
     metrics = (finished / "metrics.jsonl").read_text()
     cut(newest / "optimizers.safetensors")
@@ -211,7 +215,7 @@ def cut(file: Path) -> None:
 
 def test_resuming_a_finished_run_harms_nothing(tiny: Tiny, finished: Path) -> None:
     before = content(finished)
-    settings = tiny(finished, {"model.pattern": "da", "run.resume": True}, steps=8)
+    settings = tiny(finished, {"model.pattern": "da", "resume": True}, steps=8)
     assert main(flags("train", settings)) == 0
     after = content(finished)
     assert after.keys() == before.keys()

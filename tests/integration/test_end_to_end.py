@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepenough import ParForCausalLM
 from deepenough.__main__ import main
-from deepenough.data import DataSettings, prepare
+from deepenough.data import DatasetConfig, prepare
 
 BAR = 4.45
 STEPS = 200
@@ -29,16 +29,16 @@ class Commands:
     def __init__(self, folder: Path, cache: Path) -> None:
         self.search, self.scratch = folder / "search", folder / "scratch"
         self.derived = self.search / "derived"
-        self.data = ["--data.cache", str(cache), "--batch_size", "16", "--data.length", "32"]
+        self.data = ["--dataset.cache", str(cache), "--batch_size", "16", "--dataset.length", "32"]
         common = [*self.data, "--vocab_size", "600", "--d_model", "48", "--num_heads", "3"]
         common += ["--d_ff", "128", "--mem_len", "32", "--lr", "0.006", "--warmup", "20"]
         common += ["--log_every", "20", "--valid_every", str(STEPS), "--save_every", "100"]
         words = ["search", *common, "--num_blocks", "4", "--steps", str(STEPS), "--alpha_lr", "4"]
         words += ["--budget", "0.65", "--retrain", "supernet"]
-        assert main([*words, "--run.folder", str(self.search)]) == 0
+        assert main([*words, "--out", str(self.search)]) == 0
         self.pattern = self.records(self.search, "derive")[-1]["pattern"]
         words = ["train", *common, "--pattern", self.pattern, "--steps", "60"]
-        assert main([*words, "--run.folder", str(self.scratch)]) == 0
+        assert main([*words, "--out", str(self.scratch)]) == 0
 
     @staticmethod
     def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Co
 @pytest.fixture(scope="module")
 def unigram_entropy(shared_cache: Path) -> float:
     """Nats of a validation token under the frequencies of the training text."""
-    tokens = prepare(DataSettings(vocab_size=600, cache=str(shared_cache))).tokens
+    tokens = prepare("python", DatasetConfig(vocab_size=600, cache=str(shared_cache))).tokens
     counts = tokens["train"].vocab_counts() + 1.0
     surprise = -np.log(counts / counts.sum())
     return float(surprise[tokens["valid"].ids].mean())
@@ -138,7 +138,7 @@ def test_derive_again_by_command(commands: Commands, capsys: pytest.CaptureFixtu
 def test_evaluate_repeats_what_training_measured(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["evaluate", "--run", str(commands.derived), "--corpus", "python", *commands.data]
+    words = ["evaluate", "--run", str(commands.derived), "--data", "python", *commands.data]
     assert main([*words, "--split", "test", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     (test,) = commands.records(commands.derived, "test")
@@ -168,7 +168,7 @@ def test_commands_are_quiet_but_for_their_progress(
         "1",
         "--start",
         str(commands.search),
-        "--run.folder",
+        "--out",
         str(tmp_path / "run"),
     ]
     assert main(words) == 0

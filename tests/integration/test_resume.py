@@ -93,7 +93,7 @@ def test_an_interrupted_run_goes_on_exactly(
         rows = [record["pi"] for record in measured(whole) if record["kind"] == "train"]
         closed = [row for row in rows[-1] if max(row) >= 0.55]
         assert len(closed) > 0, "no block was closed: this would test less than it says"
-    settings["run.folder"] = str(broken)
+    settings["out"] = str(broken)
     for stop in (2, 5, 8, 14):  # before any checkpoint, between two, right after one, at the end
         end = interrupt(stop)
         assert main(flags(command, settings, "--resume")) == 130
@@ -120,7 +120,7 @@ def test_a_killed_process_is_resumed_exactly(tmp_path: Path, tiny: Tiny) -> None
     assert 0 < reached < 60
     assert not (killed / "model").exists()
     assert main(flags("search", settings, "--resume")) == 0
-    settings["run.folder"] = str(whole)
+    settings["out"] = str(whole)
     assert main(flags("search", settings)) == 0
     assert_same(whole, killed)
 
@@ -138,7 +138,7 @@ def test_retraining_is_resumed_too(
     changes = {"search.cost": "flops", "search.retrain": "scratch"}
     settings = tiny(whole, changes, steps=6)
     assert main(flags("search", settings)) == 0
-    settings["run.folder"] = str(broken)
+    settings["out"] = str(broken)
     step = Trainer._step
 
     def in_derived(self: Trainer, number: int) -> Any:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +95,21 @@ def test_costs_hold_where_the_model_will_be_used(
         run_search(tiny(tmp_path / "none", {"search.cost_length": 0}))
 
 
+def measurer(trained: Path, tiny: Tiny, model: Path | None = None) -> Any:
+    """Return what measures a model on the text that it was trained on."""
+    settings = resolve(ParTraining, None, tiny(trained))
+    return partial(evaluate, str(model or trained), settings.data, settings.dataset)
+
+
 def test_memory_can_be_longer_when_a_model_is_measured(trained: Path, tiny: Tiny) -> None:
-    data = resolve(ParTraining, None, tiny(trained, {"model.pattern": "da"})).data
-    own = evaluate(str(trained), data, "valid")
+    measure = measurer(trained, tiny)
+    own = measure("valid")
     same = load_model(str(trained)).config.mem_len
-    assert evaluate(str(trained), data, "valid", same)["loss"] == own["loss"]
-    longer = evaluate(str(trained), data, "valid", 4 * same)
+    assert measure("valid", same)["loss"] == own["loss"]
+    longer = measure("valid", 4 * same)
     assert longer["tokens"] == own["tokens"] and longer["loss"] != own["loss"]
     with pytest.raises(UserError, match="mem_len must not be negative: got -1"):
-        evaluate(str(trained), data, "valid", -1)
+        measure("valid", -1)
 
 
 def test_a_supernet_is_a_better_start_than_none(tmp_path: Path, tiny: Tiny) -> None:
@@ -165,7 +171,7 @@ def test_costs_are_measured_at_the_real_shape_and_kept(
     folder = tmp_path / "run"
     settings = tiny(folder, {"search.cost": "latency", "search.cost_weight": 0.1}, steps=2)
     run_search(settings)
-    run_search(settings | {"run.resume": True})
+    run_search(settings | {"resume": True})
     assert asked == [(16, 4)]
     (cost,) = values(folder, "cost")
     assert cost == {"attention": 4.0, "dense": 2.0, "identity": 0.0, "rest": 1.0, "unit": "latency"}
@@ -203,7 +209,7 @@ def test_weights_are_taken_over(tmp_path: Path, tiny: Tiny, trained: Path) -> No
     [
         ({"model.d_model": 32}, r"another shape: .* 16 .* 32"),
         ({"model.cutoffs": [50]}, r"has no output\.head\.weight"),
-        ({"data.vocab_size": 380}, "another tokenizer"),
+        ({"dataset.vocab_size": 380}, "another tokenizer"),
     ],
 )
 def test_weights_of_another_model_are_refused(
@@ -226,20 +232,19 @@ def test_settings_saved_neither_resume_nor_delete(tmp_path: Path, tiny: Tiny) ->
     folder = tmp_path / "run"
     settings = tiny(folder, {"model.pattern": "d"}, steps=1)
     run_training(settings)
-    run_training(settings | {"run.overwrite": True})
-    saved = yaml.safe_load((folder / "config.yaml").read_text())["run"]
-    assert saved == {"folder": str(folder), "resume": False, "overwrite": False}
-    run_training(settings | {"run.resume": True})
-    saved = yaml.safe_load((folder / "config.yaml").read_text())["run"]
-    assert saved == {"folder": str(folder), "resume": False, "overwrite": False}
+    for how in ("overwrite", "resume"):
+        run_training(settings | {how: True})
+        saved = yaml.safe_load((folder / "config.yaml").read_text())
+        assert saved["method"] == "par"
+        assert (saved["out"], saved["resume"], saved["overwrite"]) == (str(folder), False, False)
     again = resolve(ParTraining, folder / "config.yaml")
     assert again.model.pattern == "d" and again.train.steps == 1
 
 
 WRONG = [
-    ({"data.corpus": "nowhere.txt"}, "nowhere"),
-    ({"data.batch_size": 100_000}, "one batch of 100000 x 8 needs"),
-    ({"data.vocab_size": 100_000}, "more than this corpus can give"),
+    ({"data": "nowhere.txt"}, "nowhere"),
+    ({"dataset.batch_size": 100_000}, "one batch of 100000 x 8 needs"),
+    ({"dataset.vocab_size": 100_000}, "more than this corpus can give"),
     ({"model.num_heads": 3}, "3 heads do not divide"),
     ({"model.cutoffs": [90, 50]}, "not sorted"),
     ({"train.lr": -1.0}, "train.lr"),
@@ -255,7 +260,7 @@ def test_bad_settings_do_not_cost_the_old_run(
 ) -> None:
     before = content(searched)
     with pytest.raises(UserError, match=sentence):
-        run_search(tiny(searched, FLOPS | {"run.overwrite": True} | wrong))
+        run_search(tiny(searched, FLOPS | {"overwrite": True} | wrong))
     with pytest.raises(UserError, match=sentence):
         run_search(tiny(tmp_path / "new", FLOPS | wrong))
     assert content(searched) == before
@@ -281,8 +286,8 @@ def test_a_folder_in_use_is_refused_before_the_work_begins(
     [
         ({"model.d_ff": 64}, "model.d_ff"),
         ({"model.pattern": "ad"}, "model.pattern"),
-        ({"data.length": 4}, "data.length"),
-        ({"data.vocab_size": 380}, "data.test"),
+        ({"dataset.length": 4}, "dataset.length"),
+        ({"dataset.vocab_size": 380}, "dataset.test"),
         ({"train.seed": 5}, "train.seed"),
         ({"train.steps": 9}, "train.steps"),
         ({"train.accumulate": 2}, "train.accumulate"),
@@ -293,18 +298,18 @@ def test_a_checkpoint_of_other_settings_is_refused(
 ) -> None:
     before = content(trained)
     with pytest.raises(UserError, match=f"another configuration: {key} was"):
-        run_training(tiny(trained, {"model.pattern": "da", "run.resume": True} | changes, steps=1))
+        run_training(tiny(trained, {"model.pattern": "da", "resume": True} | changes, steps=1))
     assert content(trained) == before
 
 
 def test_a_search_is_not_resumed_with_other_search_settings(tiny: Tiny, searched: Path) -> None:
-    wrong = FLOPS | {"run.resume": True, "search.optimise": "alternating"}
+    wrong = FLOPS | {"resume": True, "search.optimise": "alternating"}
     with pytest.raises(UserError, match=r"search\.optimise was simultaneous and is now altern"):
         run_search(tiny(searched, wrong, steps=2))
 
 
 def test_what_comes_after_the_search_may_change(tiny: Tiny, searched: Path) -> None:
-    later = {"run.resume": True, "search.budget": 0.65, "search.retrain": "scratch"}
+    later = {"resume": True, "search.budget": 0.65, "search.retrain": "scratch"}
     found = run_search(tiny(searched, FLOPS | later, steps=2))
     assert found.relative_cost <= 0.65
     assert load_model(str(searched / "derived")).config.pattern == found.pattern
@@ -312,7 +317,7 @@ def test_what_comes_after_the_search_may_change(tiny: Tiny, searched: Path) -> N
 
 def test_a_finished_search_resumed_is_left_as_it_is(tiny: Tiny, searched: Path) -> None:
     before = content(searched)
-    run_search(tiny(searched, FLOPS | {"run.resume": True}, steps=2))
+    run_search(tiny(searched, FLOPS | {"resume": True}, steps=2))
     changed = {name for name, data in content(searched).items() if before.get(name) != data}
     assert changed == {"training.log"}
 
@@ -329,23 +334,21 @@ def test_fixed_blocks_are_kept_within_a_budget(tmp_path: Path, tiny: Tiny) -> No
 
 def test_a_longer_memory_is_seen(trained: Path, tiny: Tiny) -> None:
     """As by a model that was made with that memory."""
-    data = resolve(ParTraining, None, tiny(trained)).data
+    measure = measurer(trained, tiny)
     model = load_model(str(trained))
     own = model.config.mem_len
-    found = evaluate(str(trained), data, "valid", 4 * own)["loss"]
-    assert found != evaluate(str(trained), data, "valid")["loss"]
+    found = measure("valid", 4 * own)["loss"]
+    assert found != measure("valid")["loss"]
     config = json.loads((trained / "model" / "config.json").read_text())
     (trained / "model" / "config.json").write_text(json.dumps(config | {"mem_len": 4 * own}))
-    assert evaluate(str(trained), data, "valid")["loss"] == pytest.approx(found)
+    assert measure("valid")["loss"] == pytest.approx(found)
 
 
 def test_a_model_is_measured_as_it_was_trained(trained: Path, tiny: Tiny) -> None:
-    data = resolve(ParTraining, None, tiny(trained)).data
-    as_trained = evaluate(str(trained), data, "valid")["loss"]
-    assert evaluate(str(trained), replace(data, length=0), "valid")["loss"] == as_trained
-    assert evaluate(str(trained / "model"), data, "valid")["loss"] == as_trained
-    with pytest.raises(UserError, match="batch_size must be at least 1"):
-        evaluate(str(trained), replace(data, batch_size=0), "valid")
+    measure = measurer(trained, tiny)
+    as_trained = measure("valid")["loss"]
+    assert measure("valid", length=8)["loss"] == as_trained
+    assert measurer(trained, tiny, trained / "model")("valid")["loss"] == as_trained
 
 
 def test_models_of_another_kind_are_refused(trained: Path) -> None:
@@ -386,7 +389,7 @@ def test_a_finished_training_stays_described_as_it_was(
     trained: Path, tiny: Tiny, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = (trained / "config.yaml").read_bytes()
-    changes = {"model.pattern": "da", "train.lr": 0.5, "run.resume": True}
+    changes = {"model.pattern": "da", "train.lr": 0.5, "resume": True}
     run_training(tiny(trained, changes, steps=1))
     assert (trained / "config.yaml").read_bytes() == before
     assert "nothing is trained" in caplog.text

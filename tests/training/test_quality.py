@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from deepenough.training.quality import TextSize, language_values
+from deepenough.training.language import TextSize, language_values
 
 
 def test_figures_by_hand():

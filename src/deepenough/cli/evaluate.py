@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 
 from deepenough.cli.parse import parse
-from deepenough.data.settings import DataSettings
+from deepenough.data.config import DatasetConfig
 from deepenough.errors import UserError
 
 
@@ -26,7 +26,13 @@ class EvaluateSettings:
     json: bool = False
     """Print one JSON object instead of a table."""
 
-    data: DataSettings = field(default_factory=lambda: DataSettings(length=0))
+    length: int | None = None
+    """Tokens of a segment; by default as in training."""
+
+    data: str = "python"
+    """Text to read."""
+
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
 
 
 def main(argv: list[str]) -> int:
@@ -39,11 +45,20 @@ def main(argv: list[str]) -> int:
         "--length says otherwise.",
         example="deepenough evaluate --run runs/mine --corpus mytext.txt --split valid",
     )
-    if settings.data.tokenizer is not None:
-        raise UserError("A model is measured with its own tokenizer: leave out --data.tokenizer.")
+    if settings.dataset.tokenizer is not None:
+        raise UserError(
+            "A model is measured with its own tokenizer: leave out --dataset.tokenizer."
+        )
     from deepenough.par.evaluation import evaluate
 
-    values = evaluate(settings.run, settings.data, settings.split, settings.mem_len)
+    values = evaluate(
+        settings.run,
+        settings.data,
+        settings.dataset,
+        settings.split,
+        settings.mem_len,
+        settings.length,
+    )
     if settings.json:
         print(json.dumps(values))
         return 0

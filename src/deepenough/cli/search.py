@@ -23,5 +23,5 @@ def main(argv: list[str]) -> int:
         return 0
     share = found.relative_cost
     cost = "" if share is None else f", {share:.0%} of the baseline's cost"
-    print(f"pattern {found.pattern}{cost}; next: deepenough plot {quote(settings.run.folder)}")
+    print(f"pattern {found.pattern}{cost}; next: deepenough plot {quote(settings.out)}")
     return 0

@@ -16,7 +16,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from deepenough.config import resolve
-from deepenough.data import DataSettings, Prepared, load_tokenizer, open_corpus, prepare, token_file
+from deepenough.data import (
+    DatasetConfig,
+    Prepared,
+    load_tokenizer,
+    open_corpus,
+    prepare,
+    token_file,
+)
 from deepenough.errors import UserError
 from deepenough.lazy import LazyTransformerConfig, LazyTransformerForCausalLM
 from deepenough.lazy.evaluation import keep_record
@@ -42,7 +49,9 @@ class LanguageTraining:
     """What is learned: translation, programs or language; each has options of its own."""
 
     run: RunSettings = field(default_factory=RunSettings)
-    data: DataSettings = field(default_factory=lambda: DataSettings(length=64))
+    data: str = "python"
+    """Text: a file, folder or glob, `python`, or a `datasets` name."""
+    dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(length=64))
     model: LazySettings = field(
         default_factory=lambda: LazySettings(decoder_steps=6, label_smoothing=0.0)
     )
@@ -54,18 +63,20 @@ def train_language(settings: LanguageTraining) -> RunFolder:
     accelerator = make_accelerator(settings.train, may_skip=False)
     check_folder(settings.run, accelerator)
     found: list[Prepared] = []
-    on_main(accelerator, lambda: found.append(prepare(settings.data)))  # fills the cache for all
-    prepared = found[0] if found else prepare(settings.data)
+    on_main(
+        accelerator, lambda: found.append(prepare(settings.data, settings.dataset))
+    )  # fills the cache for all
+    prepared = found[0] if found else prepare(settings.data, settings.dataset)
     torch.manual_seed(settings.train.seed)
     roles = ("bos", "eos", "pad")
     config = LazyTransformerConfig(
         vocab_size=len(prepared.tokenizer),
-        max_positions=max(1024, settings.data.length),
+        max_positions=max(1024, settings.dataset.length),
         **{f"{role}_token_id": getattr(prepared.tokenizer, f"{role}_token_id") for role in roles},
         **asdict(settings.model),
     )
     model = LazyTransformerForCausalLM(config)
-    task = LazyLanguageTask(model, prepared, settings.data, settings.train, accelerator)
+    task = LazyLanguageTask(model, prepared, settings.dataset, settings.train, accelerator)
     with training(settings, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
@@ -76,7 +87,7 @@ class LazyLanguageTask(LanguageTask):
         self,
         model: Any,
         prepared: Prepared,
-        data: DataSettings,
+        data: DatasetConfig,
         train: TrainingConfig,
         accelerator: Accelerator,
     ) -> None:
@@ -143,16 +154,17 @@ def evaluate(settings: LanguageEvaluation) -> dict[str, Any]:
     for name, value in chosen.items():
         if value is not None:
             setattr(model.config, name, value)
-    data = resolve(LanguageTraining, RunFolder(folder.parent).config).data
+    trained = resolve(LanguageTraining, RunFolder(folder.parent).config)
+    text, data = trained.data, trained.dataset
     corpus = open_corpus(
-        data.corpus,
+        text,
         valid_fraction=data.valid_fraction,
         test_fraction=data.test_fraction,
         cache=data.cache,
     )
     if settings.split not in corpus.splits:
         known = ", ".join(corpus.splits)
-        raise UserError(f"{data.corpus} has no split {settings.split!r}: it has {known}.")
+        raise UserError(f"{text} has no split {settings.split!r}: it has {known}.")
     own_end = data.tokenizer is None if data.end_of_line is None else data.end_of_line
     tokens = token_file(
         corpus,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from deepenough.config import resolve
-from deepenough.data import ContextBatches, DataSettings, load_tokenizer, open_corpus, token_file
+from deepenough.data import ContextBatches, DatasetConfig, load_tokenizer
+from deepenough.data.prepare import split_tokens
 from deepenough.data.tokens import tokenizer_fingerprint
 from deepenough.errors import UserError
 from deepenough.measurement import (
@@ -31,7 +32,7 @@ from deepenough.par.evaluation import load_model
 from deepenough.par.model import Memories, ParForCausalLM
 from deepenough.runs import RunFolder, model_folder, read_config, read_section
 from deepenough.trace import DepthTrace
-from deepenough.training.language import evaluation_lanes
+from deepenough.training.language import num_evaluation_streams
 
 SEGMENTS = 64
 
@@ -110,32 +111,21 @@ def _trained_pattern(run: str) -> str:
 def _text(run: str, data: ComparedData) -> tuple[list[dict[str, Tensor]], ComparedTask]:
     """The segments to read, on the model's device already, and what the task is called."""
     trained = _trained_on(run)
-    corpus = open_corpus(
-        data.data or trained.corpus,
-        valid_fraction=trained.valid_fraction,
-        test_fraction=trained.test_fraction,
-        cache=trained.cache,
-    )
-    split = data.split or next(name for name in ("test", "valid", "train") if name in corpus.splits)
-    if split not in corpus.splits:
-        known = ", ".join(corpus.splits)
-        raise UserError(f"The corpus {corpus.name} has no split {split!r}: it has {known}.")
+    name = data.data or str(read_config(str(model_folder(run).parent)).get("data"))
     tokenizer = load_tokenizer(str(model_folder(run)))
-    ends = trained.end_of_line if trained.end_of_line is not None else trained.tokenizer is None
-    tokens = token_file(corpus, split, tokenizer, end_of_line=ends, cache_dir=trained.cache)
+    tokens, split = split_tokens(name, trained, data.split, tokenizer, trained.ends_lines)
     if data.batch_size is not None:
         trained.batch_size = data.batch_size
-    lanes = evaluation_lanes(tokens, trained, split)
-    segments = ContextBatches(tokens.ids, lanes, trained.length)
+    streams = num_evaluation_streams(tokens, trained, split)
+    segments = ContextBatches(tokens.ids, streams, trained.length)
     kept = [segments[place] for place in range(min(len(segments), data.limit or SEGMENTS))]
-    shape = {"lanes": lanes, "length": trained.length, "segments": len(kept)}
+    shape = {"streams": streams, "length": trained.length, "segments": len(kept)}
     fingerprint = tokenizer_fingerprint(tokenizer)
     content = content_of(segment["input_ids"].tolist() for segment in kept)
     detail = {**shape, "tokenizer": fingerprint, "content": content}
-    name = data.data or trained.corpus
     task = ComparedTask("language modelling", name, split, "token", "perplexity", False, detail)
     return kept, task
 
 
-def _trained_on(run: str) -> DataSettings:
-    return resolve(DataSettings, overrides=read_section(run, "data"))
+def _trained_on(run: str) -> DatasetConfig:
+    return resolve(DatasetConfig, overrides=read_section(run, "dataset"))

@@ -12,7 +12,8 @@ import torch
 import yaml
 from safetensors import SafetensorError
 
-from deepenough.data import DataSettings, load_tokenizer, open_corpus, token_file
+from deepenough.data import DatasetConfig, load_tokenizer
+from deepenough.data.prepare import split_tokens
 from deepenough.errors import UserError
 from deepenough.par import ParConfig, ParForCausalLM
 from deepenough.runs import RunFolder, model_folder
@@ -49,36 +50,27 @@ def _model_type(folder: Path) -> str | None:
 
 
 def evaluate(
-    folder: str, data: DataSettings, split: str, mem_len: int | None = None
+    folder: str,
+    text: str,
+    data: DatasetConfig,
+    split: str,
+    mem_len: int | None = None,
+    length: int | None = None,
 ) -> dict[str, float]:
-    """Quality, compute and rate of a model on one split of a corpus, with its own tokenizer.
+    """Quality, compute and rate of a model on one split of a text, with its own tokenizer.
 
-    Segments are as long as `data.length` says, or, where it is 0, as in training.
+    Segments are as long as `length` says, or, where it is None, as in training.
     """
     model = load_model(folder)
-    data = replace(data, length=data.length or model.config.length)
+    data = replace(data, length=length or model.config.length)
     if mem_len is not None:
         if mem_len < 0:
             raise UserError(f"mem_len must not be negative: got {mem_len}.")
         # With a memory of another length a token sees all of it and of its segment.
         model.config.mem_len, model.config.length = mem_len, data.length
     tokenizer = load_tokenizer(str(model_folder(folder)))
-    corpus = open_corpus(
-        data.corpus,
-        valid_fraction=data.valid_fraction,
-        test_fraction=data.test_fraction,
-        cache=data.cache,
-    )
-    if split not in corpus.splits:
-        known = ", ".join(corpus.splits)
-        raise UserError(f"The corpus {data.corpus} has no split {split!r}: it has {known}.")
-    tokens = token_file(
-        corpus,
-        split,
-        tokenizer,
-        end_of_line=_ends_lines(folder, data.end_of_line),
-        cache_dir=data.cache,
-    )
+    ends_lines = _ends_lines(folder, data.end_of_line)
+    tokens, _ = split_tokens(text, data, split, tokenizer, ends_lines)
     started = time.perf_counter()
     values = evaluate_language(model, tokens, data)
     values["tokens_per_second"] = values["tokens"] / (time.perf_counter() - started)
@@ -94,7 +86,7 @@ def _ends_lines(folder: str, asked: bool | None = None) -> bool:
     if path.name != "model" or not config.is_file():
         return True
     try:
-        trained_on = yaml.safe_load(config.read_text(encoding="utf-8"))["data"]
+        trained_on = yaml.safe_load(config.read_text(encoding="utf-8"))["dataset"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(
             f"{config} cannot be read, which tells how to read a text: {error}."

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from deepenough.data import DataSettings, Prepared
+from deepenough.data import DatasetConfig, Prepared
 from deepenough.par import ParForCausalLM
 from deepenough.par.choice import BranchChoice, entropy, gumbel_noise
 from deepenough.par.derive import BlockCosts
@@ -31,6 +31,7 @@ CHOICES = "choices"
 
 
 class SearchTask(LanguageTask):
+    model: ParForCausalLM
     costs: BlockCosts | None = None
     """What the blocks cost, for the term that makes dear ones unlikely."""
 
@@ -38,7 +39,7 @@ class SearchTask(LanguageTask):
         self,
         model: ParForCausalLM,
         prepared: Prepared,
-        data: DataSettings,
+        data: DatasetConfig,
         train: TrainingConfig,
         accelerator: Accelerator,
         search: SearchSettings,
@@ -59,8 +60,15 @@ class SearchTask(LanguageTask):
         if search.optimise == "alternating":
             ids = prepared.tokens["train"].ids
             border = int(len(ids) * (1.0 - search.held_out))
-            self.batches = {WEIGHTS: self._lanes(ids[:border]), CHOICES: self._lanes(ids[border:])}
+            self.batches = {
+                WEIGHTS: self._streams(ids[:border]),
+                CHOICES: self._streams(ids[border:]),
+            }
             self.memories = {WEIGHTS: None, CHOICES: None}
+
+    def _weights(self) -> list[nn.Parameter]:
+        named = self.model.named_parameters()
+        return [parameter for name, parameter in named if not name.startswith("choice.")]
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         choices = {

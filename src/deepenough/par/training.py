@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
 
-from deepenough.config import resolve
-from deepenough.data import DataSettings, Prepared, prepare
+from deepenough.config import RunConfig, resolve, validate
+from deepenough.data import DatasetConfig, Prepared, prepare
 from deepenough.errors import UserError
 from deepenough.par import ParForCausalLM
 from deepenough.par.config import ParConfig
@@ -28,29 +28,39 @@ from deepenough.par.settings import ModelSettings, SearchSettings
 from deepenough.par.warm_start import take_weights
 from deepenough.runs import Record, RunFolder, append_record, read_records
 from deepenough.training.checkpoint import list_names
-from deepenough.training.config import RunSettings, TrainingConfig
+from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import is_main_process, make_accelerator, on_main
 from deepenough.training.language import LanguageTask
 from deepenough.training.runner import check_folder, training
 
 
 @dataclass
-class ParSearch:
+class ParSearch(RunConfig):
     """A search for the blocks of a language model."""
 
-    run: RunSettings = field(default_factory=RunSettings)
-    data: DataSettings = field(default_factory=DataSettings)
+    METHOD: ClassVar[str] = "par"
+
+    data: str = "python"
+    """Text: a file, folder or glob, `python` (the prose inside Python), a folder of
+    $DEEPENOUGH_DATA, or a `datasets` name (`owner/name`, `hf:name:config:column`)."""
+
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
     model: ModelSettings = field(default_factory=ModelSettings)
     search: SearchSettings = field(default_factory=SearchSettings)
     train: TrainingConfig = field(default_factory=TrainingConfig)
 
 
 @dataclass
-class ParTraining:
+class ParTraining(RunConfig):
     """Training of a language model with fixed blocks."""
 
-    run: RunSettings = field(default_factory=RunSettings)
-    data: DataSettings = field(default_factory=DataSettings)
+    METHOD: ClassVar[str] = "par"
+
+    data: str = "python"
+    """Text: a file, folder or glob, `python` (the prose inside Python), a folder of
+    $DEEPENOUGH_DATA, or a `datasets` name (`owner/name`, `hf:name:config:column`)."""
+
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
     model: ModelSettings = field(default_factory=ModelSettings)
     train: TrainingConfig = field(default_factory=TrainingConfig)
     start: str | None = None
@@ -69,8 +79,7 @@ class Derived:
 
 def search(settings: ParSearch) -> Derived:
     """Train a SuperNet, derive its pattern, and train that if the settings ask for it."""
-    settings.search.check()
-    settings.train.check()
+    validate(settings)
     if settings.model.pattern is not None and OPEN not in settings.model.pattern:
         raise UserError(
             f"The pattern {settings.model.pattern} leaves nothing to search: use "
@@ -78,11 +87,11 @@ def search(settings: ParSearch) -> Derived:
         )
     closes = settings.search.decide_at < 1.0
     accelerator = make_accelerator(settings.train, closes or bool(settings.model.cutoffs))
-    check_folder(settings.run, accelerator)
-    prepared = _prepare(settings.data, accelerator)
+    check_folder(settings, accelerator)
+    prepared = _prepare(settings.data, settings.dataset, accelerator)
     config = settings.model.config(
         len(prepared.tokenizer),
-        settings.data.length,
+        settings.dataset.length,
         settings.model.pattern,
         straight_through=settings.search.straight_through,
         learn_tau=settings.search.tau == "learned",
@@ -91,7 +100,7 @@ def search(settings: ParSearch) -> Derived:
     task = SearchTask(
         ParForCausalLM(config),
         prepared,
-        settings.data,
+        settings.dataset,
         settings.train,
         accelerator,
         settings.search,
@@ -109,8 +118,11 @@ def search(settings: ParSearch) -> Derived:
     found = derive_run(run, settings.search.budget, settings.search.spend)
     if settings.search.retrain != "none":
         retrain = ParTraining(
-            run=replace(settings.run, folder=str(run.derived)),
+            out=str(run.derived),
+            resume=settings.resume,
+            overwrite=settings.overwrite,
             data=settings.data,
+            dataset=settings.dataset,
             model=replace(settings.model, pattern=found.pattern),
             train=settings.train,
             start=str(run.path) if settings.search.retrain == "supernet" else None,
@@ -121,21 +133,21 @@ def search(settings: ParSearch) -> Derived:
 
 def train(settings: ParTraining, prepared: Prepared | None = None) -> RunFolder:
     """Train a model with the given pattern; the interleaved baseline where there is none."""
-    settings.train.check()
+    validate(settings)
     pattern = check_pattern(settings.model.pattern or interleaved(settings.model.num_blocks))
     settings = replace(
         settings, model=replace(settings.model, pattern=pattern, num_blocks=len(pattern))
     )
     accelerator = make_accelerator(settings.train, bool(settings.model.cutoffs))
-    check_folder(settings.run, accelerator)
+    check_folder(settings, accelerator)
     if prepared is None:
-        prepared = _prepare(settings.data, accelerator)
+        prepared = _prepare(settings.data, settings.dataset, accelerator)
     torch.manual_seed(settings.train.seed)
-    config = settings.model.config(len(prepared.tokenizer), settings.data.length, pattern)
+    config = settings.model.config(len(prepared.tokenizer), settings.dataset.length, pattern)
     model = ParForCausalLM(config)
     if settings.start is not None:
         take_weights(model, load_model(settings.start), prepared.tokenizer, settings.start)
-    task = LanguageTask(model, prepared, settings.data, settings.train, accelerator)
+    task = LanguageTask(model, prepared, settings.dataset, settings.train, accelerator)
     task.is_warm = settings.start is not None
     with training(settings, task, accelerator) as trainer:
         trainer.fit()
@@ -176,10 +188,10 @@ def block_costs(config: ParConfig, settings: ParSearch, accelerator: Accelerator
 
     A resumed run keeps the table it began with: its loss depends on it.
     """
-    run = RunFolder(Path(settings.run.folder))
+    run = RunFolder(Path(settings.out))
 
     def find() -> dict[str, float]:
-        if settings.run.resume and list_names(run.checkpoints) and run.metrics.is_file():
+        if settings.resume and list_names(run.checkpoints) and run.metrics.is_file():
             known = recorded_costs(read_records(run.metrics)[0])
             if known is not None:
                 return asdict(known)
@@ -187,7 +199,7 @@ def block_costs(config: ParConfig, settings: ParSearch, accelerator: Accelerator
         used = copy.deepcopy(config)
         if settings.search.cost_length is not None:
             used.length = used.mem_len = settings.search.cost_length
-        return asdict(measure(used, settings.data.batch_size))
+        return asdict(measure(used, settings.dataset.batch_size))
 
     return BlockCosts(**on_main(accelerator, find))
 
@@ -201,8 +213,8 @@ def recorded_costs(records: list[Record]) -> BlockCosts | None:
     return None
 
 
-def _prepare(data: DataSettings, accelerator: Accelerator) -> Prepared:
+def _prepare(text: str, dataset: DatasetConfig, accelerator: Accelerator) -> Prepared:
     """The first process fills the cache, the others find it filled."""
     prepared: list[Prepared] = []
-    on_main(accelerator, lambda: prepared.append(prepare(data)))
-    return prepared[0] if prepared else prepare(data)
+    on_main(accelerator, lambda: prepared.append(prepare(text, dataset)))
+    return prepared[0] if prepared else prepare(text, dataset)

@@ -52,7 +52,7 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, origin: s
     if theirs != tokenizer_fingerprint(tokenizer):
         raise UserError(
             f"The model in {origin} has another tokenizer, so its weights mean other words: give "
-            f"--data.tokenizer {folder}."
+            f"--dataset.tokenizer {folder}."
         )
 
 

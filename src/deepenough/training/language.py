@@ -1,28 +1,58 @@
-"""Language modelling with memory, as a task of the training loop: the model's blocks are fixed."""
+"""Language modelling as a task of the training loop, for any causal model.
+
+The text is read as parallel streams. A model with a memory (Transformer-XL, arXiv 1901.02860) gets
+back with each batch what it returned with the one before; one without returns None.
+
+Perplexity is `exp(total loss / total tokens)`, never a mean over batches of exponentials. Since a
+token is whatever the tokenizer makes it, two figures compare across tokenizers: perplexity per
+word, `exp(total loss / words)`, and bits per byte, `total loss / (bytes ln 2)`. Both scale the mean
+loss to the whole text, because the last few tokens fill no batch.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from deepenough.data import ContextBatches, DataSettings, Prepared, TokenFile, save_tokenizer
+from deepenough.data.batches import ContextBatches
+from deepenough.data.config import DatasetConfig
+from deepenough.data.encoding import save_tokenizer
+from deepenough.data.prepare import Prepared
+from deepenough.data.tokens import TokenFile
 from deepenough.errors import UserError
-from deepenough.par import ParConfig, ParForCausalLM
-from deepenough.par.model import Memories
+from deepenough.trace import DepthTrace
 from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import place_among
 from deepenough.training.log import without_bars
-from deepenough.training.quality import TextSize, language_values
 from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
+
+Memories = tuple[Tensor | None, ...]
+"""What each layer keeps of the text so far, streams first; None for a layer that keeps nothing."""
+
+
+class LanguageOutput(Protocol):
+    """What a model returns for `model(input_ids, targets=..., memories=...)`."""
+
+    loss: Tensor
+    """Mean negative log-likelihood of the targets in nats."""
+    memories: Memories | None
+    """To be given with the next batch of the same streams."""
+    trace: DepthTrace
+    """Which layers ran and what that cost, in evaluation mode."""
 
 
 class LanguageTask(PlainTask):
-    """Next-token prediction over lanes of text, memory carried from batch to batch."""
+    """Next-token prediction over streams of text, memory carried from batch to batch."""
 
     unit = "tokens"
     is_warm = False
@@ -30,21 +60,22 @@ class LanguageTask(PlainTask):
 
     def __init__(
         self,
-        model: ParForCausalLM,
+        model: PreTrainedModel,
         prepared: Prepared,
-        data: DataSettings,
+        data: DatasetConfig,
         train: TrainingConfig,
         accelerator: Accelerator,
     ) -> None:
         self.model, self.prepared, self.data, self.train = model, prepared, data, train
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
-        self.batches = {WEIGHTS: self._lanes(prepared.tokens["train"].ids)}
+        self.batches = {WEIGHTS: self._streams(prepared.tokens["train"].ids)}
         self.memories: dict[str, Memories | None] = {WEIGHTS: None}
         for split, tokens in prepared.tokens.items():
             if split != "train":  # a text too short is refused now, not at the first validation
-                evaluation_lanes(tokens, data, split)
+                num_evaluation_streams(tokens, data, split)
 
-    def _lanes(self, ids: Any) -> ContextBatches:
+    def _streams(self, ids: npt.NDArray[np.integer[Any]]) -> ContextBatches:
+        """Return the batches of this process over some training text."""
         return ContextBatches(
             ids,
             self.data.batch_size,
@@ -53,13 +84,19 @@ class LanguageTask(PlainTask):
             world_size=self.world_size,
         )
 
+    def _weights(self) -> list[nn.Parameter]:
+        """Return the parameters that the optimiser of the weights trains."""
+        return list(self.model.parameters())
+
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
-        named = [(n, p) for n, p in self.model.named_parameters() if not n.startswith("choice.")]
-        matrices = {"params": [p for _, p in named if p.dim() > 1]}
-        vectors = {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0}
+        """Return one optimiser's groups: matrices, and vectors, which are not decayed."""
+        weights = self._weights()
+        matrices = {"params": [p for p in weights if p.dim() > 1]}
+        vectors = {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0}
         return {WEIGHTS: [matrices, vectors]}
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        """Return the loss of the next segment of every stream; the memory moves on."""
         index = self._turn(phase, step) * self.train.accumulate + micro
         batches = self.batches[phase]
         position = index % len(batches)
@@ -68,7 +105,7 @@ class LanguageTask(PlainTask):
         batch = batches[position]
         device = self.model.device
         targets = batch["labels"].to(device)
-        output = model(
+        output: LanguageOutput = model(
             batch["input_ids"].to(device),
             targets=targets,
             memories=self.memories[phase],
@@ -78,13 +115,15 @@ class LanguageTask(PlainTask):
         return BatchLoss(output.loss, output.loss, targets.numel())
 
     def _turn(self, phase: str, step: int) -> int:
-        """How many steps of this phase there were before: its batches follow one another."""
+        """Return how many steps of this phase came before: its batches follow one another."""
         return step
 
     def _model_arguments(self, phase: str, index: int) -> dict[str, Any]:
+        """Return what else the model is called with for batch number `index` of a phase."""
         return {}
 
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+        """Return loss, perplexity and FLOPs on a split, nothing where there is no such split."""
         tokens = self.prepared.tokens.get(split)
         if tokens is None:
             return {}
@@ -94,26 +133,33 @@ class LanguageTask(PlainTask):
         return values
 
     def state(self) -> dict[str, Tensor]:
+        """Return the memories by phase and layer."""
         return {
-            f"{phase}.{block}": memory
+            f"{phase}.{layer}": memory
             for phase, memories in self.memories.items()
-            for block, memory in enumerate(memories or ())
+            for layer, memory in enumerate(memories or ())
             if memory is not None
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take up the memories that `state` returned."""
         for phase in self.memories:
-            found = [state.get(f"{phase}.{block}") for block in range(len(self.model.blocks))]
-            if any(memory is not None for memory in found):
-                device = self.model.device
-                self.memories[phase] = tuple(m.to(device) if m is not None else m for m in found)
+            found = {
+                int(name.removeprefix(f"{phase}.")): memory.to(self.model.device)
+                for name, memory in state.items()
+                if name.startswith(f"{phase}.")
+            }
+            if found:
+                layers = range(self.model.config.num_hidden_layers)
+                self.memories[phase] = tuple(found.get(layer) for layer in layers)
 
     def identity(self) -> dict[str, Any]:
-        names = [n for n in inspect.signature(ParConfig).parameters if n != "kwargs"]
+        """Return what must be the same in a run that goes on from a checkpoint."""
+        names = [n for n in inspect.signature(type(self.model.config)).parameters if n != "kwargs"]
         tokens = self.prepared.tokens.items()
         return {
             "model": {name: getattr(self.model.config, name) for name in names},
-            "data": {"batch_size": self.data.batch_size, "length": self.data.length}
+            "dataset": {"batch_size": self.data.batch_size, "length": self.data.length}
             # The folder's name is a hash of the text and its tokenizer.
             | {split: f"{len(file)} tokens ({file.folder.name})" for split, file in tokens},
             "train": self.train.identity(),
@@ -121,12 +167,13 @@ class LanguageTask(PlainTask):
         }
 
     def save(self, folder: Path) -> None:
+        """Write the model and its tokenizer."""
         save_model(self.model, self.prepared, folder)
 
 
-def save_model(model: ParForCausalLM, prepared: Prepared, folder: Path) -> None:
-    """The model and its tokenizer, as transformers loads them."""
-    # Of several prompts the shorter ones are padded before their first word, not behind the last.
+def save_model(model: PreTrainedModel, prepared: Prepared, folder: Path) -> None:
+    """Write a model and its tokenizer as transformers loads them."""
+    # Of several prompts the shorter ones are padded before their first token, not behind the last.
     prepared.tokenizer.padding_side = prepared.tokenizer.init_kwargs["padding_side"] = "left"
     if model.generation_config is not None:
         model.generation_config.pad_token_id = prepared.tokenizer.pad_token_id
@@ -137,17 +184,20 @@ def save_model(model: ParForCausalLM, prepared: Prepared, folder: Path) -> None:
 
 @torch.no_grad()
 def evaluate_language(
-    model: ParForCausalLM,
+    model: PreTrainedModel,
     tokens: TokenFile,
-    data: DataSettings,
+    data: DatasetConfig,
     accelerator: Accelerator | None = None,
 ) -> dict[str, float]:
-    """Loss over a whole text, lanes as in training, each process its own share of them."""
+    """Return loss, perplexity and FLOPs per token over a whole text.
+
+    The text is read in streams as in training; each process reads its share of them.
+    """
     rank, world = place_among(accelerator)
-    lanes = evaluation_lanes(tokens, data)
-    if lanes < data.batch_size:  # so short that every process may read it all
+    num_streams = num_evaluation_streams(tokens, data)
+    if num_streams < data.batch_size:  # so short that every process may read it all
         rank, world = 0, 1
-    batches = ContextBatches(tokens.ids, lanes, data.length, rank=rank, world_size=world)
+    batches = ContextBatches(tokens.ids, num_streams, data.length, rank=rank, world_size=world)
     model.eval()
     memories: Memories | None = None
     total = torch.zeros((), dtype=torch.float64)
@@ -155,7 +205,9 @@ def evaluate_language(
     count = 0
     for batch in batches:
         targets = batch["labels"].to(model.device)
-        output = model(batch["input_ids"].to(model.device), targets=targets, memories=memories)
+        output: LanguageOutput = model(
+            batch["input_ids"].to(model.device), targets=targets, memories=memories
+        )
         memories = output.memories
         total += output.loss.double().cpu() * targets.numel()
         flops += output.trace.total_flops
@@ -168,15 +220,47 @@ def evaluate_language(
     return language_values(float(total), count, size) | {"flops_per_token": per_token}
 
 
-def evaluation_lanes(tokens: TokenFile, data: DataSettings, split: str = "given") -> int:
-    """As many lanes as in training, or as many as a short text fills."""
-    for name in ("length", "batch_size"):
-        if getattr(data, name) < 1:
-            raise UserError(f"data.{name} must be at least 1: got {getattr(data, name)}.")
-    lanes = min(data.batch_size, (len(tokens) - 1) // data.length)
-    if lanes < 1:
+def num_evaluation_streams(tokens: TokenFile, data: DatasetConfig, split: str = "given") -> int:
+    """Return how many streams a text is read in: as in training, or what a short text fills.
+
+    Raises:
+        UserError: The text is shorter than one segment.
+    """
+    num_streams = min(data.batch_size, (len(tokens) - 1) // data.length)
+    if num_streams < 1:
         raise UserError(
             f"The {split} text has {len(tokens)} tokens, too few to be measured in segments of "
-            f"{data.length}: give a longer text or a lower data.length."
+            f"{data.length}: give a longer text or a lower dataset.length."
         )
-    return lanes
+    return num_streams
+
+
+@dataclass(frozen=True)
+class TextSize:
+    """Size of a text in three units."""
+
+    tokens: int
+    words: int
+    bytes: int
+
+
+def language_values(loss_sum: float, num_tokens: int, size: TextSize) -> dict[str, float]:
+    """Return the figures of one evaluation.
+
+    Args:
+        loss_sum: Negative log-likelihood in nats, summed over the predicted tokens.
+        num_tokens: How many tokens were predicted.
+        size: Size of the whole text, whose last few tokens fill no batch.
+    """
+    loss = loss_sum / num_tokens
+    return {
+        "loss": loss,
+        "perplexity": _exp(loss),
+        "word_perplexity": _exp(loss * size.tokens / size.words),
+        "bits_per_byte": loss * size.tokens / size.bytes / math.log(2.0),
+        "tokens": num_tokens,
+    }
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
