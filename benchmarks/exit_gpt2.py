@@ -21,8 +21,8 @@ from deepenough.data import DatasetConfig, prepare
 from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.language import LanguageTask
-from deepenough.training.runner import check_folder, training
 from deepenough.training.task import WEIGHTS, BatchLoss
+from deepenough.training.trainer import check_folder, training
 
 
 @dataclass

@@ -40,7 +40,7 @@ from deepenough.decoding.carry_fit import fit_carry
 from deepenough.decoding.making import make_engine
 from deepenough.decoding.tuned import Tuned
 from deepenough.hf.loading import load
-from deepenough.training.allocator import keep_freed_memory
+from deepenough.training.trainer import keep_freed_memory
 
 PROMPT_TOKENS = 32
 TIE = 1e-3

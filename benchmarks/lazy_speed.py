@@ -22,7 +22,7 @@ from record import save_result
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepenough.lazy import LazyTransformerConfig, LazyTransformerForConditionalGeneration
-from deepenough.training.allocator import keep_freed_memory
+from deepenough.training.trainer import keep_freed_memory
 
 PAIRS, LENGTH, VOCABULARY = 16, 32, 32_010
 MATRIX = 2048

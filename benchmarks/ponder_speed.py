@@ -32,7 +32,7 @@ from deepenough.ponder import (
     PonderEncoderForSequenceClassification,
 )
 from deepenough.ponder.policies import FixedExit, SampledExit
-from deepenough.training.allocator import keep_freed_memory
+from deepenough.training.trainer import keep_freed_memory
 
 TEXTS, LENGTH, PASSES, HALT = 32, 64, 12, 0.2
 SHAPE: dict[str, Any] = {

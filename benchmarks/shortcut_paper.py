@@ -30,7 +30,7 @@ from deepenough.shortcut.evaluation import evaluate
 from deepenough.shortcut.joint_fit import collect, fit
 from deepenough.shortcut.replacement import Replacement
 from deepenough.shortcut.scores import Reference
-from deepenough.training.allocator import keep_freed_memory
+from deepenough.training.trainer import keep_freed_memory
 
 # Given for the source's scripts on the machine of the claim, not measured here.
 SOURCE_HOURS = 11.0

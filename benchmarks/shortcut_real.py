@@ -26,7 +26,7 @@ from deepenough.runs import Metrics, RunFolder
 from deepenough.shortcut.evaluation import evaluate, lens
 from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.shortcut.tune import tune
-from deepenough.training.allocator import keep_freed_memory
+from deepenough.training.trainer import keep_freed_memory
 
 CORPUS = "wikitext-2"
 WINDOW = 512

@@ -21,7 +21,7 @@ from deepenough.compare.commands import COMPARE
 from deepenough.compare.config import CompareConfig
 from deepenough.compare.frontier import compare
 from deepenough.config import dump, resolve
-from deepenough.data.encoding import save_tokenizer
+from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import joint_tokenizer
 from deepenough.lazy.config import MECHANISMS

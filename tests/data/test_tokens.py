@@ -11,7 +11,7 @@ import pytest
 
 from deepenough.data import Corpus, TokenFile, load_tokenizer, open_corpus, token_file
 from deepenough.data import tokens as tokens_module
-from deepenough.data.encoding import encoder_of
+from deepenough.data.tokenizer import encoder_of
 from deepenough.data.tokens import id_type, tokenizer_fingerprint
 from deepenough.errors import UserError
 

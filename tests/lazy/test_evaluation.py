@@ -10,7 +10,7 @@ from deepenough.cli.lazy import eval as eval_command
 from deepenough.cli.lazy import sweep as sweep_command
 from deepenough.cli.lazy import translate as translate_command
 from deepenough.config import dump
-from deepenough.data.encoding import save_tokenizer
+from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import joint_tokenizer
 from deepenough.errors import UserError

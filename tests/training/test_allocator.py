@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deepenough.training import allocator
-from deepenough.training.allocator import keep_freed_memory
+from deepenough.training import trainer
+from deepenough.training.trainer import keep_freed_memory
 
 on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc on this machine")
 
@@ -25,7 +25,7 @@ def test_freed_memory_is_not_given_back() -> None:
     """Pages are faulted in once, not at every allocation: in a process of its own."""
     program = """
 import resource, sys
-from deepenough.training.allocator import keep_freed_memory
+from deepenough.training.trainer import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def faults():
@@ -55,5 +55,5 @@ def test_other_systems_are_left_alone(
 
     monkeypatch.setattr(ctypes, "CDLL", fail)
     assert not keep_freed_memory()
-    monkeypatch.setattr(allocator.sys, "platform", "darwin")
+    monkeypatch.setattr(trainer.sys, "platform", "darwin")
     assert not keep_freed_memory()

@@ -7,7 +7,7 @@ import torch
 
 from deepenough.errors import UserError
 from deepenough.training import distributed
-from deepenough.training.config import TrainingConfig
+from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import (
     all_lanes,
     is_main_process,
@@ -16,7 +16,6 @@ from deepenough.training.distributed import (
     on_main,
     own_lanes,
 )
-from deepenough.training.seeds import seed_at
 
 
 def test_alone_everything_is_ones_own() -> None:

@@ -10,7 +10,7 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from deepenough.errors import UserError
-from deepenough.training.log import log_to, without_bars
+from deepenough.training.logging import log_to, without_bars
 
 log = logging.getLogger("deepenough")
 

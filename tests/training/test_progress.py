@@ -6,8 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
-from deepenough.training import progress as module
-from deepenough.training.progress import Progress
+from deepenough.training import logging as module
+from deepenough.training.logging import Progress
 
 
 def test_a_terminal_shows_a_bar_with_rate_and_time_left() -> None:

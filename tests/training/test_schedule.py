@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.training.config import TrainingConfig
-from deepenough.training.schedule import lr_factor, tau_at
+from deepenough.training.config import TrainingConfig, lr_factor, tau_at
 
 
 def test_warmup_and_cosine_by_hand() -> None:

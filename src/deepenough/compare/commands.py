@@ -16,7 +16,7 @@ def _compare(config: CompareConfig) -> None:
     """Measure, print a table, and write frontier.json with its pictures."""
     from deepenough.compare.frontier import FRONTIER, compare
     from deepenough.report.frontier_file import read_frontier, write_frontier_figures
-    from deepenough.training.progress import reading
+    from deepenough.training.logging import reading
 
     with reading("passes") as progress:
         content = compare(config, progress)

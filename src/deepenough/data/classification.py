@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepenough.data.babi import BABI, read_babi
-from deepenough.data.corpus import GOLDEN_RATIO, candidates
-from deepenough.data.hub import open_splits
+from deepenough.data.corpus import GOLDEN_RATIO, candidates, open_splits
 from deepenough.data.labels import as_number, find_labels, label_number
 from deepenough.data.table_rows import TABLE_SUFFIXES, Row, read_table
 from deepenough.data.text_files import group_by_split

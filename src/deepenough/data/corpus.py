@@ -7,18 +7,29 @@ spread evenly and the same on every run.
 
 from __future__ import annotations
 
+import ast
 import glob
 import hashlib
 import os
+import sys
+import sysconfig
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
 
-from deepenough.data.hub import hub_files
-from deepenough.data.python_prose import prose_file
-from deepenough.data.text_files import TEXT_SUFFIXES, group_by_split, read_lines, text_files_under
+from deepenough.data.cache import cache_folder, entry, key_of
+from deepenough.data.text_files import (
+    SPLIT_NAMES,
+    TEXT_SUFFIXES,
+    group_by_split,
+    read_lines,
+    text_files_under,
+)
 from deepenough.errors import UserError
 
 Lines = Callable[[], Iterator[str]]
@@ -186,3 +197,97 @@ def _split_of_block(block: int, fractions: Mapping[str, float]) -> str:
 def _prepend(first: str, rest: Iterator[str]) -> Iterator[str]:
     yield first
     yield from rest
+
+
+TEXT_COLUMN = "text"
+
+
+def hub_files(name: str, cache: str | os.PathLike[str] | None, looked: str) -> list[Path]:
+    """One text file per split of `owner/name[:config[:column]]`.
+
+    `looked` says, for the error, where else the name was looked for.
+    """
+    folder = entry(cache_folder(cache) / "hub" / key_of(name), partial(_fetch, name, looked))
+    return sorted(folder.iterdir())
+
+
+def _fetch(name: str, looked: str, folder: Path) -> None:
+    repository, _, rest = name.partition(":")
+    config, _, column = rest.partition(":")
+    for split, rows in open_splits(repository, config or None, looked).items():
+        with (folder / f"{split}.txt").open("w", encoding="utf-8", errors="replace") as file:
+            for row in rows:
+                file.write(_text_of(row, column or TEXT_COLUMN, name) + "\n")
+
+
+def open_splits(repository: str, config: str | None, looked: str) -> Mapping[str, Any]:
+    """The splits of a dataset by our names for them, rows streamed; UserError if there is none."""
+    try:
+        import datasets  # here, because importing it takes seconds and most corpora are local
+
+        found = datasets.load_dataset(repository, config, streaming=True)
+    except Exception as error:  # datasets raises many kinds, also for a missing network
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"No corpus {repository!r}: {looked}, and the datasets hub did not give it "
+            f"({type(error).__name__}: {reason})."
+        ) from error
+    splits = {SPLIT_NAMES[split]: found[split] for split in found if split in SPLIT_NAMES}
+    if "train" not in splits:
+        raise UserError(
+            f"The dataset {repository} has no train split: it has {', '.join(found) or 'none'}."
+        )
+    return splits
+
+
+def _text_of(row: Mapping[str, Any], column: str, name: str) -> str:
+    if column not in row:
+        raise UserError(
+            f"The dataset {name} has no column {column!r} but {', '.join(row)}: "
+            "name one as hf:name:config:column."
+        )
+    return str(row[column])
+
+
+LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
+# One-line docstrings are mostly fragments ("Return the name."), hardly prose.
+MIN_CHARACTERS = 80
+FILE = "prose.txt"
+
+
+def prose_file(cache: str | os.PathLike[str] | None = None) -> Path:
+    """The corpus as a text file in the cache: parsing the library takes some seconds."""
+    root = Path(sysconfig.get_path("stdlib"))
+    folder = cache_folder(cache) / "python" / key_of(sys.version, str(root))
+    return entry(folder, lambda folder: _write(root, folder / FILE)) / FILE
+
+
+def _write(root: Path, path: Path) -> None:
+    documents = [topics[name] for name in sorted(topics)]
+    documents += _docstrings(root)
+    with path.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
+        for document in dict.fromkeys(documents):  # inherited docstrings occur twice
+            for line in document.strip("\n").split("\n"):
+                file.write(line.rstrip() + "\n")
+            file.write("\n")
+
+
+def _docstrings(root: Path) -> Iterator[str]:
+    for path in sorted(root.rglob("*.py")):
+        if LEFT_OUT.isdisjoint(path.relative_to(root).parts):
+            yield from _docstrings_of(path)
+
+
+def _docstrings_of(path: Path) -> Iterator[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old modules hold invalid escapes
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return  # templates and deliberately broken files
+    for node in ast.walk(tree):
+        if isinstance(node, documented):
+            text = ast.get_docstring(node)
+            if text is not None and len(text) >= MIN_CHARACTERS:
+                yield text

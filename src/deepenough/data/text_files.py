@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -118,3 +119,32 @@ def group_by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
         if split is not None:
             named.setdefault(split, []).append(path)
     return named if "train" in named else {"train": paths}
+
+
+logger = logging.getLogger("deepenough")
+
+
+def read_input_lines(file: str | None) -> Iterator[str]:
+    """The lines of a file, or of standard input, without their ends."""
+    if file is None:
+        yield from _decoded(sys.stdin.buffer, "standard input")
+        return
+    try:
+        with open(file, "rb") as lines:
+            yield from _decoded(lines, file)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+def _decoded(lines: Iterable[bytes], name: str) -> Iterator[str]:
+    """One for every line, whatever stands in it; what is no UTF-8 is replaced, and told once."""
+    told = False
+    for number, raw in enumerate(lines, start=1):
+        if number == 1:
+            check_utf8(raw, name)
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+        line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+        if not told and "\ufffd" in line:
+            told = True
+            logger.warning("%s, line %d: what is not UTF-8 was replaced.", name, number)
+        yield line

@@ -9,11 +9,12 @@ occur in real text: WikiText is full of `<unk>`.
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,13 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from deepenough.data.corpus import candidates
-from deepenough.data.encoding import (
-    MODEL_FILE,
-    attach_encoder,
-    lower,
-    lowers_case,
-    save_tokenizer,
+from deepenough.data.sentencepiece_fast import (
+    SPACE,
+    STAND_IN,
+    fast_tokenizer,
+    is_lossless,
+    parse_model,
 )
-from deepenough.data.sentencepiece_fast import SPACE, STAND_IN, fast_tokenizer, parse_model
 from deepenough.errors import UserError
 
 SPECIAL_TOKENS = {"unk": "<|unk|>", "bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>"}
@@ -190,3 +190,80 @@ def _lower_first(tokenizer: PreTrainedTokenizerBase) -> None:
         )
     steps = [normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
     backend.normalizer = normalizers.Sequence(steps)
+
+
+MODEL_FILE = "sentencepiece.model"
+ATTRIBUTE = "sentencepiece_encoder"
+
+Encoder = Callable[[list[str]], list[list[int]]]
+
+_lower = normalizers.Lowercase()
+
+
+def lower(text: str) -> str:
+    """Lower case as the saved tokenizer makes it: letter by letter.
+
+    `str.lower` differs in one place, a capital sigma at the end of a word.
+    """
+    return text.lower() if text.isascii() else str(_lower.normalize_str(text))
+
+
+class SentencePieceEncoder:
+    """A SentencePiece model with what its Hugging Face form does to the text beforehand."""
+
+    def __init__(self, model: bytes, lowercase: bool) -> None:
+        self.model = model
+        self.lowercase = lowercase
+        self._escape = is_lossless(parse_model(model))
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+
+    def __call__(self, lines: list[str]) -> list[list[int]]:
+        if self.lowercase:
+            lines = [lower(line) for line in lines]
+        if self._escape:
+            lines = [line.replace(SPACE, STAND_IN) for line in lines]
+        ids: list[list[int]] = self._processor.encode(lines, num_threads=num_cores())
+        return ids
+
+
+def num_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def attach_encoder(tokenizer: PreTrainedTokenizerBase, model: bytes) -> None:
+    """Let the tokenizer carry the SentencePiece model that it was made from."""
+    setattr(tokenizer, ATTRIBUTE, SentencePieceEncoder(model, lowers_case(tokenizer)))
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """`save_pretrained`, and the SentencePiece model beside it, which makes encoding faster."""
+    tokenizer.save_pretrained(folder)
+    encoder = getattr(tokenizer, ATTRIBUTE, None)
+    if encoder is not None:
+        (folder / MODEL_FILE).write_bytes(encoder.model)
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """A function from lines to their ids, special tokens not added."""
+    encoder: Encoder | None = getattr(tokenizer, ATTRIBUTE, None)
+    if encoder is not None:
+        return encoder
+
+    def encode(lines: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = tokenizer(
+            lines, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        return ids
+
+    return encode
+
+
+def lowers_case(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer's first step is to lower the case of its text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.normalizer is None:
+        return False
+    normalizer = json.loads(backend.to_str())["normalizer"]
+    first = normalizer["normalizers"][0] if normalizer["type"] == "Sequence" else normalizer
+    return bool(first["type"] == "Lowercase")

@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepenough.data.corpus import SPLITS, candidates
-from deepenough.data.hub import open_splits
+from deepenough.data.corpus import SPLITS, candidates, open_splits
 from deepenough.data.text_files import SPLIT_NAMES, check_utf8
 from deepenough.errors import UserError
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from deepenough.data.cache import cache_folder, entry, key_of
-from deepenough.data.encoding import encoder_of
 from deepenough.data.prepare import TRAINING_RECIPE
-from deepenough.data.tokenizer import load_tokenizer, train_tokenizer
+from deepenough.data.tokenizer import encoder_of, load_tokenizer, train_tokenizer
 from deepenough.data.translation import Pair, ParallelText, TranslationData
 from deepenough.errors import UserError
 

@@ -38,7 +38,7 @@ from deepenough.runs import read_config
 from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.shortcut.study import ShortcutFit, TextChoice
 from deepenough.trace import DepthTrace
-from deepenough.training.log import without_bars
+from deepenough.training.logging import without_bars
 
 PROMPTS = 8
 PLAIN: Final = "transformers"

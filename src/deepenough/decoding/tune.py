@@ -40,10 +40,9 @@ from deepenough.runs import RunFolder
 from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.shortcut.study import ModelChoice
 from deepenough.shortcut.tune import tune
-from deepenough.training.allocator import keep_freed_memory
 from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
-from deepenough.training.runner import training
+from deepenough.training.trainer import keep_freed_memory, training
 
 log = logging.getLogger("deepenough")
 

@@ -32,8 +32,7 @@ from deepenough.decoding.own_text import Written
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.runs import RunFolder, read_records
-from deepenough.training.config import TrainingConfig
-from deepenough.training.seeds import seed_at
+from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.task import BatchLoss, PlainTask
 
 HEAD = "head"

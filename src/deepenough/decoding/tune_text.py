@@ -27,7 +27,7 @@ from deepenough.decoding.making import make_engine
 from deepenough.decoding.own_text import LEAST_PROMPT, Written, beginnings, continue_prompts
 from deepenough.errors import UserError
 from deepenough.shortcut import files
-from deepenough.training.seeds import seed_at
+from deepenough.training.config import seed_at
 
 INDEX = "text.json"
 

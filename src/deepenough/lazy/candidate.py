@@ -18,7 +18,7 @@ import sacrebleu
 import torch
 
 from deepenough.config import resolve
-from deepenough.data.encoding import lowers_case
+from deepenough.data.tokenizer import lowers_case
 from deepenough.data.translation import TranslationData, open_parallel
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.errors import UserError

@@ -12,8 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from deepenough.config import resolve
-from deepenough.data.encoding import lowers_case
-from deepenough.data.tokenizer import load_tokenizer
+from deepenough.data.tokenizer import load_tokenizer, lowers_case
 from deepenough.data.translation import Pair, TranslationData, open_parallel
 from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
 from deepenough.errors import UserError
@@ -26,7 +25,7 @@ from deepenough.lazy.training import LazyTraining
 from deepenough.lazy.translate_score import SearchSettings, bleu, translate_pairs
 from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_records
 from deepenough.trace import DepthTrace
-from deepenough.training.log import without_bars
+from deepenough.training.logging import without_bars
 
 EVALUATION = "translation"
 """Kind of the records that tell BLEU, depth and cost of one setting."""

@@ -33,9 +33,9 @@ from deepenough.runs import RunFolder, model_folder
 from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.language import LanguageTask, evaluate_language
-from deepenough.training.log import without_bars
-from deepenough.training.runner import check_folder, training
+from deepenough.training.logging import without_bars
 from deepenough.training.task import BatchLoss
+from deepenough.training.trainer import check_folder, training
 
 EVALUATION = "language"
 """Kind of the records that tell perplexity of one setting."""

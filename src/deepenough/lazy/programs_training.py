@@ -20,10 +20,9 @@ from deepenough.lazy.task import PairsTask, model_identity, plain_loss
 from deepenough.lazy.training import make_model
 from deepenough.lazy.translate_score import SearchSettings, translate_pairs
 from deepenough.runs import RunFolder
-from deepenough.training.config import RunSettings, TrainingConfig
+from deepenough.training.config import RunSettings, TrainingConfig, seed_at
 from deepenough.training.distributed import make_accelerator
-from deepenough.training.runner import check_folder, training
-from deepenough.training.seeds import seed_at
+from deepenough.training.trainer import check_folder, training
 
 EVAL_TOKENS = 8192
 """Tokens that are measured at once."""

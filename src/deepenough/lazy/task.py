@@ -15,14 +15,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from deepenough.data.encoding import save_tokenizer
+from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.translation_batches import cut_by_tokens
 from deepenough.data.translation_pairs import IGNORED, EncodedPairs
 from deepenough.lazy import LazyTransformerConfig, LazyTransformerForConditionalGeneration
-from deepenough.training.config import TrainingConfig
+from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import from_all, place_among
-from deepenough.training.log import without_bars
-from deepenough.training.seeds import seed_at
+from deepenough.training.logging import without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
 
 # What decides the weights of a model; the rest of its config can be changed at any time.

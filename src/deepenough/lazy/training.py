@@ -18,7 +18,7 @@ from deepenough.lazy.translate_score import SearchSettings
 from deepenough.runs import RunFolder
 from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
-from deepenough.training.runner import check_folder, training
+from deepenough.training.trainer import check_folder, training
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from deepenough.data.encoding import lowers_case
+from deepenough.data.tokenizer import lowers_case
 from deepenough.data.translation import TranslationData
 from deepenough.data.translation_batches import TokenBatches
 from deepenough.data.translation_pairs import EncodedPairs

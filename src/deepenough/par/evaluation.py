@@ -18,7 +18,7 @@ from deepenough.errors import UserError
 from deepenough.par import ParConfig, ParForCausalLM
 from deepenough.runs import RunFolder, model_folder
 from deepenough.training.language import evaluate_language
-from deepenough.training.log import without_bars
+from deepenough.training.logging import without_bars
 
 #: Below this temperature sampling is taking the likeliest.
 COLDEST = 1e-6

@@ -21,10 +21,8 @@ from deepenough.par.choice import BranchChoice, entropy, gumbel_noise
 from deepenough.par.derive import BlockCosts
 from deepenough.par.pattern import BRANCHES, IDENTITY, OPEN, interleaved
 from deepenough.par.settings import SearchSettings
-from deepenough.training.config import TrainingConfig
+from deepenough.training.config import TrainingConfig, seed_at, tau_at
 from deepenough.training.language import LanguageTask, save_model
-from deepenough.training.schedule import tau_at
-from deepenough.training.seeds import seed_at
 from deepenough.training.task import WEIGHTS, BatchLoss
 
 CHOICES = "choices"

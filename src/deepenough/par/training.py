@@ -31,7 +31,7 @@ from deepenough.training.checkpoint import list_names
 from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import is_main_process, make_accelerator, on_main
 from deepenough.training.language import LanguageTask
-from deepenough.training.runner import check_folder, training
+from deepenough.training.trainer import check_folder, training
 
 
 @dataclass

@@ -22,7 +22,7 @@ from deepenough.ponder.config import OPTIONS
 from deepenough.ponder.measure import all_passes, quality
 from deepenough.ponder.model import PonderClassifier
 from deepenough.training.config import TrainingConfig
-from deepenough.training.log import without_bars
+from deepenough.training.logging import without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
 
 

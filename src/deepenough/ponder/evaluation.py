@@ -28,7 +28,7 @@ from deepenough.ponder.texts import Text
 from deepenough.ponder.timing import time_exits, time_records
 from deepenough.ponder.training import PonderTraining, token_limit
 from deepenough.runs import Metrics, RunFolder, model_folder, read_records
-from deepenough.training.log import without_bars
+from deepenough.training.logging import without_bars
 
 ALL_PASSES, OWN_EXIT = "all passes", "own exit"
 SPLITS = ("valid", "test", "train")

@@ -19,12 +19,11 @@ from deepenough.ponder.loss import SINGLE_LABEL, answer_loss
 from deepenough.ponder.parity_data import ParityBatch, ParityData, parity_batch
 from deepenough.ponder.parity_model import ParityConfig, ParityModel
 from deepenough.runs import Record, RunFolder, append_record, read_records
-from deepenough.training.config import RunSettings, TrainingConfig
+from deepenough.training.config import RunSettings, TrainingConfig, seed_at
 from deepenough.training.distributed import make_accelerator, on_main
-from deepenough.training.log import without_bars
-from deepenough.training.runner import check_folder, training
-from deepenough.training.seeds import seed_at
+from deepenough.training.logging import without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
+from deepenough.training.trainer import check_folder, training
 
 DIFFICULTY = "parity"
 """Kind of the records that tell accuracy and passes of one band of difficulty."""

@@ -22,7 +22,7 @@ from deepenough.ponder.settings import PonderSettings
 from deepenough.runs import RunFolder
 from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
-from deepenough.training.runner import check_folder, training
+from deepenough.training.trainer import check_folder, training
 
 
 @dataclass

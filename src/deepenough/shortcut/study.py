@@ -25,9 +25,9 @@ from deepenough.shortcut.evaluation import Evaluation, evaluate, lens
 from deepenough.shortcut.shortcuts import Shortcuts
 from deepenough.shortcut.submodules import Submodules
 from deepenough.shortcut.tune import TuneSettings, TuneTraining, default_training, tune
-from deepenough.training.allocator import keep_freed_memory
 from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import is_main_process
+from deepenough.training.trainer import keep_freed_memory
 
 Progress = Callable[[int, int | None], None]
 

@@ -34,8 +34,7 @@ from deepenough.shortcut.tune_task import TuneTask
 from deepenough.shortcut.tuned_maps import TunedMaps, closed_form_error, whitening
 from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
-from deepenough.training.runner import check_folder, training
-from deepenough.training.trainer import Trainer
+from deepenough.training.trainer import Trainer, check_folder, training
 
 log = logging.getLogger("deepenough")
 

@@ -20,9 +20,9 @@ from deepenough.hf.adapter import Adapter
 from deepenough.shortcut.collect import make_reading, run_batch
 from deepenough.shortcut.tuned_maps import Whitening
 from deepenough.shortcut.windows import Tally, TokenBatch, batches
+from deepenough.training.config import seed_at
 from deepenough.training.distributed import is_main_process
-from deepenough.training.progress import reading
-from deepenough.training.seeds import seed_at
+from deepenough.training.logging import reading
 
 HELD_OUT_EVERY = 16
 """One in so many batches of text is held out: about 6 % of it."""

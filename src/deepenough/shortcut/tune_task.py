@@ -14,8 +14,7 @@ from deepenough.hf.adapter import Adapter
 from deepenough.shortcut.shortlist import HeadOfWords, Shortlist, Words
 from deepenough.shortcut.tune_states import Positions, Source
 from deepenough.shortcut.tuned_maps import Logits, TunedMaps, divergences
-from deepenough.training.config import TrainingConfig
-from deepenough.training.seeds import seed_at
+from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.task import BatchLoss, PlainTask
 
 MAPS = "maps"

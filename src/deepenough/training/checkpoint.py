@@ -8,19 +8,25 @@ needs no place in it: the loop derives every seed from the run's seed and the st
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepenough.errors import UserError
+from deepenough.runs import RunFolder
+from deepenough.training.distributed import all_lanes, on_main, own_lanes
+from deepenough.training.logging import Meter
+from deepenough.training.task import Task
 
 _PREFIX = "step-"
 _STATE = "state.json"
@@ -156,3 +162,73 @@ def restore_optimizer(
             state.setdefault(int(index), {})[key] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+log = logging.getLogger("deepenough")
+
+
+@dataclass
+class TrainingState:
+    run: RunFolder
+    accelerator: Accelerator
+    task: Task
+    model: nn.Module
+    optimizers: dict[str, torch.optim.Optimizer]
+    meter: Meter
+
+    def save(self, step: int, keep: int) -> None:
+        lanes = all_lanes(self.accelerator, self.task.state())
+
+        def write() -> None:
+            tensors: dict[str, Tensor] = {}
+            for phase, optimizer in self.optimizers.items():
+                tensors |= optimizer_tensors(phase, optimizer)
+            values = {"run": self.task.identity(), "meter": asdict(self.meter)}
+            content = Checkpoint(step, dict(self.model.state_dict()), tensors, lanes, values)
+            save(self.run.checkpoints, content, keep)
+
+        on_main(self.accelerator, write)
+
+    def restore(self) -> int:
+        """Load the last readable checkpoint, if there is any; the step to go on from."""
+        found, damaged = load_last(self.run.checkpoints)
+        step = found.step if found is not None else 0
+        if step != on_main(self.accelerator, lambda: step):
+            raise UserError(
+                f"Not all processes see the same checkpoints in {self.run.path}: put the run on a "
+                "file system that they share."
+            )
+        if self.accelerator.is_main_process:
+            for name in damaged:
+                log.warning("The checkpoint %s cannot be read: going on from step %d.", name, step)
+        if found is None:
+            return 0
+        check_identity(found.values["run"], self.task.identity(), self.run)
+        self.model.load_state_dict(found.model)
+        for phase, optimizer in self.optimizers.items():
+            restore_optimizer(phase, optimizer, found.optimizers)
+        self.meter.load(found.values["meter"])
+        self.task.load_state(own_lanes(self.accelerator, found.task))
+        log.info("going on from step %d", step)
+        return step
+
+
+def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], run: RunFolder) -> None:
+    """A UserError that names the first setting in which a checkpoint and a run differ."""
+    before, now = _flatten(saved), _flatten(current)
+    for key in sorted(before.keys() & now.keys()):
+        if before[key] != now[key]:
+            raise UserError(
+                f"The checkpoint in {run.path} is of another configuration: {key} was "
+                f"{before[key]} and is now {now[key]}; give the same settings or another folder."
+            )
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

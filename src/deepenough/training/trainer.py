@@ -11,30 +11,31 @@ killed and resumed therefore repeats the uninterrupted one to the last bit.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import math
 import os
 import shutil
+import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 
-from deepenough.config import validate
+from deepenough.config import RunConfig, dump, validate
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder, read_records
 from deepenough.training import checkpoint as checkpoints
-from deepenough.training.allocator import keep_freed_memory
-from deepenough.training.config import TrainingConfig
+from deepenough.training.checkpoint import TrainingState
+from deepenough.training.config import RunSettings, TrainingConfig, lr_factor, seed_at
 from deepenough.training.distributed import mean_over, on_main
-from deepenough.training.progress import Progress
-from deepenough.training.recorder import Meter, Recorder
-from deepenough.training.resume import TrainingState
-from deepenough.training.schedule import lr_factor
-from deepenough.training.seeds import seed_at
+from deepenough.training.logging import Meter, Progress, Recorder, log_to
 from deepenough.training.task import Task
 
 
@@ -199,3 +200,80 @@ def _write_model(task: Task, folder: Path) -> None:
             f"The model could not be written to {folder} ({error}); the last checkpoint is intact: "
             "make room and finish with --resume."
         ) from error
+
+
+logger = logging.getLogger("deepenough")
+
+
+class Settings(Protocol):
+    """The settings of a command that trains: where the run goes (`RunConfig`), and `train`."""
+
+    train: TrainingConfig
+
+
+def place_of(settings: Any) -> RunConfig:
+    """Return where a run goes; provisional, until no settings have a section `run` any more."""
+    run = getattr(settings, "run", settings)
+    if isinstance(run, RunSettings):
+        return RunConfig(run.folder, run.resume, run.overwrite)
+    return RunConfig(run.out, run.resume, run.overwrite)
+
+
+def check_folder(run: Any, accelerator: Accelerator) -> None:
+    """Refuse a run folder that is in the way before long work begins."""
+    place = place_of(run)
+
+    def check() -> None:
+        RunFolder.check(place.out, resume=place.resume, overwrite=place.overwrite)
+
+    on_main(accelerator, check)
+
+
+@contextlib.contextmanager
+def training(settings: Settings, task: Task, accelerator: Accelerator) -> Iterator[Trainer]:
+    """A trainer in its run folder, ready to begin or to go on."""
+    place = place_of(settings)
+    run = RunFolder(Path(place.out))
+
+    def begin() -> None:
+        RunFolder.create(run.path, resume=place.resume, overwrite=place.overwrite)
+
+    on_main(accelerator, begin)
+    with contextlib.ExitStack() as stack:
+        if accelerator.is_main_process:
+            stack.enter_context(log_to(run.log))
+        trainer = Trainer(task, settings.train, run, accelerator)
+        trainer.resume()
+        if trainer.first < settings.train.steps:
+            on_main(accelerator, lambda: _write_config(settings, run))
+        else:  # what was trained stays described as it was
+            logger.info("All %d steps are made already: nothing is trained.", trainer.first)
+        yield trainer
+
+
+def _write_config(settings: Any, run: RunFolder) -> None:
+    # Given again as --config, it must neither resume nor delete anything by itself.
+    if isinstance(settings, RunConfig):
+        kept = replace(settings, resume=False, overwrite=False)
+    else:
+        kept = replace(settings, run=replace(settings.run, resume=False, overwrite=False))
+    try:
+        dump(kept, run.config)
+    except OSError as error:
+        raise UserError(f"{run.config} cannot be written: {error.strerror}.") from error
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_NEVER, _HUGE = -1, 1 << 30
+
+
+def keep_freed_memory() -> bool:
+    """Whether the C library took the hint; elsewhere than on glibc nothing is changed."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    taken = (mallopt(_MMAP_THRESHOLD, _HUGE), mallopt(_TRIM_THRESHOLD, _NEVER))
+    return all(taken)

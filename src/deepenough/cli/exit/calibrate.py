@@ -12,7 +12,7 @@ from rich.table import Table
 
 from deepenough.cli.parse import parse
 from deepenough.shortcut.study import ModelChoice, TextChoice
-from deepenough.training.progress import reading
+from deepenough.training.logging import reading
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepenough.cli.parse import parse
 from deepenough.decoding.tune import ExitTune, tune_run
-from deepenough.training.progress import reading
+from deepenough.training.logging import reading
 
 
 def main(argv: list[str]) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deepenough.cli.lines import read_lines
 from deepenough.cli.parse import parse
+from deepenough.data.text_files import read_input_lines
 from deepenough.lazy.evaluation import load_translator, translate_lines
 from deepenough.lazy.translate_score import SearchSettings
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         positional=["run", "file"],
     )
     translator = load_translator(settings.run)
-    lines = read_lines(settings.file)
+    lines = read_input_lines(settings.file)
     for translation in translate_lines(translator, lines, settings.search, settings.rows):
         print(translation, flush=True)
     return 0

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from deepenough.cli.lines import read_lines
 from deepenough.cli.parse import parse
+from deepenough.data.text_files import read_input_lines
 from deepenough.ponder.evaluation import ExitSettings, predict
 from deepenough.ponder.texts import Text
 
@@ -44,6 +44,6 @@ def main(argv: list[str]) -> int:
 
 
 def _texts(file: str | None) -> Iterator[Text]:
-    for line in read_lines(file):
+    for line in read_input_lines(file):
         first, tab, second = line.partition("\t")
         yield (first, second) if tab else first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepenough.cli.parse import parse
 from deepenough.shortcut.study import ShortcutEval, evaluate_run
-from deepenough.training.progress import reading
+from deepenough.training.logging import reading
 
 #: What the table shows of a layer.
 _COLUMNS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepenough.cli.parse import parse
 from deepenough.shortcut.study import ShortcutFit, fit_run
 from deepenough.training.distributed import is_main_process
-from deepenough.training.progress import reading
+from deepenough.training.logging import reading
 
 
 def main(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from deepenough.runs import RunFolder, read_records
-from deepenough.training.recorder import Meter, Recorder
+from deepenough.training.logging import Meter, Recorder
 
 VALUES: dict[str, Any] = {"loss": 2.5, "lr": 1e-3, "tau": 0.5, "pi": [[0.5, 0.3, 0.2]], "name": "x"}
 
