@@ -268,7 +268,7 @@ def par_search() -> Any:
 
 @case
 def par_search_alternating() -> Any:
-    """Return an alternating search, straight through, with a learned temperature."""
+    """Return an alternating search, straight through, whose temperature falls linearly."""
     own = {"search__optimise": "alternating", "search__cost": "flops", "search__alpha_lr": 3}
     own |= {"search__straight_through": "true", "search__tau": "linear"}
     return searched(par_run("alternating", "search", model__num_blocks=4, **own))

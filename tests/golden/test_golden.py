@@ -32,13 +32,15 @@ TRAINED = (2e-3, 1e-4)
 """Relative and absolute tolerance of what 40 steps of training lead to."""
 CLOSED = (1e-5, 1e-6)
 """Of what is counted, solved for, or computed in one forward."""
+SOLVED = (1e-5, 1e-5)
+"""Of single entries of maps that were solved for in float32, which may be far below their norm."""
 TOLERANCES: dict[str, tuple[float, float]] = {
     "par_derive": CLOSED,
     "cutoffs": CLOSED,
-    "shortcut_fit": CLOSED,
+    "shortcut_fit": SOLVED,
     "decode_full": CLOSED,
     "decode_speculative": CLOSED,
-    "decode_exit": CLOSED,
+    "decode_exit": SOLVED,
     "flops": CLOSED,
 }
 
@@ -54,7 +56,7 @@ def differences(found: Any, kept: Any, tolerance: tuple[float, float], place: st
     if type(found) is not type(kept):
         return [f"{place}: {found!r} is not {kept!r}"]
     if isinstance(kept, dict):
-        if list(found) != list(kept):
+        if set(found) != set(kept):
             return [f"{place}: the keys {sorted(found)} are not {sorted(kept)}"]
         pairs = [(found[name], kept[name], f"{place}.{name}") for name in kept]
     elif isinstance(kept, list):
