@@ -72,11 +72,11 @@ from deepenough import (
     accelerate,
 )
 from deepenough.__main__ import main
-from deepenough.adaptive.exit.policies import make_policy
+from deepenough.compare.config import CompareConfig
+from deepenough.compare.frontier import compare as compare_runs
+from deepenough.config import resolve
+from deepenough.decoding.policies import make_policy
 from deepenough.runs import append_record, read_records
-from deepenough.settings import resolve
-from deepenough.train.compare import compare as compare_runs
-from deepenough.train.compare_settings import CompareSettings
 
 Case = Callable[[], Any]
 
@@ -955,7 +955,7 @@ def compare() -> Any:
     for name, (run, own) in runs.items():
         given = {"runs": [str(run)], "out": str(new_folder(f"compare-{name}")), "rounds": 1}
         # Not by the command, which draws pictures too.
-        content = compare_runs(resolve(CompareSettings, overrides=given | own))
+        content = compare_runs(resolve(CompareConfig, overrides=given | own))
         found[name] = [{key: point[key] for key in names} for point in content["points"]]
     return found
 

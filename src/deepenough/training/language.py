@@ -24,17 +24,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from deepenough.data.batches import ContextBatches
 from deepenough.data.config import DatasetConfig
-from deepenough.data.encoding import save_tokenizer
 from deepenough.data.prepare import Prepared
-from deepenough.data.tokens import TokenFile
+from deepenough.data.tokenizer import save_tokenizer
+from deepenough.data.tokens import ContextBatches, TokenFile
 from deepenough.errors import UserError
 from deepenough.trace import DepthTrace
 from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import place_among
+from deepenough.training.language import TextSize, language_values
 from deepenough.training.logging import without_bars
-from deepenough.training.quality import TextSize, language_values
 from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
 
 Memories = tuple[Tensor | None, ...]
