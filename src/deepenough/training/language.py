@@ -32,7 +32,6 @@ from deepenough.errors import UserError
 from deepenough.trace import DepthTrace
 from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import place_among
-from deepenough.training.language import TextSize, language_values
 from deepenough.training.logging import without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
 
