@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import yaml
 
+from deepenough.artifacts import write_text
 from deepenough.errors import UserError
 
 if TYPE_CHECKING:  # both take a while to load, which `deepenough --help` need not wait for
@@ -274,9 +275,7 @@ def dump(
     content: dict[str, Any] = {METHOD: method} if method else {}
     content |= to_dict(settings) | {PROVENANCE: {**provenance(), **(extra or {})}}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
-    partial = Path(f"{os.fspath(path)}.tmp")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, text)
 
 
 def nearest(name: str, names: list[str]) -> str | None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from deepenough.artifacts import atomic_path
 from deepenough.errors import UserError
 
 _OWN_KEYS = ("step", "kind", "time")
@@ -98,16 +99,12 @@ class Metrics:
         if not self.path.exists():
             return 0
         dropped = 0
-        partial = self.path.with_name(self.path.name + ".tmp")
-        with open(partial, "wb") as kept:
+        with atomic_path(self.path) as partial, open(partial, "wb") as kept:
             for line, record in _lines(self.path):
                 if record is not None and record.step > step:
                     dropped += 1
                 else:
                     kept.write(line)
-            kept.flush()
-            os.fsync(kept.fileno())
-        os.replace(partial, self.path)
         return dropped
 
 

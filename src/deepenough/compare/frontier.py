@@ -10,8 +10,6 @@ that are beaten stay: they are results too.
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +19,7 @@ from typing import Any
 
 import torch
 
+from deepenough.artifacts import write_json
 from deepenough.compare.config import CompareConfig
 from deepenough.compare.protocol import Advance, Measured, measure
 from deepenough.config import provenance, to_dict, validate
@@ -60,7 +59,10 @@ def compare(settings: CompareConfig, advance: Advance | None = None) -> dict[str
         "points": _points(found, {n: e.run for n, e in zip(names, entries, strict=True)}),
         "provenance": provenance() | {"settings": to_dict(settings)},
     }
-    _write(out / FRONTIER, content)
+    try:
+        write_json(out / FRONTIER, content)
+    except OSError as error:
+        raise UserError(f"{out / FRONTIER} cannot be written: {error.strerror}.") from error
     return content
 
 
@@ -196,12 +198,3 @@ def _beats(other: dict[str, Any], row: dict[str, Any], cost: str, higher: bool) 
     gain = sign * (other["quality"] - row["quality"])
     saving = row[cost] - other[cost]
     return gain >= 0 and saving >= 0 and (gain > 0 or saving > 0)
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.tmp")
-    try:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from error

@@ -31,8 +31,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from deepenough.artifacts import fingerprint
 from deepenough.errors import UserError
-from deepenough.hf.fingerprint import fingerprint
 from deepenough.hf.intercept import hidden_input, hidden_output, hooked
 from deepenough.hf.layouts import LAYOUTS, Layout, Path, advice, candidates, find_parts, resolve
 

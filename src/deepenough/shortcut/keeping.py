@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 from torch import Tensor
 
+from deepenough.artifacts import load_tensors, save_tensors, write_json
 from deepenough.errors import UserError
-from deepenough.shortcut.files import load_tensors, save_tensors, write_json
 from deepenough.shortcut.pairs import Plan
 from deepenough.shortcut.processes import Processes
 from deepenough.shortcut.saved import map_tensors, split_tensors

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from deepenough.artifacts import atomic_path
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder
 from deepenough.training.distributed import all_lanes, on_main, own_lanes
@@ -49,20 +49,15 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     Later ones go too: they are of a past from which the run did not go on.
     """
     final = folder / f"{_PREFIX}{checkpoint.step:09d}"
-    partial = folder / f"{final.name}.tmp"
     try:
         _remove_partial(folder)
-        partial.mkdir(parents=True)
-        _save_tensors(checkpoint.model, partial / "model.safetensors")
-        _save_tensors(checkpoint.optimizers, partial / "optimizers.safetensors")
-        _save_tensors(checkpoint.task, partial / "task.safetensors")
-        content = {"step": checkpoint.step} | checkpoint.values
-        (partial / _STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
-        _sync(partial / _STATE)
-        _sync(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        _sync(folder)
+        with atomic_path(final) as partial:
+            partial.mkdir(parents=True)
+            _save_tensors(checkpoint.model, partial / "model.safetensors")
+            _save_tensors(checkpoint.optimizers, partial / "optimizers.safetensors")
+            _save_tensors(checkpoint.task, partial / "task.safetensors")
+            content = {"step": checkpoint.step} | checkpoint.values
+            (partial / _STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         _remove_partial(folder)
         raise UserError(
@@ -126,15 +121,6 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     # Tied weights share memory, which safetensors refuses; a checkpoint may hold them twice.
     save_file({name: value.detach().cpu().clone() for name, value in tensors.items()}, path)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove_partial(folder: Path) -> None:

@@ -14,8 +14,6 @@ import contextlib
 import ctypes
 import logging
 import math
-import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +26,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 
+from deepenough.artifacts import atomic_path
 from deepenough.config import RunConfig, dump, validate
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder, read_records
@@ -189,13 +188,10 @@ def _has_record(run: RunFolder, step: int, kind: str) -> bool:
 
 def _write_model(task: Task, folder: Path) -> None:
     """The model's folder, complete or absent."""
-    partial = folder.with_name(f"{folder.name}.tmp")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        task.save(partial)
-        os.replace(partial, folder)
+        with atomic_path(folder) as partial:
+            task.save(partial)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"The model could not be written to {folder} ({error}); the last checkpoint is intact: "
             "make room and finish with --resume."
