@@ -21,7 +21,7 @@ from deepenough.decoding.own_text import Written
 from deepenough.decoding.planning import choose_exits, measured_prices
 from deepenough.decoding.policies import make_policy
 from deepenough.hf.loading import load as load_model
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,9 +21,8 @@ from record import save_result
 from deepenough.data import open_corpus
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.loading import load
-from deepenough.shortcut.collect import make_reading
-from deepenough.shortcut.shortcuts import Shortcuts
-from deepenough.shortcut.windows import TokenBatch, batches
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.reading import TokenBatch, batches, make_reading
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from sklearn.linear_model import LinearRegression
 from sklearn.metrics import r2_score
 from torch import Tensor
 
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 NUM_LAYERS, WIDTH = 12, 768
 

@@ -25,9 +25,9 @@ from record import save_result
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.shortcut.collect import iterate_states
-from deepenough.shortcut.pairs import make_plan, plan_bytes
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.fitting import make_plan, plan_bytes
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.reading import iterate_states
 
 NUM_LAYERS, WIDTH, LENGTH = 12, 384, 64
 ENOUGH_POSITIONS = 100_000

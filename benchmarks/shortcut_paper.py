@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepenough.shortcut.joint_fit import collect, fit
 from record import save_result
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.shortcut.evaluation import evaluate
-from deepenough.shortcut.joint_fit import collect, fit
-from deepenough.shortcut.replacement import Replacement
 from deepenough.shortcut.scores import Reference
-from deepenough.training.trainer import keep_freed_memory
+from deepenough.shortcut.submodules import Replacement
+from deepenough.training.allocator import keep_freed_memory
 
 # Given for the source's scripts on the machine of the claim, not measured here.
 SOURCE_HOURS = 11.0

@@ -24,7 +24,7 @@ from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load
 from deepenough.runs import Metrics, RunFolder
 from deepenough.shortcut.evaluation import evaluate, lens
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.tune import tune
 from deepenough.training.trainer import keep_freed_memory
 

@@ -33,7 +33,7 @@ from deepenough.data import open_corpus
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.loading import load
 from deepenough.shortcut.evaluation import evaluate
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.tune import tune
 
 CORPUS = "wikitext-2-raw"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from deepenough.runs import Record as Record
     from deepenough.runs import RunFolder as RunFolder
-    from deepenough.shortcut.shortcuts import Shortcuts as Shortcuts
+    from deepenough.shortcut.modeling import Shortcuts as Shortcuts
     from deepenough.trace import DepthTrace as DepthTrace
 
 __version__ = "0.1.0"
@@ -79,7 +79,7 @@ _MODULES = {
     "PonderEncoderForSequenceClassification": "deepenough.ponder",
     "Record": "deepenough.runs",
     "RunFolder": "deepenough.runs",
-    "Shortcuts": "deepenough.shortcut.shortcuts",
+    "Shortcuts": "deepenough.shortcut.modeling",
     "Tuned": "deepenough.decoding.tuned",
     "UserError": "deepenough.errors",
     "accelerate": "deepenough.decoding.accelerate",

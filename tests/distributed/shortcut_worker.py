@@ -10,8 +10,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from deepenough.errors import UserError
-from deepenough.shortcut.shortcuts import Shortcuts
-from deepenough.shortcut.statistics import Statistics
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.statistics import LayerStatistics
 
 
 def tokenizer(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
@@ -38,18 +38,18 @@ class Stopped(Exception):
 
 def stop_after(num: int) -> None:
     """From now on, this process stops when it has run so many batches."""
-    update = Statistics.update
+    update = LayerStatistics.update
     ran = 0
 
-    def counted(self: Statistics, states: Any) -> None:
+    def counted(self: LayerStatistics, states: Any) -> None:
         nonlocal ran
         ran += 1
         if ran > num:
-            Statistics.update = update  # type: ignore[method-assign]
+            LayerStatistics.update = update  # type: ignore[method-assign]
             raise Stopped
         update(self, states)
 
-    Statistics.update = counted  # type: ignore[method-assign]
+    LayerStatistics.update = counted  # type: ignore[method-assign]
 
 
 def main() -> None:

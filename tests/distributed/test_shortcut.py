@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 pytestmark = pytest.mark.distributed
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 
 def tokenizer(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepenough.artifacts import sha256
 from deepenough.errors import UserError
-from deepenough.shortcut import files
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut import modeling
+from deepenough.shortcut.modeling import Shortcuts
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_round_trip(saved: tuple[Shortcuts, Path], states: list[Tensor], tmp_pat
 def test_many_maps_are_spread_over_files(
     states: list[Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_FILE_BYTES", 2 * 6 * 6 * 8)
+    monkeypatch.setattr(modeling, "_FILE_BYTES", 2 * 6 * 6 * 8)
     shortcuts = Shortcuts.fit_states(states)
     shortcuts.save_pretrained(tmp_path)
     assert len(list(tmp_path.glob("shortcuts-0000?-of-00003.safetensors"))) == 3
@@ -128,9 +129,7 @@ def test_a_file_that_is_no_safetensors_is_refused(saved: tuple[Shortcuts, Path])
     _, folder = saved
     (folder / "shortcuts.safetensors").write_bytes(b"\x80\x04cos\nsystem\n.")
     index = json.loads((folder / "shortcuts.json").read_text())
-    index["files"]["shortcuts.safetensors"]["sha256"] = files.sha256(
-        folder / "shortcuts.safetensors"
-    )
+    index["files"]["shortcuts.safetensors"]["sha256"] = sha256(folder / "shortcuts.safetensors")
     (folder / "shortcuts.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="damaged"):
         Shortcuts.from_pretrained(folder)

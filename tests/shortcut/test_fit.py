@@ -14,11 +14,11 @@ import torch
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
-from deepenough.shortcut import memory
-from deepenough.shortcut.collect import iterate_states
-from deepenough.shortcut.pairs import make_plan
-from deepenough.shortcut.shortcuts import Shortcuts
-from deepenough.shortcut.statistics import Statistics
+from deepenough.shortcut import fitting
+from deepenough.shortcut.fitting import make_plan
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.reading import iterate_states
+from deepenough.shortcut.statistics import LayerStatistics
 
 BLOCK = 16 * 16 * 8 * 1.3  # of a limit, one block of the tiny models' width
 
@@ -94,13 +94,13 @@ def test_several_passes_give_the_same_maps(
 def test_the_limit_counts_maps_only_where_they_stay_in_memory(gpt2: Any, plain: Any) -> None:
     plan = make_plan(3)
     maps = 6 * 16 * 16 * 4
-    in_memory = memory.plan_passes(plan, 16, 4 * BLOCK + maps + 1, 16 * 16 * 4, on_disk=False)
-    assert in_memory == memory.plan_passes(plan, 16, 4 * BLOCK + 1, 16 * 16 * 4, on_disk=True)
+    in_memory = fitting.plan_passes(plan, 16, 4 * BLOCK + maps + 1, 16 * 16 * 4, on_disk=False)
+    assert in_memory == fitting.plan_passes(plan, 16, 4 * BLOCK + 1, 16 * 16 * 4, on_disk=True)
     with pytest.raises(UserError, match="name a folder to resume from"):
         Shortcuts.fit(gpt2, plain, ["w1 w2"], memory_limit=3 * BLOCK)
     with pytest.raises(UserError, match="too small for maps of width 16"):
         Shortcuts.fit(gpt2, plain, ["w1 w2"], memory_limit=BLOCK)
-    assert memory.default_limit(torch.device("cpu")) > 1e6
+    assert fitting.default_limit(torch.device("cpu")) > 1e6
 
 
 class Killed(Exception):
@@ -112,10 +112,10 @@ def test_an_interrupted_fit_goes_on_to_the_same_bits(
 ) -> None:
     options = {"memory_limit": 7 * BLOCK + 1, "batch_tokens": 200, "save_every": 0.0}
     whole = Shortcuts.fit(gpt2, plain, texts, resume=tmp_path / "whole", **options)
-    update = Statistics.update
+    update = LayerStatistics.update
     ran: list[int] = []
 
-    def counted(self: Statistics, states: Any) -> None:
+    def counted(self: LayerStatistics, states: Any) -> None:
         if len(ran) in stops:
             stops.remove(len(ran))
             raise Killed
@@ -123,7 +123,7 @@ def test_an_interrupted_fit_goes_on_to_the_same_bits(
         update(self, states)
 
     stops = {4, 25, 26}  # in the first pass, in the second, and at once after that
-    monkeypatch.setattr(Statistics, "update", counted)
+    monkeypatch.setattr(LayerStatistics, "update", counted)
     for _ in range(3):
         with pytest.raises(Killed):
             Shortcuts.fit(gpt2, plain, texts, resume=tmp_path / "parts", **options)
@@ -164,7 +164,7 @@ def test_what_cannot_be_resumed_is_said(
     folder = tmp_path / "fit"
     options = {"resume": folder, "save_every": 0.0, "batch_tokens": 200}
     with monkeypatch.context() as patch:
-        patch.setattr(Statistics, "finish", lambda self: (_ for _ in ()).throw(Killed))
+        patch.setattr(LayerStatistics, "finish", lambda self: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             Shortcuts.fit(gpt2, plain, texts, **options)
     for changed, said in (

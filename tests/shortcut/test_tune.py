@@ -25,7 +25,7 @@ from transformers import (
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.runs import Record, RunFolder, read_records
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.shortlist import HeadOfWords, Shortlist
 from deepenough.shortcut.tune import TuneTraining, tune
 from deepenough.shortcut.tune_states import Kept, Recomputed, Texts, kept_bytes, make_source

@@ -43,7 +43,7 @@ from deepenough.decoding.scoring import ExitForward
 from deepenough.decoding.sources import Workshop, make_drafting
 from deepenough.decoding.tuned import Tuned
 from deepenough.errors import UserError
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.trace import DepthTrace
 
 Mode = Literal["full", "speculative", "exit"]

@@ -23,7 +23,7 @@ from deepenough.decoding.policies import POLICIES, ExitPolicy, ThresholdPolicy
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.shortcut import files
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 INDEX = "exit.json"
 FORMAT, VERSION = "deepenough-exit", 1

@@ -35,7 +35,7 @@ from deepenough.measurement import (
     share_interval,
 )
 from deepenough.runs import read_config
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.study import ShortcutFit, TextChoice
 from deepenough.trace import DepthTrace
 from deepenough.training.logging import without_bars

@@ -29,7 +29,7 @@ from deepenough.decoding.carry import Carry, shortlist_head
 from deepenough.decoding.own_text import WritingSettings, Written, write
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.shortcut.solve import make_solver
+from deepenough.shortcut.statistics import make_solver
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
 #: Of so many texts one is left out of the sums.

@@ -14,7 +14,7 @@ from deepenough.decoding.leaving import EarlyExit
 from deepenough.decoding.planning import choose_exits
 from deepenough.decoding.policies import ConfidenceGap, ExitPolicy
 from deepenough.errors import UserError
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 Guarantee = Calibrated | str | os.PathLike[str]
 

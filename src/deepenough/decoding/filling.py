@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from deepenough.decoding.engine import Engine, Step
 from deepenough.decoding.rows import Row
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 Fill = Literal["shortcut", "copy", "deferred"]
 FILLS: tuple[Fill, ...] = ("shortcut", "copy", "deferred")

@@ -21,7 +21,7 @@ from deepenough.decoding.accelerate import Accelerated, accelerate
 from deepenough.decoding.policies import make_policy
 from deepenough.errors import UserError
 from deepenough.hf.loading import load
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 try:
     from lm_eval.api.registry import register_model  # type: ignore

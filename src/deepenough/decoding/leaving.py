@@ -26,7 +26,7 @@ from deepenough.decoding.engine import Engine
 from deepenough.decoding.filling import FILLS, Fill
 from deepenough.decoding.policies import ExitPolicy, Look
 from deepenough.errors import UserError
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 
 @dataclass

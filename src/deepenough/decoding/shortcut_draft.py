@@ -18,7 +18,7 @@ from deepenough.decoding.drafts import DraftSource, Proposal
 from deepenough.decoding.engine import Engine
 from deepenough.decoding.rows import Row
 from deepenough.errors import UserError
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 
 class ShortcutDraft(DraftSource):

@@ -14,7 +14,7 @@ from deepenough.decoding.head_draft import HeadDraft
 from deepenough.decoding.shortcut_draft import ShortcutDraft
 from deepenough.decoding.tuned import Tuned
 from deepenough.errors import UserError
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 NAMES = ("lookup", "carry", "shortcut", "tuned")
 _NEEDED = {

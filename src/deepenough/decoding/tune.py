@@ -37,7 +37,7 @@ from deepenough.decoding.tuned import SHORTCUTS, Tuned
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import RunFolder
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.study import ModelChoice
 from deepenough.shortcut.tune import tune
 from deepenough.training.config import RunSettings, TrainingConfig

@@ -21,7 +21,7 @@ from deepenough.decoding.head import DraftHead, HeadShape
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.shortcut import files
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 INDEX, TENSORS, CHOICE = "head.json", "head.safetensors", "choice.json"
 SHORTCUTS = "shortcuts"

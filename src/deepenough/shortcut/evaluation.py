@@ -23,16 +23,14 @@ from transformers import PreTrainedModel
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import fused_gelu
-from deepenough.shortcut.collect import check_finite, make_reading
 from deepenough.shortcut.evaluation_records import Evaluation
 from deepenough.shortcut.exit_sweep import LAMBDAS
 from deepenough.shortcut.lens import lens
-from deepenough.shortcut.r2 import R2
-from deepenough.shortcut.replacement import Replacement
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.reading import Positions, TokenBatch, batches, make_reading
 from deepenough.shortcut.scores import Reference, Scores
-from deepenough.shortcut.shortcuts import Shortcuts
-from deepenough.shortcut.submodules import Submodules, wanted_places
-from deepenough.shortcut.windows import Positions, TokenBatch, batches
+from deepenough.shortcut.statistics import R2, check_finite
+from deepenough.shortcut.submodules import Replacement, Submodules
 
 __all__ = ["Evaluation", "evaluate", "lens"]
 
@@ -169,12 +167,8 @@ class _Measuring:
 
     def add(self, batch: TokenBatch) -> None:
         """Run the model on a batch, and with parts replaced from every layer on."""
-        device = self.adapter.model.device
-        ids = batch.ids.to(device)
-        # As in collecting: padding stands on the right, where a causal model never looks.
-        needs_mask = batch.mask is not None and self.adapter.kind != "causal"
-        mask = batch.mask.to(device) if batch.mask is not None and needs_mask else None
-        row, position = (places.to(device) for places in wanted_places(batch))
+        ids, mask = batch.inputs(self.adapter)
+        row, position = (places.to(ids.device) for places in batch.wanted())
         states = self.adapter.states(ids, attention_mask=mask)
         rows = [state[row, position] for state in states]
         check_finite(rows)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deepenough.runs import Record
 from deepenough.shortcut.exit_sweep import LAMBDAS, fixed_exits, layers_saved, sweep
+from deepenough.shortcut.reading import Tally
 from deepenough.shortcut.scores import PRECISIONS, Scores
-from deepenough.shortcut.windows import Tally
 
 
 @dataclass

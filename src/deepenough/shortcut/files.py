@@ -1,10 +1,4 @@
-"""Shortcuts on disk: `shortcuts.json` and safetensors beside it, with nothing to execute.
-
-`shortcuts.json` says what the maps are of and names the files with their hashes, so that a
-truncated or altered file is noticed before it is used. Maps are tensors `A.i.j`, biases `b.i.j`,
-tuned maps `tuned.A.i` and `tuned.b.i`. A large set of maps is spread over several files. Tensors
-read back are mapped from disk and come into memory when they are used.
-"""
+"""Files that are complete or absent: safetensors and JSON, with hashes."""
 
 from __future__ import annotations
 
@@ -15,95 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from deepenough.errors import UserError
-
-INDEX = "shortcuts.json"
-FORMAT, VERSION = "deepenough-shortcuts", 1
-_FILE_BYTES = 5_000_000_000
-
-
-def write(folder: Path, tensors: Mapping[str, Tensor], index: Mapping[str, Any]) -> None:
-    """Write all files, the index after those it names, in place of shortcuts that are there.
-
-    The tensors may be mapped from the very files that are replaced.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = _parts(tensors)
-        files = {}
-        for number, names in enumerate(parts, start=1):
-            of = "" if len(parts) == 1 else f"-{number:05d}-of-{len(parts):05d}"
-            path = folder / f"shortcuts{of}.safetensors"
-            save_tensors(path, {name: tensors[name] for name in names})
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        content = {"format": FORMAT, "version": VERSION, **index, "files": files}
-        write_json(folder / INDEX, content)
-        for stale in folder.glob("shortcuts*.safetensors"):
-            if stale.name not in files:
-                stale.unlink()
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"Shortcuts cannot be written to {folder}: {error}.") from error
-
-
-def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and index of a folder, whose files are as they were written."""
-    if not (folder / INDEX).is_file():
-        raise UserError(
-            f"{folder} holds no shortcuts: there is no {INDEX}; give the folder that "
-            "Shortcuts.save_pretrained wrote."
-        )
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        if not isinstance(index, dict) or index.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
-        if index["version"] > VERSION:
-            raise UserError(
-                f"{folder / INDEX} was written by a newer deepenough: upgrade this one to read it."
-            )
-        files = {str(name): str(file["sha256"]) for name, file in index["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{folder / INDEX} cannot be read ({error}): fit or download the shortcuts again."
-        ) from error
-    tensors: dict[str, Tensor] = {}
-    for name, expected in files.items():
-        path = folder / name
-        if path.name != name or not path.is_file():
-            raise UserError(f"{path} is missing: fit or download the shortcuts again.")
-        if sha256(path) != expected:
-            raise UserError(
-                f"{path} is not the file that {INDEX} describes, but was truncated or altered: "
-                "fit or download the shortcuts again."
-            )
-        tensors |= load_tensors(path)[0]
-    return tensors, index
-
-
-def find_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """A folder of shortcuts: on this disk, or downloaded from the hub."""
-    if Path(name).exists():
-        return Path(name)
-    if os.path.isabs(name) or str(name).startswith(".") or str(name).count("/") > 1:
-        raise UserError(
-            f"There is no folder {name}: give one that Shortcuts.save_pretrained wrote."
-        )
-    try:
-        return Path(
-            snapshot_download(
-                str(name), revision=revision, allow_patterns=[INDEX, "shortcuts*.safetensors"]
-            )
-        )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"{name} is neither a folder here nor shortcuts that the hub gives "
-            f"({type(error).__name__}): give a folder, or look at the name and the network."
-        ) from error
 
 
 def save_tensors(
@@ -154,18 +64,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _parts(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if size and size + tensor.nbytes > _FILE_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += tensor.nbytes
-    return parts
 
 
 def _sync(path: Path) -> None:

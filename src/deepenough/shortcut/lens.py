@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import Record
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 
 @torch.no_grad()

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from deepenough.errors import UserError
-from deepenough.shortcut.pairs import Targets, make_plan, pairs_of
-from deepenough.shortcut.shortcuts import Shortcuts
-from deepenough.shortcut.solve import Maps
+from deepenough.shortcut.fitting import Targets, make_plan, pairs_of
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.statistics import Maps
 
 _NAME = re.compile(r"(\d+)_(\d+)\.pickle")
 

@@ -22,7 +22,7 @@ from deepenough.errors import UserError
 from deepenough.hf.loading import load
 from deepenough.runs import Metrics, Record, RunFolder, read_records
 from deepenough.shortcut.evaluation import Evaluation, evaluate, lens
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.submodules import Submodules
 from deepenough.shortcut.tune import TuneSettings, TuneTraining, default_training, tune
 from deepenough.training.config import RunSettings, TrainingConfig

@@ -1,47 +1,52 @@
-"""Linear fits of the parts inside each block: attention, feed-forward, norms.
+"""Linear stand-ins for the parts inside each block: attention, feed-forward, norms.
 
-Jump to Conclusions (arXiv 2303.09435), section 6: the matrix that best maps what a part reads to
-what it returns, at the same token, `A = argmin ||y - A x||^2`, without intercept (affine on
-request). `replacement.py` puts these maps in the places of the parts.
+Jump to Conclusions (arXiv 2303.09435), section 6: `Submodules` fits the matrix that best maps what
+a part reads to what it returns at the same token, `A = argmin ||y - A x||^2`, without intercept
+(affine on request). `Replacement` puts these maps in the places of one kind of part in blocks `l`,
+`l + 1`, ..., which shows which part of the blocks a linear map can stand for. The parts are not
+computed. Where a model keeps residual and norm inside the module of a part (ALBERT's attention),
+that module still runs and only its last product is replaced.
 
-What a part is, is said in `deepenough.hf.layouts`: it stands between residual connections,
-which are not part of it.
+What a part is, is said in `deepenough.hf.layouts`: it stands between residual connections, which
+are not part of it. Attention replaced by such a map mixes no tokens any more, so each token can be
+run by itself.
+
+`W (A x) = (W A) x`: where a replaced norm is read by linear layers only, as in pre-norm blocks, its
+map costs nothing if those layers carry the product (`fold_norms`). Who reads a norm is seen in a
+short pass; that nobody else does is not seen, so the result is compared with plain replacement.
+
+Shapes: B texts, T tokens, N chosen tokens, D width, O outputs.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import (
     AfterHook,
     BeforeHook,
+    Forward,
     LayerCounter,
+    OutputForms,
     hidden_input,
     hidden_output,
     hooked,
+    last_mlp_at_one_token,
+    patched_forward,
+    start_at,
 )
-from deepenough.shortcut.collect import make_reading, run_batch
-from deepenough.shortcut.solve import check_enough, make_solver
-from deepenough.shortcut.windows import Positions, TokenBatch, batches
+from deepenough.shortcut.reading import Positions, batches, make_reading, run_batch
+from deepenough.shortcut.statistics import LinearMap, NormalEquations
 
 KINDS = ("attention", "feed_forward", "norms")
-FILE = "submodules.safetensors"
-
-_ROWS = 512
 
 #: One part: the modules it consists of, from the input of the first to the output of the last.
 Chain = tuple[nn.Module, ...]
@@ -50,7 +55,7 @@ Place = tuple[str, int, int]
 
 
 def parts_of(adapter: Adapter, kinds: Sequence[str] = KINDS) -> dict[Place, Chain]:
-    """All parts of these kinds; a part of a shared layer stands at every layer it is used in."""
+    """Return all parts of these kinds; a part of a shared layer stands at every layer it serves."""
     places: dict[Place, Chain] = {}
     for layer in range(adapter.num_layers):
         for kind, part in adapter.submodules(layer).items():
@@ -67,78 +72,20 @@ def parts_of(adapter: Adapter, kinds: Sequence[str] = KINDS) -> dict[Place, Chai
     return places
 
 
-@dataclass(frozen=True)
-class LinearMap:
-    """`y = weight x + bias`."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight, self.bias)
-
-
-class PartSums:
-    """Sufficient statistics of one part, in float64: `X^T [X Y]`, the sums of `x` and `y`, `n`.
-
-    Rows wait until there are enough of them for a product to cost more than fetching its result.
-    """
-
-    def __init__(self) -> None:
-        self.products = torch.zeros(0, 0, dtype=torch.float64)
-        self.sums = torch.zeros(0, dtype=torch.float64)
-        self.width, self.dtype = 0, torch.float32
-        self.count = 0
-        self._waiting: list[Tensor] = []
-
-    def update(self, x_ND: Tensor, y_ND: Tensor) -> None:
-        self._waiting.append(torch.cat((x_ND, y_ND), dim=-1))
-        self.width, self.dtype = x_ND.shape[-1], x_ND.dtype
-        if sum(map(len, self._waiting)) >= _ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Bring what waits into the sums."""
-        if not self._waiting:
-            return
-        both = torch.cat(self._waiting).double()
-        self._waiting.clear()
-        if not self.count:
-            self.products = both.new_zeros(self.width, both.shape[-1])
-            self.sums = both.new_zeros(both.shape[-1])
-        self.products.addmm_(both[:, : self.width].T, both)
-        self.sums += both.sum(0)
-        self.count += len(both)
-
-    def solve(self, affine: bool, ridge: float) -> LinearMap:
-        """The map, in float64; the shortest where what is read leaves directions empty."""
-        self.flush()
-        check_enough(self.count, self.width, ridge)
-        gram, cross = self.products[:, : self.width], self.products[:, self.width :]
-        x_sum, y_sum = self.sums[: self.width], self.sums[self.width :]
-        squares = gram.diagonal() + ridge
-        if affine:
-            gram = gram - torch.outer(x_sum, x_sum) / self.count
-            cross = cross - torch.outer(x_sum, y_sum) / self.count
-        ridged = gram + ridge * torch.eye(self.width, dtype=gram.dtype, device=gram.device)
-        weight = make_solver(ridged, squares, self.dtype)[0](cross).T
-        return LinearMap(weight, (y_sum - weight @ x_sum) / self.count if affine else None)
-
-
 class SubmoduleStatistics:
-    """Sums over all parts, gathered while the model runs at the positions that are asked for."""
+    """Sums over what all parts read and return, gathered while the model runs."""
 
     def __init__(self, adapter: Adapter, kinds: Sequence[str] = KINDS) -> None:
         self.parts = parts_of(adapter, kinds)
-        self.sums = {place: PartSums() for place in self.parts}
+        self.equations: dict[Place, NormalEquations] = {}
         self._counter = LayerCounter(adapter)
 
     @contextmanager
     def observing(self, row_N: Tensor, position_N: Tensor) -> Iterator[None]:
-        """Within, every pass adds what its parts read and return at these places of the batch."""
-        uses: dict[Chain, dict[int, PartSums]] = {}
+        """Add what the parts read and return in every pass, at these places of the batch."""
+        uses: dict[Chain, dict[int, Place]] = {}
         for place, chain in self.parts.items():
-            uses.setdefault(chain, {})[place[1]] = self.sums[place]
+            uses.setdefault(chain, {})[place[1]] = place
         before: list[tuple[nn.Module, BeforeHook]] = []
         after: list[tuple[nn.Module, AfterHook]] = []
 
@@ -146,31 +93,28 @@ class SubmoduleStatistics:
             batch_and_length = self._counter.shape[:2]
             return hidden.view(*batch_and_length, -1)[row_N, position_N]
 
-        def observe(chain: Chain, sums: dict[int, PartSums]) -> None:
+        def observe(chain: Chain, places: dict[int, Place]) -> None:
             seen: list[Tensor] = []
 
             def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 seen[:] = [chosen(hidden_input(args, kwargs))]
 
             def returned(_: nn.Module, __: Any, output: Any) -> None:
-                sums[self._counter.current].update(seen.pop(), chosen(hidden_output(output)))
+                place = places[self._counter.current]
+                self._update(place, seen.pop(), chosen(hidden_output(output)))
 
             before.append((chain[0], read))
             after.append((chain[-1], returned))
 
-        for chain, sums in uses.items():
-            observe(chain, sums)
+        for chain, places in uses.items():
+            observe(chain, places)
         with self._counter.counting(), hooked(before, after):
             yield
 
-
-def wanted_places(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Row and position in a batch of every token that is asked for, in the order of its states."""
-    if batch.windows[0].position is not None:
-        return torch.arange(len(batch.windows)), torch.tensor([w.position for w in batch.windows])
-    mask = torch.ones_like(batch.ids) if batch.mask is None else batch.mask
-    row, position = mask.nonzero(as_tuple=True)
-    return row, position
+    def _update(self, place: Place, x_ND: Tensor, y_ND: Tensor) -> None:
+        if place not in self.equations:
+            self.equations[place] = NormalEquations(x_ND.shape[1], y_ND.shape[1], x_ND.device)
+        self.equations[place].update(x_ND, y_ND)
 
 
 class Submodules:
@@ -182,7 +126,7 @@ class Submodules:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of attention, feed_forward and norms, those that are fitted."""
+        """Those of attention, feed_forward and norms that are fitted."""
         return tuple(kind for kind in KINDS if any(place[0] == kind for place in self.maps))
 
     @classmethod
@@ -200,13 +144,16 @@ class Submodules:
         batch_tokens: int = 2048,
         window: int | None = None,
     ) -> Submodules:
-        """Fit all parts in one pass. The statistics take two `d x d` float64 matrices for each part
-        of each layer: where that is too much, fit one kind at a time."""
-        adapter = adapt(model)
+        """Fit all parts in one pass over texts; the options are those of `Shortcuts.fit`.
+
+        The statistics take two `d x d` float64 matrices for each part of each layer: where that is
+        too much, fit one of the `kinds` at a time.
+        """
+        adapter = model if isinstance(model, Adapter) else adapt(model)
         statistics = SubmoduleStatistics(adapter, kinds)
         reading = make_reading(adapter, positions, seed, batch_tokens, window)
         for batch in batches(tokenizer, texts, reading):
-            with statistics.observing(*wanted_places(batch)):
+            with statistics.observing(*batch.wanted()):
                 run_batch(adapter, batch)
         return cls.from_statistics(statistics, adapter, affine, ridge)
 
@@ -220,9 +167,11 @@ class Submodules:
     ) -> Submodules:
         """Solve for all maps, in the dtype and on the device of the model."""
         parameter = next(adapter.model.parameters())
+        if not statistics.equations:
+            raise UserError("There is no position to fit on: give texts of two tokens or more.")
         maps = {}
-        for place, sums in statistics.sums.items():
-            solved = sums.solve(affine, ridge)
+        for place, equations in statistics.equations.items():
+            solved = equations.solve(affine, ridge)
             bias = None if solved.bias is None else solved.bias.to(parameter)
             maps[place] = LinearMap(solved.weight.to(parameter), bias)
         return cls(maps, {"identity": adapter.identity(), "affine": affine, "ridge": ridge})
@@ -242,40 +191,176 @@ class Submodules:
                 " fit them for the model that is measured."
             )
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the maps as safetensors, beside whatever else is in the folder."""
-        tensors = {}
-        for (kind, layer, number), found in self.maps.items():
-            name = f"{kind}.{layer}.{number}"
-            tensors[f"{name}.weight"] = found.weight.contiguous()
-            if found.bias is not None:
-                tensors[f"{name}.bias"] = found.bias.contiguous()
-        path = Path(folder) / FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".tmp")
-        save_file(tensors, partial, metadata={"submodules": json.dumps(self.meta)})
-        os.replace(partial, path)
 
-    @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Submodules:
-        """Read what `save_pretrained` wrote."""
-        path = Path(folder) / FILE
-        if not path.is_file():
-            raise UserError(f"{folder} has no {FILE}: fit the sub-modules first.")
-        maps: dict[Place, LinearMap] = {}
-        try:
-            with safe_open(path, framework="pt") as file:
-                meta = json.loads((file.metadata() or {})["submodules"])
-                names = set(file.keys())
-                for name in sorted(names):
-                    kind, layer, number, what = name.split(".")
-                    if what == "weight":
-                        bias = name.removesuffix("weight") + "bias"
-                        maps[kind, int(layer), int(number)] = LinearMap(
-                            file.get_tensor(name), file.get_tensor(bias) if bias in names else None
-                        )
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise UserError(
-                f"{path} is damaged or not a file of sub-modules: fit them again."
-            ) from error
-        return cls(maps, meta)
+class Replacement:
+    """Runs a model with fitted maps in the places of its parts."""
+
+    def __init__(self, submodules: Submodules, adapter: Adapter) -> None:
+        submodules.check_model(adapter)
+        self.submodules, self.adapter = submodules, adapter
+        self.counter = LayerCounter(adapter)
+        self.forms = OutputForms(adapter)
+        self._parts = parts_of(adapter, submodules.kinds)
+        self._readers: dict[nn.Module, list[nn.Module]] = {}
+        self._folded: dict[tuple[nn.Module, int], LinearMap] = {}
+
+    def fold_norms(self) -> bool:
+        """Multiply the maps of norms into the layers that read them, where that is the same.
+
+        For speed: it costs the memory of those layers' weights once more. Returns whether they are
+        folded now.
+        """
+        norms = {chain[0]: place for place, chain in self._parts.items() if place[0] == "norms"}
+        readers = _readers_of(self.adapter, list(norms))
+        if not norms or not all(readers.values()):
+            return False
+        ids = torch.arange(1, 4, device=self.adapter.model.device)[None]
+
+        def last_state() -> Tensor:
+            with self.replaced("norms", 0):
+                return self.adapter.states(ids, torch.ones_like(ids))[-1]
+
+        expected = last_state()
+        self._readers = readers
+        if not bool((last_state() - expected).norm() <= 1e-4 * expected.norm()):
+            self._readers, self._folded = {}, {}
+        return bool(self._readers)
+
+    @contextmanager
+    def replaced(self, kind: str, layer: int) -> Iterator[None]:
+        """Make the parts of this kind linear in block `layer` (from 0) and all later ones.
+
+        With `layer` the number of layers, the model is as it was.
+        """
+        uses: dict[Chain, dict[int, LinearMap]] = {}
+        for (part_kind, part_layer, number), chain in self._parts.items():
+            if part_kind == kind and part_layer >= layer:
+                found = self.submodules.maps[part_kind, part_layer, number]
+                uses.setdefault(chain, {})[part_layer] = found
+        forwards: dict[nn.Module, Forward] = {}
+        for chain, maps in uses.items():
+            if readers := self._readers.get(chain[0]) if kind == "norms" else None:
+                forwards |= self._folded_forwards(chain[0], readers, maps)
+            else:
+                forwards |= self._forwards(chain, maps)
+        with self.counter.counting(), patched_forward(forwards):
+            yield
+
+    def without_attention(self, layer: int, hidden_ND: Tensor) -> Tensor:
+        """Return the last state `[N, D]` of tokens from their inputs of block `layer`.
+
+        Attention is replaced: tokens then do not see each other, so each is a text of its own.
+        """
+        ids = torch.ones(len(hidden_ND), 1, dtype=torch.long, device=hidden_ND.device)
+        return self.last_state("attention", layer, hidden_ND[:, None], ids)[:, 0]
+
+    @torch.no_grad()
+    def last_state(
+        self,
+        kind: str,
+        layer: int,
+        hidden_BTD: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor | None = None,
+        position_B: Tensor | None = None,
+    ) -> Tensor:
+        """Return the last state `[B, T, D]` of texts from their inputs of block `layer`.
+
+        If `position_B` is given, the state is right at that position of each text only.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self.replaced(kind, layer))
+            stack.enter_context(start_at(self.counter, self.forms, layer, hidden_BTD))
+            if position_B is not None:
+                stack.enter_context(last_mlp_at_one_token(self.counter, position_B))
+            return self.adapter.states(ids_BT, attention_mask=mask_BT)[-1]
+
+    def _forwards(self, chain: Chain, maps: dict[int, LinearMap]) -> dict[nn.Module, Forward]:
+        """Return what the modules of a part do in the layers where it is replaced.
+
+        The first keeps what the part reads and the last returns its map; whatever stands between
+        them in the model (an activation) works on something that is not used.
+        """
+        first, last = chain[0], chain[-1]
+        contained = len(chain) > 1 and any(module is last for module in first.modules())
+        read: list[Tensor] = []
+
+        def exchanged(module: nn.Module) -> Forward:
+            run = module.forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                linear = maps.get(self.counter.current)
+                if linear is None:
+                    return run(*args, **kwargs)
+                hidden = hidden_input(args, kwargs)
+                if module is first:
+                    read[:] = [hidden]
+                if module is last:
+                    return self.forms.wrap(module, linear(read.pop()))
+                return run(*args, **kwargs) if contained else self.forms.wrap(module, hidden)
+
+            return forward
+
+        return {module: exchanged(module) for module in chain}
+
+    def _folded_forwards(
+        self, norm: nn.Module, readers: list[nn.Module], maps: dict[int, LinearMap]
+    ) -> dict[nn.Module, Forward]:
+        """Return forwards where the norm hands on what it reads and its readers apply both maps."""
+
+        def exchanged(module: nn.Module) -> Forward:
+            run = module.forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                layer = self.counter.current
+                if layer not in maps:
+                    return run(*args, **kwargs)
+                hidden = hidden_input(args, kwargs)
+                if module is norm:
+                    return self.forms.wrap(norm, hidden)
+                if (module, layer) not in self._folded:
+                    self._folded[module, layer] = _folded(module, maps[layer])
+                return self._folded[module, layer](hidden)
+
+            return forward
+
+        return {module: exchanged(module) for module in (norm, *readers)}
+
+
+def _readers_of(adapter: Adapter, norms: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """Return the linear layers that read exactly what each norm returns."""
+    outputs: dict[nn.Module, Tensor] = {}
+    readers: dict[nn.Module, list[nn.Module]] = {norm: [] for norm in norms}
+
+    def returned(norm: nn.Module, _: Any, output: Any) -> None:
+        outputs[norm] = hidden_output(output)
+
+    def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = hidden_input(args, kwargs)
+        for norm, output in outputs.items():
+            if hidden is output and module not in readers[norm]:
+                readers[norm].append(module)
+
+    linear = [
+        module
+        for layer in dict.fromkeys(adapter.layers)
+        for module in layer.modules()
+        if type(module) in (nn.Linear, Conv1D)
+    ]
+    before, after = dict.fromkeys(linear, read), dict.fromkeys(readers, returned)
+    with hooked(before.items(), after.items()):
+        ids = torch.ones(1, 2, dtype=torch.long, device=adapter.model.device)
+        adapter.states(ids, torch.ones_like(ids))
+    return readers
+
+
+@torch.no_grad()
+def _folded(reader: nn.Module, norm: LinearMap) -> LinearMap:
+    """Return the map of a linear layer after that of the norm it reads."""
+    assert isinstance(reader, nn.Linear | Conv1D)
+    weight_OD = reader.weight.T if isinstance(reader, Conv1D) else reader.weight
+    bias: Tensor | None = reader.bias
+    if norm.bias is not None:
+        shift = weight_OD @ norm.bias
+        bias = shift if bias is None else bias + shift
+    return LinearMap(weight_OD @ norm.weight, bias)

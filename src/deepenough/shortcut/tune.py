@@ -24,10 +24,11 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from deepenough.config import validate
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import read_records
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.shortlist import Shortlist
 from deepenough.shortcut.tune_states import SAMPLE_PER_WIDTH, Positions, Texts, make_source
 from deepenough.shortcut.tune_task import TuneTask
@@ -146,7 +147,7 @@ def _merge(settings: TuneTraining, changes: dict[str, Any]) -> TuneTraining:
 def _check(shortcuts: Shortcuts, adapter: Adapter, settings: TuneTraining) -> list[int]:
     """Refuse what cannot be tuned; the layers that are."""
     settings.tune.check()
-    settings.train.check()
+    validate(settings.train, "train.")
     shortcuts.check_model(adapter)
     if adapter.kind == "encoder":
         raise UserError(

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
-from deepenough.shortcut.collect import make_reading, run_batch
+from deepenough.shortcut.reading import Tally, TokenBatch, batches, make_reading, run_batch
 from deepenough.shortcut.tuned_maps import Whitening
-from deepenough.shortcut.windows import Tally, TokenBatch, batches
 from deepenough.training.config import seed_at
 from deepenough.training.distributed import is_main_process
 from deepenough.training.logging import reading

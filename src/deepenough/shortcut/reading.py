@@ -1,4 +1,4 @@
-"""From texts to batches of token ids, and the positions of each whose states are wanted.
+"""From texts to batches of token ids, and to the states of a model at the positions wanted.
 
 - Text is taken as the tokenizer gives it, special tokens included. A text of fewer than two tokens
   of its own is skipped. One longer than the window becomes several, each with the special tokens.
@@ -7,6 +7,8 @@
   so its text is cut there. A masked model gets `[MASK]` there, also if all positions are wanted:
   it then sees one `[MASK]` in every window, as it did in training.
 - Texts of a pool are sorted by length before they are batched, so that little is padded.
+
+No states are stored on the way: they come batch by batch.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ import hashlib
 import logging
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from deepenough.config import bounded, validate
 from deepenough.errors import UserError
+from deepenough.hf.adapter import Adapter
+from deepenough.shortcut.statistics import check_finite
 
 Positions = Literal["all", "random"]
 
@@ -52,12 +58,43 @@ class TokenBatch(NamedTuple):
     """`[B, T]`, 1 for a token, 0 for padding; None if no row is padded."""
     windows: list[Window]
     texts: int = 0
-    """Texts that are done with after this batch: of its pool, the share that batches are."""
+    """Number of texts that have been read after this batch."""
+
+    def wanted(self) -> tuple[Tensor, Tensor]:
+        """Return row and position of every token whose state is wanted, in the order of states."""
+        if self.windows[0].position is not None:
+            return torch.arange(len(self.windows)), torch.tensor([w.position for w in self.windows])
+        mask = torch.ones_like(self.ids) if self.mask is None else self.mask
+        row, position = mask.nonzero(as_tuple=True)
+        return row, position
+
+    def inputs(self, adapter: Adapter) -> tuple[Tensor, Tensor | None]:
+        """Return ids and attention mask on the device of a model.
+
+        Padding stands on the right, where a causal model never looks: it gets no mask, which is
+        faster.
+        """
+        device = adapter.model.device
+        mask = None if self.mask is None or adapter.kind == "causal" else self.mask.to(device)
+        return self.ids.to(device), mask
+
+
+class StateBatch(NamedTuple):
+    """States of `n` positions."""
+
+    states: list[Tensor]
+    """`h_0 ... h_L`, each `[n, d]`."""
+    position: Tensor
+    """`[n]`: number of the token in its window."""
+    length: Tensor
+    """`[n]`: tokens of that window, whether or not it was cut at the position."""
+    text_index: Tensor
+    """`[n]`: number of the text."""
 
 
 @dataclass
 class Tally:
-    """What has been read so far."""
+    """Counts of what has been read so far."""
 
     texts: int = 0
     skipped: int = 0
@@ -68,32 +105,42 @@ class Tally:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the texts."""
+        """Hash of the texts read so far."""
         return str(self.digest.hexdigest()[:16])
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How text becomes batches: with the same texts, the same batches."""
+class ReadingConfig:
+    """How text becomes batches: the same texts give the same batches."""
 
     kind: str
-    """Of the model: causal, masked or encoder."""
+    """Kind of the model: causal, masked or encoder."""
     positions: Positions = "all"
     seed: int = 0
-    batch_tokens: int = 2048
+    batch_tokens: int = bounded(2048, ge=1)
     window: int = _LONGEST
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse positions that are not known."""
         if self.positions not in ("all", "random"):
             raise UserError(
                 f"The positions {self.positions!r} are not known: choose 'all' or 'random'."
             )
-        if self.batch_tokens < 1:
-            raise UserError(f"A batch cannot have {self.batch_tokens} tokens: give 1 or more.")
 
 
-def choose_window(window: int | None, max_length: int | None) -> int:
-    """The length of a window: what is asked for, within what the model can read."""
+def make_reading(
+    adapter: Adapter,
+    positions: Positions = "all",
+    seed: int = 0,
+    batch_tokens: int = 2048,
+    window: int | None = None,
+) -> ReadingConfig:
+    """Return how texts are read for a model; `window` is limited by what the model can read."""
+    length = _choose_window(window, adapter.max_length)
+    return validate(ReadingConfig(adapter.kind, positions, seed, batch_tokens, length))
+
+
+def _choose_window(window: int | None, max_length: int | None) -> int:
     if window is None:
         return min(_LONGEST, max_length or _LONGEST)
     if window < 2 or (max_length is not None and window > max_length):
@@ -103,9 +150,16 @@ def choose_window(window: int | None, max_length: int | None) -> int:
 
 
 def batches(
-    tokenizer: Any, texts: Iterable[str], reading: Reading, tally: Tally | None = None
+    tokenizer: Any, texts: Iterable[str], reading: ReadingConfig, tally: Tally | None = None
 ) -> Iterator[TokenBatch]:
-    """All batches in an order that depends on the texts and on nothing else."""
+    """Yield all batches, in an order that depends on the texts and on nothing else.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        texts: Strings.
+        reading: Which positions are wanted, and how large windows and batches are.
+        tally: Counts the texts while they are read.
+    """
     if isinstance(texts, str):
         raise UserError("The texts are a single string: give a list of texts.")
     if reading.kind == "masked" and getattr(tokenizer, "mask_token_id", None) is None:
@@ -130,7 +184,7 @@ def batches(
 
 
 def _grouped(windows: list[Window], batch_tokens: int) -> list[list[Window]]:
-    """Windows of similar length together, padded no larger than a batch may be."""
+    """Group windows of similar length, padded no larger than a batch may be."""
     groups: list[list[Window]] = []
     for window in sorted(windows, key=lambda window: len(window.ids)):
         if not groups or (len(groups[-1]) + 1) * len(window.ids) > batch_tokens:
@@ -154,7 +208,9 @@ def _pools(texts: Iterable[str]) -> Iterator[list[str]]:
         yield pool
 
 
-def _windows(tokenizer: Any, pool: list[str], reading: Reading, tally: Tally) -> Iterator[Window]:
+def _windows(
+    tokenizer: Any, pool: list[str], reading: ReadingConfig, tally: Tally
+) -> Iterator[Window]:
     encoded = tokenizer(
         pool, return_special_tokens_mask=True, return_attention_mask=False, verbose=False
     )
@@ -183,7 +239,7 @@ def _windows(tokenizer: Any, pool: list[str], reading: Reading, tally: Tally) ->
 
 
 def _extra(special: list[int]) -> int:
-    """Special tokens around a text, which every window gets."""
+    """Return the number of special tokens around a text, which every window gets."""
     return special.index(0) + special[::-1].index(0)
 
 
@@ -196,7 +252,9 @@ def _cut(before: list[int], body: list[int], after: list[int], window: int) -> l
     return [before + body[start : start + step] + after for start in range(0, len(body), step)]
 
 
-def _window(tokenizer: Any, reading: Reading, ids: list[int], position: int, text: int) -> Window:
+def _window(
+    tokenizer: Any, reading: ReadingConfig, ids: list[int], position: int, text: int
+) -> Window:
     length = len(ids)
     if reading.kind == "masked":
         ids = [*ids[:position], tokenizer.mask_token_id, *ids[position + 1 :]]
@@ -215,3 +273,68 @@ def _pad(windows: list[Window], padding: int, texts: int) -> TokenBatch:
     if int(lengths.min()) < longest:
         mask = (torch.arange(longest) < lengths[:, None]).long()
     return TokenBatch(ids, mask, windows, texts)
+
+
+# -- states ------------------------------------------------------------------------------------
+
+
+def iterate_states(
+    adapter: Adapter,
+    tokenizer: Any,
+    texts: Iterable[str],
+    *,
+    positions: Positions = "all",
+    seed: int = 0,
+    batch_tokens: int = 2048,
+    window: int | None = None,
+    tally: Tally | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> Iterator[StateBatch]:
+    """Yield the states of all texts.
+
+    Args:
+        adapter: The model.
+        tokenizer: Its tokenizer.
+        texts: Strings.
+        positions: Whether every token of a text is wanted or one at random.
+        seed: Seed of the random positions.
+        batch_tokens: Most tokens in a batch, padding included.
+        window: Longest stretch of text that is run at once.
+        tally: Counts the texts while they are read.
+        share: `(k, n)` runs only every `n`-th batch from number `k` on: one of `n` processes.
+    """
+    reading = make_reading(adapter, positions, seed, batch_tokens, window)
+    for number, batch in enumerate(batches(tokenizer, texts, reading, tally)):
+        if number % share[1] == share[0]:
+            yield run_batch(adapter, batch)
+
+
+@torch.no_grad()
+def run_batch(adapter: Adapter, batch: TokenBatch) -> StateBatch:
+    """Run the model on a batch and return the states at the positions wanted."""
+    ids, mask = batch.inputs(adapter)
+    with _evaluating(adapter.model):
+        states = adapter.states(ids, attention_mask=mask)
+    row, position = batch.wanted()
+    everything = len(row) == batch.ids.numel()
+    chosen = (row * batch.ids.shape[1] + position).to(ids.device)
+    for layer, state in enumerate(states):  # one by one: the full state is freed at once
+        flat = state.reshape(-1, state.shape[-1])
+        states[layer] = flat if everything else flat.index_select(0, chosen)
+    check_finite(states)
+    lengths = torch.tensor([window.length for window in batch.windows])
+    indices = torch.tensor([window.text for window in batch.windows])
+    return StateBatch(states, position, lengths[row], indices[row])
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, also for a model that is being trained."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if training:
+            model.train()

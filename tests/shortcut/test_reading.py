@@ -9,9 +9,16 @@ import torch
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
-from deepenough.shortcut import windows as module
-from deepenough.shortcut.collect import StateBatch, iterate_states, run_batch
-from deepenough.shortcut.windows import Reading, Tally, batches, choose_window
+from deepenough.shortcut import reading as module
+from deepenough.shortcut.reading import (
+    ReadingConfig,
+    StateBatch,
+    Tally,
+    batches,
+    iterate_states,
+    make_reading,
+    run_batch,
+)
 
 
 def gathered(found: list[StateBatch]) -> dict[tuple[int, int], torch.Tensor]:
@@ -68,7 +75,7 @@ def test_random_positions_depend_on_the_seed_and_the_text_alone(
 def test_a_causal_text_is_cut_where_nothing_later_matters(
     gpt2: Any, plain: Any, texts: list[str]
 ) -> None:
-    reading = Reading("causal", "random", window=32)
+    reading = ReadingConfig("causal", "random", window=32)
     everything = gathered(list(iterate_states(adapt(gpt2), plain, texts)))
     num = 0
     for batch in batches(plain, texts, reading):
@@ -88,7 +95,7 @@ def test_a_causal_text_is_cut_where_nothing_later_matters(
 def test_masked_models_see_one_mask_in_every_window(wrapped: Any, texts: list[str]) -> None:
     for positions in ("all", "random"):
         places = set()
-        for batch in batches(wrapped, texts, Reading("masked", positions, window=20)):
+        for batch in batches(wrapped, texts, ReadingConfig("masked", positions, window=20)):
             for window in batch.windows:
                 assert window.ids.count(wrapped.mask_token_id) == 1
                 assert (window.ids[0], window.ids[-1]) == (2, 3) and len(window.ids) <= 20
@@ -96,21 +103,21 @@ def test_masked_models_see_one_mask_in_every_window(wrapped: Any, texts: list[st
                 assert window.position == (place if positions == "random" else None)
                 places.add(place)
         assert len(places) > 10
-    encoder = batches(wrapped, texts, Reading("encoder", "all", window=20))
+    encoder = batches(wrapped, texts, ReadingConfig("encoder", "all", window=20))
     assert all(wrapped.mask_token_id not in w.ids for batch in encoder for w in batch.windows)
 
 
 def test_windows_hold_the_whole_text(plain: Any, wrapped: Any) -> None:
     text = " ".join(f"w{number}" for number in range(50))
-    (batch,) = batches(plain, [text], Reading("causal", "all", window=20))
+    (batch,) = batches(plain, [text], ReadingConfig("causal", "all", window=20))
     assert [len(window.ids) for window in batch.windows] == [10, 20, 20]
-    (batch,) = batches(wrapped, [text], Reading("encoder", "all", window=20))
+    (batch,) = batches(wrapped, [text], ReadingConfig("encoder", "all", window=20))
     assert sum(len(window.ids) - 2 for window in batch.windows) == 50
     assert batch.mask is not None and batch.mask.sum(1).tolist() == [16, 20, 20]
     chosen = {
         (window.ids[-1], window.position)
         for seed in range(300)
-        for batch in batches(plain, [text], Reading("causal", "random", seed, window=20))
+        for batch in batches(plain, [text], ReadingConfig("causal", "random", seed, window=20))
         for window in batch.windows
     }
     assert len(chosen) == 50  # every token of the text has its chance
@@ -125,7 +132,7 @@ def test_long_texts_are_windowed_and_it_is_said_once(
 
 
 def test_padding_is_small_and_batches_keep_their_size(plain: Any, texts: list[str]) -> None:
-    found = list(batches(plain, texts, Reading("causal", batch_tokens=200)))
+    found = list(batches(plain, texts, ReadingConfig("causal", batch_tokens=200)))
     assert all(batch.ids.numel() <= 200 for batch in found)
     tokens = sum(len(window.ids) for batch in found for window in batch.windows)
     assert sum(batch.ids.numel() for batch in found) < 1.1 * tokens
@@ -135,7 +142,7 @@ def test_pools_change_the_batches_but_not_the_windows(
     plain: Any, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def windows() -> list[Any]:
-        reading = Reading("causal", "random")
+        reading = ReadingConfig("causal", "random")
         found = batches(plain, texts, reading)
         return sorted((w.text, w.ids, w.position) for batch in found for w in batch.windows)
 
@@ -165,13 +172,13 @@ def test_bad_input(gpt2: Any, bert: Any, plain: Any, texts: list[str]) -> None:
     for window, said in ((1, "at least 2 and at most 32"), (33, "at most 32")):
         with pytest.raises(UserError, match=said):
             list(iterate_states(adapt(gpt2), plain, texts, window=window))
-    assert choose_window(None, None) == choose_window(None, 8192) == 1024
+    assert make_reading(adapt(gpt2)).window == 32  # what the model can read
     with pytest.raises(UserError, match="choose 'all' or 'random'"):
         list(iterate_states(adapt(gpt2), plain, texts, positions="some"))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="1 or more"):
+    with pytest.raises(UserError, match="batch_tokens must be at least 1"):
         list(iterate_states(adapt(gpt2), plain, texts, batch_tokens=0))
     with pytest.raises(UserError, match="no room"):
-        list(batches(plain_with_ends(), ["w1 w2 w3"], Reading("encoder", window=2)))
+        list(batches(plain_with_ends(), ["w1 w2 w3"], ReadingConfig("encoder", window=2)))
 
 
 def plain_with_ends() -> Any:
