@@ -30,7 +30,7 @@ from deepenough.hf.adapter import Adapter, adapt
 from deepenough.shortcut.evaluation import evaluate
 from deepenough.shortcut.scores import Reference
 from deepenough.shortcut.submodules import Replacement
-from deepenough.training.allocator import keep_freed_memory
+from deepenough.training.trainer import keep_freed_memory
 
 # Given for the source's scripts on the machine of the claim, not measured here.
 SOURCE_HOURS = 11.0
