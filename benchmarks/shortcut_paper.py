@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepenough.shortcut.joint_fit import collect, fit
 from record import save_result
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.shortcut.evaluation import evaluate
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.scores import Reference
-from deepenough.shortcut.submodules import Replacement
+from deepenough.shortcut.submodules import Replacement, Submodules
 from deepenough.training.trainer import keep_freed_memory
 
 # Given for the source's scripts on the machine of the claim, not measured here.
@@ -58,11 +58,12 @@ def main() -> None:
 
     stages: dict[str, float] = {}
     adapter = adapt(model)
-    with timed(stages, "collect"):
-        statistics = collect(adapter, tokenizer, train)
-    with timed(stages, "fit"):
-        linear, affine, submodules = fit(adapter, statistics)
-    del statistics
+    with timed(stages, "fit layers, linear"):
+        linear = Shortcuts.fit(adapter, tokenizer, train, "random", batch_tokens=1024)
+    with timed(stages, "fit layers, affine"):
+        affine = Shortcuts.fit(adapter, tokenizer, train, "random", affine=True, batch_tokens=1024)
+    with timed(stages, "fit parts"):
+        submodules = Submodules.fit(adapter, tokenizer, train, batch_tokens=1024)
     inside: dict[str, float] = {}
     with watched(inside), timed(stages, "evaluate"):
         evaluation = evaluate(adapter, tokenizer, [linear, affine], test, submodules=submodules)
