@@ -20,20 +20,24 @@ OLDEST_PACKAGES := transformers==5.0.0 huggingface_hub==1.33.0 tokenizers==0.22.
 
 # One thread for each of the processes that run side by side.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
 
-# The claims that are measured in minutes.
-BENCHMARKS := speed cutoffs prepare_text
+# Another instruction set gives other last digits: no test may depend on them.
+OTHER_KERNELS := ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 \
+  MKL_ENABLE_INSTRUCTIONS=SSE4_2
+NUMERIC_TESTS := tests/golden tests/nn tests/hf tests/training tests/par tests/ponder tests/lazy \
+  tests/shortcut tests/decoding
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-oldest lint bench
+.PHONY: help setup demo lint test test-full test-kernels test-slow test-oldest test-wheel bench
 
 help:
-	@echo "make setup  install everything into $(VENV)"
-	@echo "make demo   every method in small, on a real model and text that comes with Python, into one page"
-	@echo "make test   lint, check types and run all tests"
-	@echo "make test-oldest  run the tests of adapters with the oldest transformers declared"
-	@echo "make lint   lint and check types only"
-	@echo "make bench  measure speed again"
+	@echo "make setup      install everything into $(VENV)"
+	@echo "make demo       every method in small, on a real model and text that comes with Python, into one page"
+	@echo "make test       lint, check types and run the tests, with line coverage; under ten minutes"
+	@echo "make test-full  the rest: another instruction set, notebook, browser, wheel, oldest transformers"
+	@echo "make lint       lint and check types only"
+	@echo "make bench      measure again what takes minutes, and check it against benchmarks/results"
 
 setup: $(STAMP)
 
@@ -45,7 +49,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/deepenough demo --folder runs/demo
+	$(BIN)/deepenough demo --out runs/demo
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -54,11 +58,20 @@ lint: $(STAMP)
 
 # The packaged model is converted once, here rather than in whichever test comes first.
 $(CONVERTED): $(STAMP)
-	$(BIN)/python -c "from deepenough.hf.loading import load_model; load_model('smollm2')"
+	$(BIN)/python -c "import deepenough; deepenough.load('smollm2')"
 	touch $@
 
 test: lint $(CONVERTED)
-	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
+	$(PYTEST) -m "not slow" --cov=deepenough --cov-report=term:skip-covered --cov-fail-under=92
+
+test-full: test-kernels test-slow test-oldest test-wheel
+
+test-kernels: $(CONVERTED)
+	$(OTHER_KERNELS) $(PYTEST) -m "not slow" $(NUMERIC_TESTS)
+
+# Notebook and browser.
+test-slow: $(CONVERTED)
+	$(PYTEST) -m slow
 
 $(OLDEST)/.installed: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --upgrade \
@@ -66,14 +79,21 @@ $(OLDEST)/.installed: $(STAMP)
 	touch $@
 
 # ModernBERT of that version compiles at import, which torch now warns of.
-test-oldest: $(OLDEST)/.installed
+test-oldest: $(OLDEST)/.installed $(CONVERTED)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c \
 	  "import transformers as t; assert t.__version__ == '5.0.0', t.__file__"
-	PYTHONPATH=$(OLDEST) $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) \
-	  -W ignore::DeprecationWarning:torch.jit._script \
-	  tests/models/test_hf.py tests/models/test_hf_register.py tests/models/test_pretrained.py
+	PYTHONPATH=$(OLDEST) $(PYTEST) -W ignore::DeprecationWarning:torch.jit._script tests/hf
+
+# What pip would install: the wheel alone, in an environment that borrows only the dependencies.
+test-wheel: $(STAMP)
+	rm -rf build/wheel && $(BIN)/python -m pip wheel -q --no-deps --disable-pip-version-check \
+	  -c constraints.txt -w build/wheel .
+	$(BIN)/python -m pip install -q --no-deps --disable-pip-version-check --upgrade \
+	  --target build/wheel/site build/wheel/deepenough-*.whl
+	cd build && PYTHONPATH=wheel/site ../$(BIN)/python -c \
+	  "import deepenough, pathlib; assert 'wheel' in deepenough.__file__, deepenough.__file__"
+	cd build && PYTHONPATH=wheel/site ../$(BIN)/python -m deepenough --help > /dev/null
+	cd build && PYTHONPATH=wheel/site ../$(BIN)/python -m deepenough demo --scale 0.01 --out demo
 
 bench: $(STAMP)
-	set -e; for name in $(BENCHMARKS); do \
-	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done
-	@echo "The trainings behind docs/results.md take hours; each figure there names its command."
+	$(BIN)/python -m benchmarks --quick --check

@@ -3,7 +3,6 @@
 import importlib
 
 COMMANDS: dict[str, str] = {
-    "demo": "show every method in a few minutes, without data or network",
     "search": "find which blocks a language model needs on your text and machine",
     "derive": "read the block pattern out of a search",
     "train": "train a language model with a given or derived pattern",

@@ -1,0 +1,124 @@
+"""`deepenough demo`: every method in small, on a machine with nothing, into one report.
+
+Needs no data and no network: the text is the prose inside Python, the real model is the one that a
+package carries. Each step is a command that anyone can type; it is printed before it runs.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepenough.config import Command, bounded
+from deepenough.errors import UserError
+
+PROMPT = "The capital of France is Paris, and the capital of Germany is"
+
+
+@dataclass
+class DemoConfig:
+    """Settings of `deepenough demo`."""
+
+    out: str = "runs/demo"
+    """Folder for everything; what an earlier demo wrote there is replaced."""
+
+    model: str = "smollm2"
+    """Model whose layers are studied: a name, a folder, or a name on the hub."""
+
+    scale: float = bounded(1.0, gt=0, le=10)
+    """Share of the training and measuring that is done; less is quicker and shows less."""
+
+
+def run_demo(config: DemoConfig) -> None:
+    """Run every step, printing its command and its seconds; the last prints where the page is."""
+    began = time.perf_counter()
+    steps = demo_steps(config)
+    for number, (what, words) in enumerate(steps, start=1):
+        started = time.perf_counter()
+        line = shlex.join(["deepenough", *words])
+        print(f"\n[{number}/{len(steps)}] {what}\n$ {line}", file=sys.stderr, flush=True)
+        _run(words)
+        if number < len(steps):  # the report's path is to stand last
+            seconds, so_far = time.perf_counter() - started, time.perf_counter() - began
+            print(f"  {seconds:.0f} s ({so_far:.0f} s so far)", file=sys.stderr, flush=True)
+
+
+def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:
+    """Return what is done, and the words of the command that does it."""
+
+    def at(name: str) -> str:
+        return shlex.quote(str(Path(config.out) / name))
+
+    def some(number: int, least: int = 1) -> int:
+        return max(least, round(number * config.scale))
+
+    shortcut, par, parity, programs = map(at, ("shortcut", "par", "parity", "programs"))
+    generation, language, execution = map(at, ("generation", "language", "execution"))
+    steps = {
+        "Shortcuts: how early does a real model know its answer?":
+            f"shortcut fit {shlex.quote(config.model)} --data python --lines {some(240, 8)} "
+            f"--ridge 0.01 --out {shortcut} --overwrite",
+        "what each of its layers knows, on text it was not fitted on":
+            f"shortcut eval {shortcut} --lines {some(60, 4)}",
+        "the same token by token":
+            f"shortcut lens {shortcut} --prompt {shlex.quote(PROMPT)}",
+        "Decoding: its own generate(), the same text faster, and with early exit":
+            f"compare {shortcut} --limit 2 --new_tokens {some(16, 4)} --exit [0.6,0.3] --rounds 6 "
+            f"--out {generation}",
+        "PAR: which blocks does a language model need?":
+            "par search --data python --vocab_size 2000 --batch_size 16 --length 64 "
+            "--num_blocks 6 --d_model 96 --num_heads 4 --d_ff 384 --mem_len 64 --alpha_lr 10 "
+            f"--choose_after 0.5 --budget 0.9 --retrain scratch --steps {some(400, 4)} --lr 0.004 "
+            f"--valid_every {some(200, 4)} --warmup {some(40)} --log_every 5 --out {par} "
+            "--overwrite",
+        "the model it led to, with more and less memory":
+            f"compare {par} --limit {some(16, 2)} --rounds 6 --out {language}",
+        "Ponder: a network that computes longer on harder inputs":
+            "ponder parity --size 8 --train_nonzero 5 --max_passes 8 --eval_size 500 "
+            f"--steps {some(1200, 4)} --warmup {some(100)} --valid_every {some(600, 2)} "
+            f"--out {parity} --overwrite",
+        "Lazy: a transformer that executes programs and updates only what still changes":
+            "lazy train --task programs --length 2 --reverse --d_model 64 --num_heads 4 "
+            "--d_ff 256 --encoder_steps 4 --decoder_steps 2 "
+            f"--steps {some(1600, 4)} --lr 0.005 --warmup {some(100)} "
+            f"--valid_every {some(400, 4)} "
+            f"--eval_size {some(200, 16)} --out {programs} --overwrite",
+        "which programs it executes":
+            f"lazy eval {programs}",
+        "how far the states of one of them still move":
+            f"lazy plot {programs} --sentence 1 --epsilon 0.15",
+        "programs with fewer steps, and with tokens that stop being updated":
+            f"compare {programs} --limit {some(48, 8)} --rounds 6 --out {execution}",
+        "Report: all of it on one page":
+            f"report {generation} {shortcut} {language} {par} {parity} {execution} {programs} "
+            f"--title 'deepenough: a demonstration' --out {at('report.html')}",
+    }  # fmt: skip
+    return [(what, shlex.split(line)) for what, line in steps.items()]
+
+
+def _run(words: list[str]) -> None:
+    """Run one command in this process: loading torch anew for each would take a minute."""
+    from deepenough.cli import run
+
+    where = f"The demo stopped at deepenough {shlex.join(words)}"
+    try:
+        code = run(words)
+    except UserError as error:
+        raise UserError(f"{error} {where}.") from error
+    if code:
+        raise UserError(f"{where}; see above why.")
+
+
+DEMO = Command(
+    name="demo",
+    help="show every method in a few minutes, without data or network",
+    config=DemoConfig,
+    run=run_demo,
+    description="Every method in small, in a few minutes, without data or network, into one\n"
+    "report: shortcuts and lossless speed on a real model, a search for blocks, pondering\n"
+    "on parity, a lazy transformer on programs.",
+    example="deepenough demo --out runs/demo",
+)
