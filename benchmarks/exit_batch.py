@@ -31,7 +31,7 @@ from exit_prompts import (
 )
 from record import save_result
 
-from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.api import speculate
 
 TIE = 1e-3
 
@@ -67,7 +67,7 @@ def main() -> None:
     def way(generator: Any) -> Any:
         return lambda some: sum(map(len, run(generator, some)))
 
-    models = {"generate": model, "loop": accelerate(model), **exiting}
+    models = {"generate": model, "loop": speculate(model, "none"), **exiting}
     rates = interleaved(
         {name: way(each) for name, each in models.items()}, batches, arguments.rounds
     )
@@ -108,7 +108,7 @@ def quality(fast: Any, batches: Sequence[list[list[int]]], run: Any) -> dict[str
             counts[compare(fast, prompt, row, run(fast, [prompt])[0])] += 1
     prompts = [prompt for some in batches for prompt in some]
     return {
-        "agreement": agreement(fast._exit_engine, prompts, rows),
+        "agreement": agreement(fast.decoding_engine, prompts, rows),
         "layers": sum(depths) / len(depths),
         "rows_beside_one_by_one": counts,
     }

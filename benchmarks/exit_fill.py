@@ -35,7 +35,7 @@ from exit_prompts import (
 from record import save_result
 
 from deepenough.decoding.calibration import write
-from deepenough.decoding.filling import FILLS
+from deepenough.decoding.early_exit import KV_PROPAGATIONS
 from deepenough.decoding.losses import full_words, losses_at
 from deepenough.decoding.own_text import Written
 
@@ -51,15 +51,19 @@ def main() -> None:
     model, tokenizer, shortcuts = load(arguments)
     prompts = make_prompts(tokenizer, arguments, arguments.prompts)
     fast = make_exiting(model, shortcuts, arguments, arguments.thresholds[0], "shortcut")
-    engine = fast._exit_engine
+    engine = fast.decoding_engine
     full = write(engine, prompts, arguments.new_tokens, arguments.batch)
     expected = full_words(engine, full)
     rows = []
     for threshold in arguments.thresholds:
-        for fill in FILLS:
+        for fill in KV_PROPAGATIONS:
             fast = make_exiting(model, shortcuts, arguments, threshold, fill)
-            row = {"threshold": threshold, "fill": fill, **in_use(fast, prompts, full, arguments)}
-            on_full = losses_at(fast._exit_engine, fast._exit_early, full, expected)
+            row = {
+                "threshold": threshold,
+                "fill": fill,
+                **in_use(fast, prompts, full, arguments),
+            }
+            on_full = losses_at(fast.decoding_engine, fast.exit_rule, full, expected)
             row["on_full_text"] = 1 - float(on_full.losses_N.mean())
             row["layers_on_full_text"] = float(on_full.layers_N.mean())
             print(row, flush=True)
@@ -100,7 +104,7 @@ def in_use(
         same.append(float(equal.sum()) / max(len(own), len(other)))
         firsts.append(int(equal.long().cumprod(0).sum()))
     return {
-        "agreement": agreement(fast._exit_engine, prompts, rows),
+        "agreement": agreement(fast.decoding_engine, prompts, rows),
         "same_place": statistics.fmean(same),
         "first_difference": statistics.fmean(firsts),
         "layers": statistics.fmean(depths),

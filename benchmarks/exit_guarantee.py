@@ -37,7 +37,7 @@ from exit_prompts import (
 from record import save_result
 from torch import Tensor
 
-from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.api import speculate
 from deepenough.decoding.calibration import THRESHOLDS, write
 from deepenough.decoding.guarantee import BOUNDS, calibrate
 from deepenough.decoding.losses import ExitTable, losses_in_use, with_threshold
@@ -62,7 +62,7 @@ def main() -> None:
     kept, timed = prompts[: arguments.texts], prompts[arguments.texts :]
     # Exits are chosen for a threshold in the middle, before anything is calibrated.
     fast = make_exiting(model, shortcuts, arguments, 0.5, "deferred")
-    engine, early = fast._exit_engine, fast._exit_early
+    engine, early = fast.decoding_engine, fast.exit_rule
     thresholds = arguments.thresholds
     points = measure(fast, kept, arguments)
     losses_NT = torch.stack([point.losses_N for point in points], dim=1)
@@ -77,7 +77,7 @@ def main() -> None:
         "exits": list(early.layers),
         "policy": arguments.policy,
         "shortlist": arguments.shortlist,
-        "fill": early.fill,
+        "fill": early.kv_propagation,
         "curve": [
             {"threshold": threshold, "disagreement": risk, "layers": layers}
             for threshold, risk, layers in zip(
@@ -105,7 +105,7 @@ def main() -> None:
 
 def measure(fast: Any, prompts: Sequence[list[int]], arguments: argparse.Namespace) -> list[Any]:
     """Losses and layers of all texts at every threshold."""
-    engine, early, batch = fast._exit_engine, fast._exit_early, arguments.batch
+    engine, early, batch = fast.decoding_engine, fast.exit_rule, arguments.batch
     new, points = arguments.new_tokens, []
     if not arguments.own_text:
         written = write(engine, prompts, new, batch, _tell)
@@ -172,7 +172,7 @@ def speed(
 
     ways = {
         "generate": way(model),
-        "loop": way(accelerate(model)),
+        "loop": way(speculate(model, "none")),
         "exit": way(exiting),
     }
     rates = interleaved(ways, timed, arguments.rounds)
@@ -185,7 +185,7 @@ def speed(
         "tokens_per_second": rates,
         "times_generate": {name: rate / rates["generate"] for name, rate in rates.items()},
         "layers_mean": statistics.fmean(layers),
-        "agreement": agreement(exiting._exit_engine, timed, rows),
+        "agreement": agreement(exiting.decoding_engine, timed, rows),
     }
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from deepenough.data import open_corpus
-from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.api import early_exit
+from deepenough.decoding.early_exit import make_policy
+from deepenough.decoding.exit_scoring import choose_exits, measured_prices
 from deepenough.decoding.instructions import instructions
 from deepenough.decoding.losses import full_words
 from deepenough.decoding.own_text import Written
-from deepenough.decoding.planning import choose_exits, measured_prices
-from deepenough.decoding.policies import make_policy
 from deepenough.hf.loading import load as load_model
 from deepenough.shortcut.modeling import Shortcuts
 
@@ -73,17 +73,17 @@ def make_exiting(
     options = {
         "mode": "exit",
         "policy": make_policy(arguments.policy, threshold),
-        "fill": fill,
-        "shortlist": torch.arange(words) if words else None,
+        "kv_propagation": fill,
+        "exit_vocab": torch.arange(words) if words else None,
     }
-    fast = accelerate(model, shortcuts, exits=arguments.exits or [1], **options)
+    fast = early_exit(model, shortcuts, exit_layers=arguments.exits or [1], **options)
     if not arguments.exits:
-        early = fast._exit_early
-        prices = measured_prices(fast._exit_engine, early)
+        early = fast.exit_rule
+        prices = measured_prices(fast.decoding_engine, early)
         print("prices, in ms:", {name: 1e3 * value for name, value in vars(prices).items()})
-        arguments.exits = choose_exits(fast._exit_engine, early, prices=prices)
+        arguments.exits = choose_exits(fast.decoding_engine, early, prices=prices)
         print("exits:", arguments.exits, flush=True)
-        fast = accelerate(model, shortcuts, exits=arguments.exits, **options)
+        fast = early_exit(model, shortcuts, exit_layers=arguments.exits, **options)
     return fast
 
 

@@ -34,10 +34,10 @@ from record import save_result
 from torch import Tensor
 
 from deepenough.data import open_corpus
-from deepenough.decoding.accelerate import accelerate
-from deepenough.decoding.carry import INDEX, Carry
+from deepenough.decoding.api import speculate
 from deepenough.decoding.carry_fit import fit_carry
-from deepenough.decoding.making import make_engine
+from deepenough.decoding.drafters import INDEX, LinearDrafter
+from deepenough.decoding.engine import make_engine
 from deepenough.decoding.tuned import Tuned
 from deepenough.hf.loading import load
 from deepenough.training.trainer import keep_freed_memory
@@ -129,12 +129,15 @@ TRANSFORMERS = ("generate", "assistant_early_exit", "prompt_lookup")
 
 def facts(tuned: Tuned) -> dict[str, Any]:
     """How the head came about, and what was chosen with it."""
-    chosen = {name: tuned.choice.get(name) for name in ("names", "num_drafts", "words", "layer")}
+    chosen = {
+        name: tuned.choice.get(name)
+        for name in ("names", "num_draft_tokens", "vocab_size", "layer")
+    }
     return {n: v for n, v in tuned.meta.items() if n != "prompts"} | {"chosen": chosen}
 
 
 def make_ways(
-    model: Any, carry: Carry, tuned: Tuned | None, arguments: argparse.Namespace
+    model: Any, carry: LinearDrafter, tuned: Tuned | None, arguments: argparse.Namespace
 ) -> dict[str, Way]:
     options = options_of(model, arguments.new_tokens)
 
@@ -145,7 +148,7 @@ def make_ways(
         "generate": way(model),
         "assistant_early_exit": way(model, assistant_early_exit=arguments.exit_layer),
         "prompt_lookup": way(model, prompt_lookup_num_tokens=2),
-        "loop": way(accelerate(model)),
+        "loop": way(speculate(model, "none")),
     }
     sources = {"lookup": ["lookup"], "carry": ["carry"], "both": ["lookup", "carry"]}
     if tuned is not None:
@@ -153,10 +156,10 @@ def make_ways(
     given: dict[str, Any] = {"mode": "speculative", "carry": carry, "tuned": tuned}
     for number in arguments.drafts:
         for name, drafts in sources.items():
-            fast = accelerate(model, **given, drafts=drafts, num_drafts=number)
+            fast = speculate(model, **given, drafter=drafts, num_draft_tokens=number)
             ways[f"{name}_{number}"] = way(fast)
     if tuned is not None and tuned.choice:
-        ways["chosen"] = way(accelerate(model, **given))
+        ways["chosen"] = way(speculate(model, **given))
     return {name: each for name, each in ways.items() if name not in arguments.without}
 
 
@@ -195,9 +198,9 @@ def orders(tokenizer: Any, test: bool) -> Iterator[str]:
                 yield text
 
 
-def load_or_fit(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> Carry:
+def load_or_fit(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> LinearDrafter:
     if (arguments.carry / INDEX).is_file():
-        return Carry.from_pretrained(arguments.carry)
+        return LinearDrafter.from_pretrained(arguments.carry)
     paragraph, order = paragraphs(arguments.corpus, "train"), orders(tokenizer, test=False)
     texts = (text for pair in zip(paragraph, order, strict=True) for text in pair)
     carry = fit_carry(

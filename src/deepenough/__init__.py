@@ -11,10 +11,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepenough.decoding.accelerate import accelerate as accelerate
+    from deepenough.decoding.api import early_exit as early_exit
+    from deepenough.decoding.api import speculate as speculate
     from deepenough.decoding.calibrated import Calibrated as Calibrated
     from deepenough.decoding.calibration import calibrate as calibrate
-    from deepenough.decoding.carry import Carry as Carry
+    from deepenough.decoding.drafters import Drafter as Drafter
+    from deepenough.decoding.drafters import FallbackDrafter as FallbackDrafter
+    from deepenough.decoding.drafters import LinearDrafter as LinearDrafter
+    from deepenough.decoding.drafters import LookupDrafter as LookupDrafter
+    from deepenough.decoding.drafters import ShortcutDrafter as ShortcutDrafter
+    from deepenough.decoding.early_exit import ConfidenceGap as ConfidenceGap
+    from deepenough.decoding.early_exit import ExitPolicy as ExitPolicy
+    from deepenough.decoding.early_exit import FixedLayer as FixedLayer
+    from deepenough.decoding.early_exit import LowEntropy as LowEntropy
+    from deepenough.decoding.early_exit import Patience as Patience
+    from deepenough.decoding.early_exit import TopProbability as TopProbability
     from deepenough.decoding.tuned import Tuned as Tuned
     from deepenough.errors import UserError as UserError
     from deepenough.lazy import LazyTransformerConfig as LazyTransformerConfig
@@ -42,48 +53,70 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Calibrated",
-    "Carry",
+    "ConfidenceGap",
     "DepthTrace",
+    "Drafter",
+    "ExitPolicy",
+    "FallbackDrafter",
+    "FixedLayer",
     "LazyTransformerConfig",
     "LazyTransformerForCausalLM",
     "LazyTransformerForConditionalGeneration",
     "LazyTransition",
+    "LinearDrafter",
+    "LookupDrafter",
+    "LowEntropy",
     "ParConfig",
     "ParForCausalLM",
+    "Patience",
     "PonderAlbertConfig",
     "PonderAlbertForSequenceClassification",
     "PonderEncoderConfig",
     "PonderEncoderForSequenceClassification",
     "Record",
     "RunFolder",
+    "ShortcutDrafter",
     "Shortcuts",
+    "TopProbability",
     "Tuned",
     "UserError",
-    "accelerate",
     "calibrate",
+    "early_exit",
+    "speculate",
 ]
 
 _MODULES = {
     "Calibrated": "deepenough.decoding.calibrated",
-    "Carry": "deepenough.decoding.carry",
+    "ConfidenceGap": "deepenough.decoding.early_exit",
     "DepthTrace": "deepenough.trace",
+    "Drafter": "deepenough.decoding.drafters",
+    "ExitPolicy": "deepenough.decoding.early_exit",
+    "FallbackDrafter": "deepenough.decoding.drafters",
+    "FixedLayer": "deepenough.decoding.early_exit",
     "LazyTransformerConfig": "deepenough.lazy",
     "LazyTransformerForCausalLM": "deepenough.lazy",
     "LazyTransformerForConditionalGeneration": "deepenough.lazy",
     "LazyTransition": "deepenough.lazy",
+    "LinearDrafter": "deepenough.decoding.drafters",
+    "LookupDrafter": "deepenough.decoding.drafters",
+    "LowEntropy": "deepenough.decoding.early_exit",
     "ParConfig": "deepenough.par",
     "ParForCausalLM": "deepenough.par",
+    "Patience": "deepenough.decoding.early_exit",
     "PonderAlbertConfig": "deepenough.ponder",
     "PonderAlbertForSequenceClassification": "deepenough.ponder",
     "PonderEncoderConfig": "deepenough.ponder",
     "PonderEncoderForSequenceClassification": "deepenough.ponder",
     "Record": "deepenough.runs",
     "RunFolder": "deepenough.runs",
-    "Shortcuts": "deepenough.shortcut.modeling",
+    "ShortcutDrafter": "deepenough.decoding.drafters",
+    "Shortcuts": "deepenough.shortcut.shortcuts",
+    "TopProbability": "deepenough.decoding.early_exit",
     "Tuned": "deepenough.decoding.tuned",
     "UserError": "deepenough.errors",
-    "accelerate": "deepenough.decoding.accelerate",
     "calibrate": "deepenough.decoding.calibration",
+    "early_exit": "deepenough.decoding.api",
+    "speculate": "deepenough.decoding.api",
 }
 
 

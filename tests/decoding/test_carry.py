@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from deepenough import UserError
-from deepenough.decoding.accelerate import accelerate
-from deepenough.decoding.carry import Carry
+from deepenough.decoding.api import speculate
 from deepenough.decoding.carry_fit import Sums, fit_carry, inputs_of
+from deepenough.decoding.drafters import LinearDrafter
 from deepenough.decoding.own_text import WritingSettings, write
 from deepenough.hf.adapter import adapt
 
@@ -23,7 +23,7 @@ def texts() -> list[str]:
 
 
 @pytest.fixture
-def carry(small, texts) -> Carry:
+def carry(small, texts) -> LinearDrafter:
     return fit_carry(
         small, tokenizer, texts, tokens=900, prompt_tokens=8, new_tokens=24, batch=8, shortlist=30
     )
@@ -81,9 +81,9 @@ def test_sums_give_the_least_squares_solution() -> None:
 
 def test_fitted_maps_draft_and_change_nothing(small, prompts, carry) -> None:
     assert [matrix.shape for matrix, _ in carry.maps] == [(32, 64), (32, 96)]
-    assert len(carry.shortlist) == 30
+    assert len(carry.draft_vocab) == 30
     assert all(0.0 <= share <= 1.0 for share in carry.meta["fit"]["agreements"])
-    fast = accelerate(small, mode="speculative", carry=carry)
+    fast = speculate(small, linear_drafter=carry)
     options = {"do_sample": False, "max_new_tokens": 20}
     expected = small.generate(**prompts(3), **options)
     found = fast.generate(**prompts(3), **options, return_dict_in_generate=True)
@@ -93,26 +93,26 @@ def test_fitted_maps_draft_and_change_nothing(small, prompts, carry) -> None:
 
 def test_maps_are_saved_and_loaded(small, carry, tmp_path) -> None:
     carry.save_pretrained(tmp_path / "maps")
-    again = Carry.from_pretrained(tmp_path / "maps")
-    assert torch.equal(again.shortlist, carry.shortlist)
+    again = LinearDrafter.from_pretrained(tmp_path / "maps")
+    assert torch.equal(again.draft_vocab, carry.draft_vocab)
     for own, other in zip(again.maps, carry.maps, strict=True):
         assert torch.equal(own[0], other[0]) and torch.equal(own[1], other[1])
     assert again.meta == carry.meta
-    accelerate(small, mode="speculative", carry=again)
+    speculate(small, linear_drafter=again)
 
 
 def test_damaged_or_foreign_maps_are_refused(small, make_model, carry, tmp_path) -> None:
-    with pytest.raises(UserError, match="holds no carry maps"):
-        Carry.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="holds no linear drafter"):
+        LinearDrafter.from_pretrained(tmp_path)
     carry.save_pretrained(tmp_path)
     with torch.no_grad():
         small.model.layers[0].mlp.up_proj.weight.add_(1.0)
-    with pytest.raises(UserError, match="carry maps were fitted"):
-        accelerate(small, mode="speculative", carry=carry)
-    tensors = tmp_path / "carry.safetensors"
+    with pytest.raises(UserError, match="drafter was fitted"):
+        speculate(small, linear_drafter=carry)
+    tensors = tmp_path / "linear_drafter.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-4])
     with pytest.raises(UserError, match="fit the maps again"):
-        Carry.from_pretrained(tmp_path)
+        LinearDrafter.from_pretrained(tmp_path)
 
 
 def test_too_little_text_is_refused(small, texts) -> None:

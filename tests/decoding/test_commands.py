@@ -57,8 +57,8 @@ def shortcuts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "words.txt"
-    rows = torch.randint(3, WORDS, (70, 12), generator=torch.Generator().manual_seed(0))
-    file.write_text("\n".join(" ".join(f"w{number}" for number in row) for row in rows.tolist()))
+    request = torch.randint(3, WORDS, (70, 12), generator=torch.Generator().manual_seed(0))
+    file.write_text("\n".join(" ".join(f"w{number}" for number in row) for row in request.tolist()))
     return file
 
 
@@ -99,10 +99,10 @@ def test_prompts_come_from_standard_input(model, capsys, monkeypatch) -> None:
 
 
 def test_ctrl_c_leaves_what_there_is(model, capsys, monkeypatch) -> None:
-    from deepenough.decoding import rows
+    from deepenough.decoding import request
 
     count = 0
-    after = rows.Stops.after
+    after = request.StoppingRules.update
 
     def interrupted(self: Any, some: Any, scores: Any) -> None:
         nonlocal count
@@ -111,7 +111,7 @@ def test_ctrl_c_leaves_what_there_is(model, capsys, monkeypatch) -> None:
         if count == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(rows.Stops, "after", interrupted)
+    monkeypatch.setattr(request.StoppingRules, "update", interrupted)
     words = ["generate", "w3 w4 w5", "--model", str(model), "--mode", "full"]
     assert main(["exit", *words, "--max-new-tokens", "12"]) == 0
     assert "interrupted" in capsys.readouterr().out

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from deepenough import Shortcuts, UserError
-from deepenough.decoding.accelerate import accelerate
-from deepenough.decoding.filling import FILLS
-from deepenough.decoding.policies import (
+from deepenough.decoding.api import early_exit
+from deepenough.decoding.early_exit import (
+    KV_PROPAGATIONS,
     ConfidenceGap,
+    ExitObservation,
     ExitPolicy,
     FixedLayer,
-    Look,
     LowEntropy,
     Patience,
     TopProbability,
@@ -28,9 +28,9 @@ class ByPlace(ExitPolicy):
 
     depths = (1, 1, 3, 2, 1, 2, 3, 3, 1)
 
-    def leaves(self, look: Look):
-        wanted = torch.tensor([self.depths[int(place) % 9] for place in look.place_B])
-        return wanted == look.layer
+    def exits(self, seen: ExitObservation):
+        wanted = torch.tensor([self.depths[int(place) % 9] for place in seen.num_generated_B])
+        return wanted == seen.layer
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def generate_ref(model, shortcuts: Shortcuts, ids: list[int], fill: str, new_tok
 
 #: The last two through their own layers, where a token cannot wait.
 WAYS = [
-    *((name, fill) for name in ("llama", "gpt2") for fill in FILLS),
+    *((name, fill) for name in ("llama", "gpt2") for fill in KV_PROPAGATIONS),
     *((name, fill) for name in ("gpt_neox", "opt") for fill in ("shortcut", "copy")),
 ]
 
@@ -94,7 +94,7 @@ WAYS = [
 @pytest.mark.parametrize(("name", "fill"), WAYS)
 def test_batches_are_what_the_definition_says(make_model, prompts, shortcuts, name, fill) -> None:
     model = make_model(name)
-    fast = accelerate(model, shortcuts, mode="exit", policy=ByPlace(), exits=[1, 2], fill=fill)
+    fast = early_exit(model, shortcuts, policy=ByPlace(), exit_layers=[1, 2], kv_propagation=fill)
     given = prompts(3)
     found = fast.generate(**given, **GREEDY, return_dict_in_generate=True)
     for row in range(3):
@@ -110,8 +110,8 @@ def test_batches_are_what_the_definition_says(make_model, prompts, shortcuts, na
 def test_layers_behind_the_exit_do_not_run(make_model, prompts, shortcuts, name) -> None:
     """Their attention hands over keys and values, and stops there."""
     model = make_model(name)
-    options = {"policy": FixedLayer(1), "exits": [1], "fill": "copy"}
-    fast = accelerate(model, shortcuts, mode="exit", **options)
+    options = {"policy": FixedLayer(1), "exit_layers": [1], "kv_propagation": "copy"}
+    fast = early_exit(model, shortcuts, **options)
     ran = []
     for index, layer in enumerate(adapt(model).layers):
         layer.register_forward_hook(lambda *_, index=index: ran.append(index))
@@ -120,10 +120,10 @@ def test_layers_behind_the_exit_do_not_run(make_model, prompts, shortcuts, name)
     assert (ran.count(0), ran.count(1), ran.count(2)) == (12, 1, 1)
 
 
-@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("fill", KV_PROPAGATIONS)
 @pytest.mark.parametrize("policy", [ConfidenceGap(0.6), TopProbability(0.5), LowEntropy(0.5)])
 def test_rows_are_as_one_by_one(small, prompts, shortcuts, fill, policy) -> None:
-    fast = accelerate(small, shortcuts, mode="exit", policy=policy, exits=[1, 2], fill=fill)
+    fast = early_exit(small, shortcuts, policy=policy, exit_layers=[1, 2], kv_propagation=fill)
     given = prompts(4)
     together = fast.generate(**given, **GREEDY, return_dict_in_generate=True)
     for row in range(4):
@@ -138,18 +138,18 @@ def test_rows_are_as_one_by_one(small, prompts, shortcuts, fill, policy) -> None
         assert torch.equal(together.trace.depth[row, : len(new)], alone.trace.depth[0])
 
 
-@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("fill", KV_PROPAGATIONS)
 def test_tokens_that_never_leave_are_the_models_own(small, prompts, shortcuts, fill) -> None:
     expected = small.generate(**prompts(3), **GREEDY)
-    options = {"policy": TopProbability(1.0), "exits": [1, 2], "fill": fill}
-    found = accelerate(small, shortcuts, mode="exit", **options).generate(**prompts(3), **GREEDY)
+    options = {"policy": TopProbability(1.0), "exit_layers": [1, 2], "kv_propagation": fill}
+    found = early_exit(small, shortcuts, **options).generate(**prompts(3), **GREEDY)
     assert torch.equal(found, expected)
 
 
 def test_leaving_early_costs_less(small, prompts, shortcuts) -> None:
     costs = []
     for layer in (1, 2, 3):
-        fast = accelerate(small, shortcuts, mode="exit", policy=FixedLayer(layer), exits=[1, 2])
+        fast = early_exit(small, shortcuts, policy=FixedLayer(layer), exit_layers=[1, 2])
         fast.generate(**prompts(1), **GREEDY, min_new_tokens=12)
         assert fast.trace.depth[0, 1:].tolist() == [layer] * 11
         costs.append(fast.trace.total_flops)
@@ -158,10 +158,10 @@ def test_leaving_early_costs_less(small, prompts, shortcuts) -> None:
 
 def test_a_shortlist_only_decides_when(small, prompts, shortcuts) -> None:
     """The word itself is chosen among all."""
-    options = {"mode": "exit", "policy": FixedLayer(1), "exits": [1]}
-    whole = accelerate(small, shortcuts, **options).generate(**prompts(2), **GREEDY)
+    options = {"policy": FixedLayer(1), "exit_layers": [1]}
+    whole = early_exit(small, shortcuts, **options).generate(**prompts(2), **GREEDY)
     words = torch.arange(5)
-    short = accelerate(small, shortcuts, **options, shortlist=words).generate(
+    short = early_exit(small, shortcuts, **options, exit_vocab=words).generate(
         **prompts(2), **GREEDY
     )
     assert torch.equal(whole, short)
@@ -170,17 +170,17 @@ def test_a_shortlist_only_decides_when(small, prompts, shortcuts) -> None:
 @pytest.mark.parametrize("policy", [ConfidenceGap(0.3), TopProbability(0.4), LowEntropy(0.3)])
 def test_a_shortlist_lets_nobody_go_earlier(small, prompts, shortcuts, policy) -> None:
     """With all words in it, it changes nothing; with few, what it lets go is asked again."""
-    options = {"mode": "exit", "policy": policy, "exits": [1, 2], "fill": "deferred"}
+    options = {"policy": policy, "exit_layers": [1, 2], "kv_propagation": "deferred"}
     given = {**prompts(3), **GREEDY, "min_new_tokens": 12}
-    fast = accelerate(small, shortcuts, **options)
+    fast = early_exit(small, shortcuts, **options)
     whole = fast.generate(**given)
     depth = fast.trace.depth
     assert depth[:, 1:].float().mean() < 3
-    every = accelerate(small, shortcuts, **options, shortlist=torch.arange(40))
+    every = early_exit(small, shortcuts, **options, exit_vocab=torch.arange(40))
     assert torch.equal(every.generate(**given), whole)
     assert torch.equal(every.trace.depth, depth)
     assert every.trace.total_flops > fast.trace.total_flops  # each leaving is tested twice
-    few = accelerate(small, shortcuts, **options, shortlist=torch.arange(8))
+    few = early_exit(small, shortcuts, **options, exit_vocab=torch.arange(8))
     ids = few.generate(**given)
     same = (ids[:, 7:] == whole[:, 7:]).cumprod(1)[:, :-1].bool()
     assert same.any()
@@ -189,9 +189,9 @@ def test_a_shortlist_lets_nobody_go_earlier(small, prompts, shortcuts, policy) -
 
 def test_patience_looks_at_all_words(small, prompts, shortcuts) -> None:
     """Among few words the best stays the same sooner."""
-    options = {"mode": "exit", "policy": Patience(2), "exits": [1, 2]}
-    fast = accelerate(small, shortcuts, **options)
-    few = accelerate(small, shortcuts, **options, shortlist=torch.arange(3, 8))
+    options = {"policy": Patience(2), "exit_layers": [1, 2]}
+    fast = early_exit(small, shortcuts, **options)
+    few = early_exit(small, shortcuts, **options, exit_vocab=torch.arange(3, 8))
     expected = fast.generate(**prompts(3), **GREEDY)
     assert torch.equal(few.generate(**prompts(3), **GREEDY), expected)
     assert torch.equal(few.trace.depth, fast.trace.depth)
@@ -200,8 +200,8 @@ def test_patience_looks_at_all_words(small, prompts, shortcuts) -> None:
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox"])
 def test_a_shortlist_that_lets_nobody_go(make_model, prompts, shortcuts, name) -> None:
     model, words = make_model(name), torch.arange(3, 20)
-    options = {"policy": TopProbability(1.0), "exits": [1, 2], "shortlist": words}
-    fast = accelerate(model, shortcuts, mode="exit", **options)
+    options = {"policy": TopProbability(1.0), "exit_layers": [1, 2], "exit_vocab": words}
+    fast = early_exit(model, shortcuts, **options)
     assert torch.equal(
         fast.generate(**prompts(2), **GREEDY), model.generate(**prompts(2), **GREEDY)
     )
@@ -209,9 +209,9 @@ def test_a_shortlist_that_lets_nobody_go(make_model, prompts, shortcuts, name) -
     assert torch.allclose(fast(first).logits, model(first).logits, atol=1e-5)
 
 
-def look(probabilities: list[list[float]], place: int = 0, streak: int = 1) -> Look:
+def seen(probabilities: list[list[float]], place: int = 0, streak: int = 1) -> ExitObservation:
     rows = len(probabilities)
-    return Look(
+    return ExitObservation(
         4, torch.tensor(probabilities), torch.full((rows,), place), torch.full((rows,), streak)
     )
 
@@ -229,24 +229,24 @@ def test_policies_by_name() -> None:
 def test_policies_by_hand() -> None:
     two = [[0.7, 0.2, 0.1], [0.4, 0.35, 0.25]]
     # 0.9 * 0.4 + 0.1 = 0.46 at first, 0.36 + 0.1 e^-4 = 0.3618 at the mean length.
-    assert ConfidenceGap(0.4, 10).leaves(look(two)).tolist() == [True, False]
-    assert ConfidenceGap(0.5, 10).leaves(look([[0.72, 0.2, 0.08]])).tolist() == [False]
-    assert ConfidenceGap(0.5, 10).leaves(look([[0.72, 0.2, 0.08]], place=10)).tolist() == [True]
-    assert TopProbability(0.5).leaves(look(two)).tolist() == [True, False]
+    assert ConfidenceGap(0.4, 10).exits(seen(two)).tolist() == [True, False]
+    assert ConfidenceGap(0.5, 10).exits(seen([[0.72, 0.2, 0.08]])).tolist() == [False]
+    assert ConfidenceGap(0.5, 10).exits(seen([[0.72, 0.2, 0.08]], place=10)).tolist() == [True]
+    assert TopProbability(0.5).exits(seen(two)).tolist() == [True, False]
     entropy = -sum(p * math.log(p) for p in two[0]) / math.log(3)
-    assert LowEntropy(1 - entropy - 0.01).leaves(look(two)).tolist() == [True, False]
-    assert LowEntropy(1 - entropy + 0.01).leaves(look(two)).tolist() == [False, False]
-    assert Patience(2).leaves(look(two, streak=2)).tolist() == [True, True]
-    assert Patience(3).leaves(look(two, streak=2)).tolist() == [False, False]
-    assert FixedLayer(4).leaves(look(two)).tolist() == [True, True]
-    assert FixedLayer(5).leaves(look(two)).tolist() == [False, False]
+    assert LowEntropy(1 - entropy - 0.01).exits(seen(two)).tolist() == [True, False]
+    assert LowEntropy(1 - entropy + 0.01).exits(seen(two)).tolist() == [False, False]
+    assert Patience(2).exits(seen(two, streak=2)).tolist() == [True, True]
+    assert Patience(3).exits(seen(two, streak=2)).tolist() == [False, False]
+    assert FixedLayer(4).exits(seen(two)).tolist() == [True, True]
+    assert FixedLayer(5).exits(seen(two)).tolist() == [False, False]
 
 
 def test_patience_waits_for_layers_that_agree(small, prompts, shortcuts) -> None:
-    fast = accelerate(small, shortcuts, mode="exit", policy=Patience(1), exits=[1, 2])
+    fast = early_exit(small, shortcuts, policy=Patience(1), exit_layers=[1, 2])
     fast.generate(**prompts(1), **GREEDY)
     assert set(fast.trace.depth[0, 1:].tolist()) == {1}
-    fast = accelerate(small, shortcuts, mode="exit", policy=Patience(2), exits=[1, 2])
+    fast = early_exit(small, shortcuts, policy=Patience(2), exit_layers=[1, 2])
     fast.generate(**prompts(1), **GREEDY)
     assert set(fast.trace.depth[0, 1:].tolist()) <= {2, 3}
 
@@ -258,14 +258,13 @@ def test_bad_settings_are_refused(small, make_model, shortcuts) -> None:
     with pytest.raises(UserError, match="at least 1"):
         Patience(0)
     with pytest.raises(UserError, match="needs shortcuts"):
-        accelerate(small, mode="exit")
+        early_exit(small, None)
+    with pytest.raises(UserError, match="threshold of its own"):
+        early_exit(small, shortcuts, 0.5, policy=Patience(2))
     with pytest.raises(UserError, match="layers 1 to 2"):
-        accelerate(small, shortcuts, mode="exit", exits=[3])
+        early_exit(small, shortcuts, exit_layers=[3])
     with pytest.raises(UserError, match="two token ids"):
-        accelerate(small, shortcuts, mode="exit", shortlist=torch.tensor([1]))
-    for given in ({"policy": Patience(2)}, {"exits": [1]}, {"guarantee": "/nowhere"}):
-        with pytest.raises(UserError, match='mode="exit" alone'):
-            accelerate(small, shortcuts, **given)
+        early_exit(small, shortcuts, exit_vocab=torch.tensor([1]))
     with pytest.raises(UserError, match="mean_length must be above 0"):
         ConfidenceGap(0.5, 0)
     with pytest.raises(UserError, match="layer needs to know which"):
@@ -274,12 +273,12 @@ def test_bad_settings_are_refused(small, make_model, shortcuts) -> None:
         make_policy("guess", 0.5)
     with pytest.raises(UserError, match="whole number"):
         make_policy("patience", 0.5)
-    with pytest.raises(UserError, match="not by 'guess'"):
-        accelerate(small, shortcuts, mode="exit", fill="guess")
+    with pytest.raises(UserError, match="got 'guess'"):
+        early_exit(small, shortcuts, kv_propagation="guess")
     with pytest.raises(UserError, match="own layers"):
-        accelerate(make_model("gpt_neox"), shortcuts, mode="exit", fill="deferred")
+        early_exit(make_model("gpt_neox"), shortcuts, kv_propagation="deferred")
     last_only = Shortcuts(
         3, 32, {p: m for p, m in shortcuts.maps.items() if p[1] == 3}, targets="last"
     )
     with pytest.raises(UserError, match="cannot fill"):
-        accelerate(small, last_only, mode="exit")
+        early_exit(small, last_only)

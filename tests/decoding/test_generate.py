@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from deepenough import UserError
-from deepenough.decoding.accelerate import accelerate
-from deepenough.decoding.general import GeneralEngine
-from deepenough.decoding.llama_layout import rms_norm
-from deepenough.decoding.policies import TopProbability
+from deepenough.decoding.api import early_exit, speculate
+from deepenough.decoding.early_exit import TopProbability
+from deepenough.decoding.general_backend import GeneralEngine
+from deepenough.decoding.torch_backend import rms_norm
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 WAYS = {
@@ -51,13 +51,13 @@ def check_same(model, given, options) -> None:
     torch.manual_seed(3)
     expected = model.generate(**given, **options)
     torch.manual_seed(3)
-    assert torch.equal(accelerate(model).generate(**given, **options), expected)
+    assert torch.equal(speculate(model, "none").generate(**given, **options), expected)
 
 
 def test_own_layers_are_used_where_asked(small, prompts) -> None:
     expected = small.generate(**prompts(3), **GREEDY)
-    fast = accelerate(small, fused=False)
-    assert isinstance(fast._exit_engine, GeneralEngine)
+    fast = speculate(small, "none", fused=False)
+    assert isinstance(fast.decoding_engine, GeneralEngine)
     assert torch.equal(fast.generate(**prompts(3), **GREEDY), expected)
 
 
@@ -68,27 +68,27 @@ def test_padding_on_the_right_is_as_good(small, prompts) -> None:
     for row, missing in ((0, 3), (1, 1)):
         for name in right:
             right[name][row] = right[name][row].roll(-missing)
-    fast = accelerate(small)
+    fast = speculate(small, "none")
     new = [fast.generate(**given, **GREEDY)[:, 7:] for given in (left, right)]
     assert torch.equal(*new)
 
 
-@pytest.mark.parametrize("mode", ["full", "speculative"])
-def test_padding_is_known_without_a_mask(model, prompts, mode) -> None:
+@pytest.mark.parametrize("drafter", ["none", None])
+def test_padding_is_known_without_a_mask(model, prompts, drafter) -> None:
     ids = prompts(3)["input_ids"]
     expected = model.generate(ids, **GREEDY)
-    assert torch.equal(accelerate(model, mode=mode).generate(ids, **GREEDY), expected)
+    assert torch.equal(speculate(model, drafter).generate(ids, **GREEDY), expected)
 
 
 def test_weights_are_not_held_twice(make_model, prompts) -> None:
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    fast = accelerate(model)
+    fast = speculate(model, "none")
     layer = model.model.layers[0]
     together = layer.self_attn.q_proj.weight.untyped_storage()
     for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
         assert projection.weight.untyped_storage().data_ptr() == together.data_ptr()
-    assert fast._exit_engine.layers[0].into_heads.weight.data_ptr() == together.data_ptr()
+    assert fast.decoding_engine.layers[0].qkv_proj.weight.data_ptr() == together.data_ptr()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert fast.lm_head.weight is model.lm_head.weight
 
@@ -104,7 +104,7 @@ def test_norm_is_that_of_torch(dtype) -> None:
 
 def test_model_is_saved_and_loaded_as_before(make_model, prompts, tmp_path) -> None:
     model = make_model()
-    fast = accelerate(model)
+    fast = speculate(model, "none")
     fast.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert again.config.architectures == ["LlamaForCausalLM"]
@@ -114,7 +114,7 @@ def test_model_is_saved_and_loaded_as_before(make_model, prompts, tmp_path) -> N
 
 def test_changed_weights_are_noticed(make_model, prompts) -> None:
     model = make_model()
-    fast = accelerate(model)
+    fast = speculate(model, "none")
     model.double()  # new storage for every parameter
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.mul_(3.0)
@@ -127,7 +127,7 @@ def test_output_has_scores_and_trace(small, prompts) -> None:
     options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
     options |= {"output_logits": True}
     expected = model.generate(**prompts(3), **options)
-    found = accelerate(model).generate(**prompts(3), **options)
+    found = speculate(model, "none").generate(**prompts(3), **options)
     assert torch.equal(found.sequences, expected.sequences)
     assert len(found.scores) == len(found.logits) == len(expected.scores)
     live = expected.sequences[:, 7 : 7 + len(found.scores)]
@@ -143,7 +143,7 @@ def test_output_has_scores_and_trace(small, prompts) -> None:
 
 
 def test_flops_are_those_of_the_matrices(small, prompts) -> None:
-    fast = accelerate(small)
+    fast = speculate(small, "none")
     fast.generate(**prompts(1), max_new_tokens=1, do_sample=False)
     layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48  # q, o; k, v; gate, up, down
     # The cost is counted with the new token in sight: 8 tokens.
@@ -185,8 +185,8 @@ def test_own_processors_and_criteria(small, prompts, rows) -> None:
         }
 
     expected = small.generate(**prompts(rows), **options())
-    for mode in ("full", "speculative"):
-        found = accelerate(small, mode=mode).generate(**prompts(rows), **options())
+    for drafter in ("none", None):
+        found = speculate(small, drafter).generate(**prompts(rows), **options())
         assert torch.equal(found, expected)
 
 
@@ -206,7 +206,7 @@ def test_criteria_see_the_scores_that_are_kept(small, prompts, rows) -> None:
         "output_scores": True,
     }
     expected = small.generate(**prompts(rows), **options)
-    found = accelerate(small).generate(**prompts(rows), **options)
+    found = speculate(small, "none").generate(**prompts(rows), **options)
     assert torch.equal(found.sequences, expected.sequences)
     assert len(found.scores) == len(expected.scores) < 16
 
@@ -216,7 +216,7 @@ def test_strings_to_stop_at_may_be_the_models_own(make_model, prompts) -> None:
     model.generation_config.stop_strings = ["a"]
     config = GenerationConfig(max_new_tokens=4, do_sample=False)
     with pytest.raises(UserError, match="stop_strings need the tokenizer"):
-        accelerate(model).generate(**prompts(1), generation_config=config)
+        speculate(model, "none").generate(**prompts(1), generation_config=config)
 
 
 class Collected:
@@ -230,16 +230,16 @@ class Collected:
         self.ended = True
 
 
-@pytest.mark.parametrize("mode", ["full", "speculative"])
-def test_streamers_get_prompt_and_tokens(small, prompts, mode) -> None:
+@pytest.mark.parametrize("drafter", ["none", None])
+def test_streamers_get_prompt_and_tokens(small, prompts, drafter) -> None:
     streamer = Collected()
-    found = accelerate(small, mode=mode).generate(**prompts(1), **GREEDY, streamer=streamer)
+    found = speculate(small, drafter).generate(**prompts(1), **GREEDY, streamer=streamer)
     assert torch.equal(torch.cat(streamer.parts), found[0])
     assert streamer.ended
 
 
 def test_calls_from_several_threads_wait_for_each_other(small, prompts) -> None:
-    fast = accelerate(small, mode="speculative")
+    fast = speculate(small)
     expected = [small.generate(**prompts(2, seed=seed), **GREEDY) for seed in range(4)]
     found = {}
 
@@ -259,8 +259,13 @@ def test_calls_from_several_threads_wait_for_each_other(small, prompts) -> None:
 def test_other_threads_may_use_the_same_weights(make_model, prompts, shortcuts, name, mode) -> None:
     model = make_model(name)
     given = {**prompts(2), **GREEDY}
-    options = {"policy": TopProbability(0.3), "exits": [1, 2]} if mode == "exit" else {}
-    makers = [model, *(accelerate(model, shortcuts, mode=mode, **options) for _ in range(2))]
+    makers = [model]
+    for _ in range(2):
+        options = {"policy": TopProbability(0.3), "exit_layers": [1, 2]}
+        exits = mode == "exit"
+        makers.append(
+            early_exit(model, shortcuts, **options) if exits else speculate(model, "none")
+        )
     ids = given["input_ids"]
     expected = [(maker.generate(**given), maker(ids).logits) for maker in makers]
     found: list[list] = [[] for _ in makers]
@@ -283,7 +288,7 @@ def test_other_threads_may_use_the_same_weights(make_model, prompts, shortcuts, 
 
 def test_a_processor_may_call_the_model(small, prompts, shortcuts) -> None:
     """As guidance does: it must not wait for the generation that it is a part of."""
-    fast = accelerate(small, shortcuts, mode="exit", policy=TopProbability(0.3), exits=[1, 2])
+    fast = early_exit(small, shortcuts, policy=TopProbability(0.3), exit_layers=[1, 2])
     found = []
 
     def work() -> None:
@@ -304,7 +309,7 @@ class Interrupt(StoppingCriteria):
 
 def test_interrupted_generation_returns_what_it_has(small, prompts) -> None:
     expected = small.generate(**prompts(1), **GREEDY)
-    found = accelerate(small).generate(
+    found = speculate(small, "none").generate(
         **prompts(1),
         **GREEDY,
         stopping_criteria=StoppingCriteriaList([Interrupt()]),
@@ -327,11 +332,11 @@ def test_interrupted_generation_returns_what_it_has(small, prompts) -> None:
 )
 def test_what_is_not_done_is_refused_by_name(small, prompts, options, words) -> None:
     with pytest.raises(UserError, match=words):
-        accelerate(small).generate(**prompts(1), **{**GREEDY, **options})
+        speculate(small, "none").generate(**prompts(1), **{**GREEDY, **options})
 
 
 def test_bad_prompts_are_refused(small, prompts) -> None:
-    fast = accelerate(small)
+    fast = speculate(small, "none")
     with pytest.raises(UserError, match="empty"):
         fast.generate(input_ids=torch.empty(1, 0, dtype=torch.long), **GREEDY)
     with pytest.raises(UserError, match="empty"):
@@ -353,18 +358,16 @@ def test_models_that_cannot_be_decoded_are_refused(make_model) -> None:
     sizes |= {"num_attention_heads": 2, "intermediate_size": 16}
     sliding = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=8))
     with pytest.raises(UserError, match="SlidingWindow"):
-        accelerate(sliding.eval())
+        speculate(sliding.eval())
     with pytest.raises(UserError, match="does not generate"):
-        accelerate(BertForMaskedLM(BertConfig(**sizes)).eval())
+        speculate(BertForMaskedLM(BertConfig(**sizes)).eval())
     pair = T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     with pytest.raises(UserError, match="encoder-decoder"):
-        accelerate(T5ForConditionalGeneration(pair).eval())
+        speculate(T5ForConditionalGeneration(pair).eval())
     with pytest.raises(UserError, match="training mode"):
-        accelerate(make_model().train())
-    with pytest.raises(UserError, match="accelerated already"):
-        accelerate(accelerate(make_model()))
-    with pytest.raises(UserError, match="mode"):
-        accelerate(make_model(), mode="fast")
+        speculate(make_model().train())
+    with pytest.raises(UserError, match="adaptively already"):
+        speculate(speculate(make_model()))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +377,7 @@ def test_rotary_codes_that_change_with_length_are_left_to_the_model(
     make_model, prompts, scaling
 ) -> None:
     model = make_model(rope_parameters={"rope_theta": 10000.0, **scaling})
-    fast = accelerate(model)
-    assert isinstance(fast._exit_engine, GeneralEngine) == (scaling["rope_type"] == "dynamic")
+    fast = speculate(model, "none")
+    assert isinstance(fast.decoding_engine, GeneralEngine) == (scaling["rope_type"] == "dynamic")
     expected = model.generate(**prompts(3), **GREEDY)
     assert torch.equal(fast.generate(**prompts(3), **GREEDY), expected)

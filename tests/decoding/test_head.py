@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from deepenough import UserError
-from deepenough.decoding.accelerate import accelerate
-from deepenough.decoding.carry import Carry, CarryDraft
-from deepenough.decoding.drafts import FirstOf, Lookup
+from deepenough.decoding.api import speculate
+from deepenough.decoding.drafters import (
+    DraftModelDrafter,
+    FallbackDrafter,
+    LinearDrafter,
+    LookupDrafter,
+)
 from deepenough.decoding.head import DraftHead, HeadShape
-from deepenough.decoding.head_draft import HeadDraft
 from deepenough.decoding.tuned import Tuned
 from deepenough.hf.adapter import adapt
 
@@ -16,13 +19,13 @@ WORDS = torch.arange(39, 2, -1)
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 
 
-def make_carry(width: int = 32) -> Carry:
+def make_carry(width: int = 32) -> LinearDrafter:
     generator = torch.Generator().manual_seed(0)
     maps = [
         (torch.randn(width, (n + 1) * width, generator=generator), torch.ones(width))
         for n in (1, 2)
     ]
-    return Carry(maps, WORDS)
+    return LinearDrafter(maps, WORDS)
 
 
 def make_head(model, trained: bool = True) -> DraftHead:
@@ -39,7 +42,10 @@ def make_head(model, trained: bool = True) -> DraftHead:
 
 def test_an_untrained_head_drafts_what_carry_drafts(small, prompts) -> None:
     found = []
-    for source in (CarryDraft(make_carry(), 1), HeadDraft(make_head(small, False), WORDS, 1)):
+    for source in (
+        make_carry().restricted(1),
+        DraftModelDrafter(make_head(small, False), WORDS, 1),
+    ):
         drafts, propose = [], source.propose
 
         def record(rows, state_BD, engine, propose=propose, drafts=drafts):
@@ -47,7 +53,7 @@ def test_an_untrained_head_drafts_what_carry_drafts(small, prompts) -> None:
             return proposal
 
         source.propose = record
-        accelerate(small, mode="speculative", drafts=[source]).generate(**prompts(3), **GREEDY)
+        speculate(small, drafter=[source]).generate(**prompts(3), **GREEDY)
         found.append(drafts)
     assert found[0] == found[1] and len(found[0]) > 5
 
@@ -56,19 +62,19 @@ def test_an_untrained_head_drafts_what_carry_drafts(small, prompts) -> None:
 def test_drafts_are_those_of_the_whole_text(model, prompts, rows) -> None:
     """Token by token over the cache, with rejected drafts, as in training on the text at once."""
     head = make_head(model)
-    source = HeadDraft(head, WORDS, 2)
+    source = DraftModelDrafter(head, WORDS, 2)
     asked = []
     propose = source.propose
 
     def record(rows, state_BD, engine):
         proposal = propose(rows, state_BD, engine)
         for row, drafts in zip(rows, proposal.tokens, strict=True):
-            asked.append((row.number, list(row.context), drafts))
+            asked.append((row.index, list(row.context), drafts))
         return proposal
 
     source.propose = record
     expected = model.generate(**prompts(rows), **GREEDY)
-    fast = accelerate(model, mode="speculative", drafts=[source])
+    fast = speculate(model, drafter=[source])
     assert torch.equal(fast.generate(**prompts(rows), **GREEDY), expected)
     adapter, embed = adapt(model), model.get_input_embeddings()
     lm_head = model.get_output_embeddings()
@@ -88,8 +94,10 @@ def test_with_other_sources_and_without_fusing(small, prompts) -> None:
     head = make_head(small)
     expected = small.generate(**prompts(3), **GREEDY)
     for fused in (True, False):
-        source = FirstOf([Lookup(2, longest=2, shortest=1), HeadDraft(head, WORDS, 3)])
-        fast = accelerate(small, mode="speculative", drafts=[source], fused=fused)
+        source = FallbackDrafter(
+            [LookupDrafter(2, longest=2, shortest=1), DraftModelDrafter(head, WORDS, 3)]
+        )
+        fast = speculate(small, drafter=[source], fused=fused)
         found = fast.generate(**prompts(3), **GREEDY, return_dict_in_generate=True)
         assert torch.equal(found.sequences, expected) and found.drafted > 0
 
@@ -98,7 +106,7 @@ def test_one_head_serves_models_of_different_numbers(make_model, prompts) -> Non
     single, double = make_model(), make_model().double()
     head = make_head(single)
     fast = {
-        model: accelerate(model, mode="speculative", drafts=[HeadDraft(head, WORDS, 2)])
+        model: speculate(model, drafter=[DraftModelDrafter(head, WORDS, 2)])
         for model in (single, double)
     }
     for model in (single, double, single):
@@ -132,7 +140,7 @@ def test_tuned_is_saved_and_loaded(small, tmp_path) -> None:
     for name, value in tuned.head.state_dict().items():
         assert torch.equal(value, again.head.state_dict()[name])
     assert again.meta == tuned.meta and again.choice == tuned.choice
-    assert torch.equal(again.carry.shortlist, WORDS)
+    assert torch.equal(again.carry.draft_vocab, WORDS)
     again.check_model(adapt(small))
     with torch.no_grad():
         small.model.layers[0].mlp.up_proj.weight.add_(1.0)

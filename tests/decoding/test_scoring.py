@@ -3,12 +3,17 @@
 import pytest
 import torch
 
-from deepenough.decoding.accelerate import accelerate
-from deepenough.decoding.filling import FILLS
-from deepenough.decoding.policies import ConfidenceGap, FixedLayer, Patience, TopProbability
+from deepenough.decoding.api import early_exit, speculate
+from deepenough.decoding.early_exit import (
+    KV_PROPAGATIONS,
+    ConfidenceGap,
+    FixedLayer,
+    Patience,
+    TopProbability,
+)
 
 WAYS = [
-    *(("llama", fill) for fill in FILLS),
+    *(("llama", fill) for fill in KV_PROPAGATIONS),
     *((name, "shortcut") for name in ("gpt2", "gpt_neox", "opt")),
 ]
 
@@ -17,8 +22,8 @@ WAYS = [
 @pytest.mark.parametrize(("name", "fill"), WAYS)
 def test_one_pass_is_decoding(make_model, shortcuts, name, fill, policy) -> None:
     """Generate from one token on, then give the text back: logits and depths are the same."""
-    fast = accelerate(
-        make_model(name), shortcuts, mode="exit", policy=policy, exits=[1, 2], fill=fill
+    fast = early_exit(
+        make_model(name), shortcuts, policy=policy, exit_layers=[1, 2], kv_propagation=fill
     )
     start = torch.tensor([[5]])
     output = fast.generate(
@@ -33,7 +38,7 @@ def test_one_pass_is_decoding(make_model, shortcuts, name, fill, policy) -> None
 
 
 def test_padding_changes_nothing(small, shortcuts) -> None:
-    fast = accelerate(small, shortcuts, mode="exit", policy=TopProbability(0.3), exits=[1, 2])
+    fast = early_exit(small, shortcuts, policy=TopProbability(0.3), exit_layers=[1, 2])
     ids = torch.randint(3, 40, (1, 9), generator=torch.Generator().manual_seed(0))
     alone = fast(ids).logits
     depth = fast.trace.depth
@@ -50,7 +55,7 @@ def test_padding_changes_nothing(small, shortcuts) -> None:
 
 
 def test_a_mask_may_come_second(small, shortcuts) -> None:
-    fast = accelerate(small, shortcuts, mode="exit", policy=TopProbability(0.3), exits=[1, 2])
+    fast = early_exit(small, shortcuts, policy=TopProbability(0.3), exit_layers=[1, 2])
     ids, mask = torch.arange(3, 12)[None], torch.tensor([[0] * 3 + [1] * 6])
     expected = fast(ids, attention_mask=mask).logits
     assert torch.equal(fast(ids, mask).logits, expected)
@@ -60,17 +65,17 @@ def test_a_mask_may_come_second(small, shortcuts) -> None:
 def test_what_never_leaves_is_the_models_own(small, shortcuts) -> None:
     ids = torch.arange(3, 15)[None]
     expected = small(ids, labels=ids)
-    for fill in FILLS:
-        options = {"policy": TopProbability(1.0), "exits": [1, 2], "fill": fill}
-        found = accelerate(small, shortcuts, mode="exit", **options)(ids, labels=ids)
+    for fill in KV_PROPAGATIONS:
+        options = {"policy": TopProbability(1.0), "exit_layers": [1, 2], "kv_propagation": fill}
+        found = early_exit(small, shortcuts, **options)(ids, labels=ids)
         assert torch.equal(found.logits, expected.logits)
         assert torch.equal(found.loss, expected.loss)
 
 
 def test_losses_are_those_of_the_exits(small, shortcuts) -> None:
     ids = torch.arange(3, 15)[None]
-    options = {"policy": FixedLayer(1), "exits": [1], "fill": "copy"}
-    fast = accelerate(small, shortcuts, mode="exit", **options)
+    options = {"policy": FixedLayer(1), "exit_layers": [1], "kv_propagation": "copy"}
+    fast = early_exit(small, shortcuts, **options)
     output = fast(ids, labels=ids)
     expected = torch.nn.functional.cross_entropy(output.logits[0, :-1], ids[0, 1:])
     assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -78,7 +83,7 @@ def test_losses_are_those_of_the_exits(small, shortcuts) -> None:
     assert not torch.allclose(output.logits, small(ids).logits, atol=1e-2)
 
 
-def test_other_modes_have_the_models_own_forward(small, shortcuts) -> None:
+def test_speculation_has_the_models_own_forward(small) -> None:
     ids = torch.arange(3, 15)[None]
-    for mode in ("full", "speculative"):
-        assert torch.equal(accelerate(small, shortcuts, mode=mode)(ids).logits, small(ids).logits)
+    for drafter in ("none", "lookup"):
+        assert torch.equal(speculate(small, drafter)(ids).logits, small(ids).logits)

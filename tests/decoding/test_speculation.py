@@ -8,16 +8,21 @@ import torch
 from scipy.stats import chisquare
 
 from deepenough import Shortcuts, UserError
-from deepenough.decoding import choosing
-from deepenough.decoding.accelerate import accelerate
-from deepenough.decoding.carry import Carry, CarryDraft
-from deepenough.decoding.drafts import DraftSource, FirstOf, Lookup, Proposal
-from deepenough.decoding.shortcut_draft import ShortcutDraft
+from deepenough.decoding import verification
+from deepenough.decoding.api import speculate
+from deepenough.decoding.drafters import (
+    Drafter,
+    FallbackDrafter,
+    LinearDrafter,
+    LookupDrafter,
+    Proposal,
+    ShortcutDrafter,
+)
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 
 
-class Oracle(DraftSource):
+class Oracle(Drafter):
     """Knows what will be written, and says so always, never, or in part."""
 
     def __init__(self, sequences, width: int, right) -> None:
@@ -28,8 +33,8 @@ class Oracle(DraftSource):
         drafts = []
         for row in rows:
             start = self.width + len(row.tokens)
-            coming = self.sequences[row.number][start : start + 3]
-            known = [self.right(start + place, row.number) for place in range(len(coming))]
+            coming = self.sequences[row.index][start : start + 3]
+            known = [self.right(start + place, row.index) for place in range(len(coming))]
             drafts.append([t if k else (t + 1) % 40 for t, k in zip(coming, known, strict=True)])
         return Proposal(drafts)
 
@@ -47,7 +52,7 @@ def test_whatever_is_guessed(small, prompts, rows, right) -> None:
     expected = small.generate(**prompts(rows), **GREEDY)
     source = Oracle(expected, 7, RIGHT[right])
     for fused in (True, False):
-        fast = accelerate(small, mode="speculative", drafts=[source], fused=fused)
+        fast = speculate(small, drafter=[source], fused=fused)
         found = fast.generate(**prompts(rows), **GREEDY, return_dict_in_generate=True)
         assert torch.equal(found.sequences, expected)
         if right == "always":
@@ -66,40 +71,40 @@ def random_shortcuts(width: int = 32, layers: int = 3) -> Shortcuts:
     return Shortcuts.fit_states(states)
 
 
-def random_carry(width: int = 32, words: int = 20) -> Carry:
+def random_linear(width: int = 32, words: int = 20) -> LinearDrafter:
     generator = torch.Generator().manual_seed(0)
     maps = [
         (torch.randn(width, (n + 1) * width, generator=generator), torch.zeros(width))
         for n in (1, 2)
     ]
-    return Carry(maps, torch.arange(3, 3 + words))
+    return LinearDrafter(maps, torch.arange(3, 3 + words))
 
 
-def sources() -> dict[str, DraftSource]:
+def sources() -> dict[str, Drafter]:
     shortcuts = random_shortcuts()
     return {
-        "lookup": Lookup(3, longest=2, shortest=1),
-        "carry": CarryDraft(random_carry()),
-        "shortcut": ShortcutDraft(shortcuts, layer=1, most=2),
-        "shortlisted": ShortcutDraft(shortcuts, layer=2, shortlist=torch.arange(5, 30)),
-        "all": FirstOf([Lookup(2), CarryDraft(random_carry()), ShortcutDraft(shortcuts, 1)]),
+        "lookup": LookupDrafter(3, longest=2, shortest=1),
+        "linear": random_linear(),
+        "shortcut": ShortcutDrafter(shortcuts, layer=1, num_draft_tokens=2),
+        "shortlisted": ShortcutDrafter(shortcuts, layer=2, draft_vocab=torch.arange(5, 30)),
+        "all": FallbackDrafter([LookupDrafter(2), random_linear(), ShortcutDrafter(shortcuts, 1)]),
     }
 
 
 @pytest.mark.parametrize("name", sources())
 def test_every_source_with_every_architecture(model, prompts, name) -> None:
     expected = model.generate(**prompts(3), **GREEDY)
-    fast = accelerate(model, mode="speculative", drafts=[sources()[name]])
+    fast = speculate(model, drafter=[sources()[name]])
     found = fast.generate(**prompts(3), **GREEDY, return_dict_in_generate=True)
     assert torch.equal(found.sequences, expected)
     assert found.drafted > 0
     assert int(found.trace.depth.gt(0).sum()) == int((found.trace.flops > 0).sum())
 
 
-@pytest.mark.parametrize("name", ["carry", "shortlisted"])
+@pytest.mark.parametrize("name", ["linear", "shortlisted"])
 def test_a_model_may_be_cast_between_two_generations(make_model, prompts, name) -> None:
     model = make_model()
-    fast = accelerate(model, mode="speculative", drafts=[sources()[name]])
+    fast = speculate(model, drafter=[sources()[name]])
     fast.generate(**prompts(2), **GREEDY)
     model.double()
     expected = model.generate(**prompts(2), **GREEDY)
@@ -109,7 +114,7 @@ def test_a_model_may_be_cast_between_two_generations(make_model, prompts, name) 
 def test_processors_see_the_same_history(small, prompts) -> None:
     options = {**GREEDY, "repetition_penalty": 1.3, "min_new_tokens": 10}
     expected = small.generate(**prompts(3), **options)
-    fast = accelerate(small, mode="speculative", drafts=[Oracle(expected, 7, RIGHT["sometimes"])])
+    fast = speculate(small, drafter=[Oracle(expected, 7, RIGHT["sometimes"])])
     assert torch.equal(fast.generate(**prompts(3), **options), expected)
 
 
@@ -117,15 +122,17 @@ def test_drafts_that_were_in_vain_are_paid_for(small, prompts) -> None:
     expected = small.generate(**prompts(1), **GREEDY)
     costs = {}
     for name, right in RIGHT.items():
-        fast = accelerate(small, mode="speculative", drafts=[Oracle(expected, 7, right)])
+        fast = speculate(small, drafter=[Oracle(expected, 7, right)])
         fast.generate(**prompts(1), **GREEDY)
         costs[name] = fast.trace.total_flops
-    accelerate(small).generate(**prompts(1), **GREEDY)
+    plain = speculate(small, "none")
+    plain.generate(**prompts(1), **GREEDY)
+    assert plain.trace.total_flops <= costs["always"]
     assert costs["always"] < costs["sometimes"] < costs["never"]
 
 
 def test_lookup_continues_what_it_has_seen() -> None:
-    lookup = Lookup(2, longest=3, shortest=2)
+    lookup = LookupDrafter(2, longest=3, shortest=2)
     assert lookup.find(0, [1, 2, 3, 4]) == []
     assert lookup.find(0, [1, 2, 3, 4, 9, 2, 3]) == [4, 9]
     # The longer match counts, and of equal ones the last.
@@ -137,28 +144,26 @@ def test_lookup_continues_what_it_has_seen() -> None:
 
 
 def test_wrong_drafts_are_refused(small, make_model) -> None:
-    with pytest.raises(UserError, match="give carry"):
-        accelerate(small, mode="speculative", drafts=["carry"])
+    with pytest.raises(UserError, match="give linear_drafter"):
+        speculate(small, drafter="linear")
     with pytest.raises(UserError, match="give shortcuts"):
-        accelerate(small, mode="speculative", drafts=["shortcut"])
-    with pytest.raises(UserError, match="not from 'eagle'"):
-        accelerate(small, mode="speculative", drafts=["eagle"])
+        speculate(small, drafter=["shortcut"])
+    with pytest.raises(UserError, match="not 'eagle'"):
+        speculate(small, drafter=["eagle"])
     with pytest.raises(UserError, match="at least one"):
-        accelerate(small, mode="speculative", drafts=[])
-    with pytest.raises(UserError, match="speculative"):
-        accelerate(small, drafts=["lookup"])
+        speculate(small, drafter=[])
     with pytest.raises(UserError, match="width 16"):
-        accelerate(small, random_shortcuts(16), mode="speculative")
-    with pytest.raises(UserError, match="carry maps were fitted"):
-        accelerate(small, mode="speculative", carry=random_carry(16))
+        speculate(small, shortcuts=random_shortcuts(16))
+    with pytest.raises(UserError, match="drafter was fitted"):
+        speculate(small, linear_drafter=random_linear(16))
     with pytest.raises(UserError, match="layers 0 to 2"):
-        ShortcutDraft(random_shortcuts(), layer=3)
+        ShortcutDrafter(random_shortcuts(), layer=3)
 
 
 # -- sampling ------------------------------------------------------------------------------------
 
 
-class Guess(DraftSource):
+class Guess(Drafter):
     """Two fixed words, likely or not."""
 
     def __init__(self) -> None:
@@ -177,22 +182,22 @@ def four_words(make_model):
 
 
 def outcomes(monkeypatch, probabilities, draft) -> dict[int, float]:
-    """The distribution of what `draw` returns, from its own two branches."""
+    """The distribution of what `sample_with_drafts` returns, from its own two branches."""
     found: Counter = Counter()
     weights = {}
 
-    def multinomial(given, num_samples):
+    def multinomial(given, num_samples, generator):
         weights[len(weights)] = given[0].clone()
         return torch.zeros(1, 1, dtype=torch.long)
 
     with monkeypatch.context() as patch:
-        patch.setattr(choosing.torch, "multinomial", multinomial)
+        patch.setattr(verification.torch, "multinomial", multinomial)
         if draft is not None:
-            patch.setattr(choosing.torch, "rand", lambda size: torch.zeros(size))
+            patch.setattr(verification.torch, "rand", lambda size, generator: torch.zeros(size))
             assert REAL_DRAW(probabilities.clone(), [draft]) == [draft]
             assert not weights
             found[draft] += float(probabilities[0, draft])
-            patch.setattr(choosing.torch, "rand", lambda size: torch.ones(size))
+            patch.setattr(verification.torch, "rand", lambda size, generator: torch.ones(size))
         REAL_DRAW(probabilities.clone(), [draft])
     left = 1.0 - sum(found.values())
     for token, weight in enumerate((weights[0] / weights[0].sum()).tolist()):
@@ -200,7 +205,7 @@ def outcomes(monkeypatch, probabilities, draft) -> dict[int, float]:
     return found
 
 
-REAL_DRAW = choosing.draw
+REAL_DRAW = verification.sample_with_drafts
 
 
 class Fork(Exception):
@@ -213,12 +218,12 @@ def distribution(monkeypatch, fast, given, options) -> dict[tuple[int, ...], flo
     def explore(script: tuple[int, ...]) -> dict[tuple[int, ...], float]:
         left = list(script)
 
-        def draw(probabilities, drafts):
+        def draw(probabilities, drafts, generator):
             if left:
                 return [left.pop(0)]
             raise Fork(outcomes(monkeypatch, probabilities, drafts[0]))
 
-        monkeypatch.setattr(choosing, "draw", draw)
+        monkeypatch.setattr(verification, "sample_with_drafts", draw)
         try:
             return {tuple(fast.generate(**given, **options)[0].tolist()): 1.0}
         except Fork as fork:
@@ -249,7 +254,7 @@ def test_sampled_distribution_is_exact(four_words, monkeypatch) -> None:
     ids = torch.tensor([[1, 3]])
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     options = {"do_sample": True, "max_new_tokens": 3, "top_k": 0}
-    fast = accelerate(four_words, mode="speculative", drafts=[Guess()])
+    fast = speculate(four_words, drafter=[Guess()])
     found = distribution(monkeypatch, fast, given, options)
     expected = exact(four_words, ids, 3)
     assert found.keys() == expected.keys()
@@ -261,7 +266,7 @@ def test_sampled_distribution_is_exact(four_words, monkeypatch) -> None:
 def test_sampled_texts_pass_a_chi_square_test(four_words, fused, num_texts) -> None:
     ids = torch.tensor([[1, 3]])
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    fast = accelerate(four_words, mode="speculative", drafts=[Guess()], fused=fused)
+    fast = speculate(four_words, drafter=[Guess()], fused=fused)
     torch.manual_seed(0)
     samples = fast.generate(
         **given, do_sample=True, max_new_tokens=3, top_k=0, num_return_sequences=num_texts

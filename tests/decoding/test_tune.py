@@ -10,9 +10,9 @@ import torch
 
 from deepenough import Shortcuts, UserError
 from deepenough.__main__ import main
-from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.api import speculate
+from deepenough.decoding.engine import make_engine
 from deepenough.decoding.instructions import instructions
-from deepenough.decoding.making import make_engine
 from deepenough.decoding.own_text import continue_prompts
 from deepenough.decoding.tune import ExitTune, default_training, tune_run
 from deepenough.decoding.tune_task import HeadSettings, HeadTask
@@ -166,7 +166,7 @@ def test_a_head_is_trained_and_drafts(small, tuned_run) -> None:
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     options = {"do_sample": False, "max_new_tokens": 20}
-    fast = accelerate(small, mode="speculative", tuned=tuned_run.run.folder, drafts=["tuned"])
+    fast = speculate(small, draft_model=tuned_run.run.folder, drafter=["draft_model"])
     found = fast.generate(**given, **options, return_dict_in_generate=True)
     assert torch.equal(found.sequences, small.generate(**given, **options))
     assert found.drafted > 0
@@ -197,9 +197,13 @@ def test_the_fastest_drafts_are_chosen_and_kept(small, tuned_run) -> None:
     tuned = tune_run(settings)
     choice = Tuned.from_pretrained(settings.run.folder).choice
     assert choice == tuned.choice and choice["machine"]["threads"] >= 1
-    assert {tuple(row["names"]) for row in choice["measured"]} >= {(), ("tuned",), ("carry",)}
-    accelerate(small, mode="speculative", tuned=tuned)
-    accelerate(small, mode="speculative", tuned=tuned, drafts="auto", num_drafts=1)
+    assert {tuple(row["names"]) for row in choice["measured"]} >= {
+        (),
+        ("draft_model",),
+        ("linear",),
+    }
+    speculate(small, draft_model=tuned)
+    speculate(small, draft_model=tuned, drafter="auto", num_draft_tokens=1)
 
 
 def test_training_goes_on_from_an_earlier_head(tuned_run, tmp_path) -> None:
@@ -225,7 +229,7 @@ def test_shortcuts_are_tuned_and_take_part(small, tuned_run, corpus, tmp_path) -
     # Chosen drafts find their maps in the folder.
     again = Tuned.from_pretrained(settings.run.folder)
     again.choice |= {"names": ["shortcut"], "layer": 1}
-    accelerate(small, mode="speculative", tuned=again)
+    speculate(small, draft_model=again)
 
 
 def test_too_few_texts_are_refused(tuned_run) -> None:

@@ -69,13 +69,13 @@ from deepenough import (
     RunFolder,
     Shortcuts,
     Tuned,
-    accelerate,
+    early_exit,
+    speculate,
 )
 from deepenough.__main__ import main
 from deepenough.compare.config import CompareConfig
 from deepenough.compare.frontier import compare as compare_runs
 from deepenough.config import resolve
-from deepenough.decoding.policies import make_policy
 from deepenough.runs import append_record, read_records
 
 Case = Callable[[], Any]
@@ -733,21 +733,21 @@ def shortcut_eval() -> Any:
 
 @functools.cache
 def tuned(kind: str) -> Path:
-    """Return the run of a draft head and of adapted first layers."""
+    """Return the run of a draft head."""
     folder = new_folder(f"tuned-{kind}")
     own = {"text__data": word_lines(), "text__min_chars": 10, "text__instructions": "false"}
     own |= {"text__tokens": 2000, "text__prompt_tokens": 6, "text__new_tokens": 20}
     own |= {"text__batch": 16, "text__sample_every": 2, "head__held_out": 8}
     # As many texts as make 40 steps in the epochs.
     own |= {"head__texts": 8, "head__epochs": 4.0, "head__shortlist": 40}
-    own |= {"lora__layers": 2, "lora__rank": 4, "lora__epochs": 4.0, "until": "lora"}
+    own |= {"until": "head"}
     command("exit", "tune", str(decoder(kind)), run__folder=folder, **own, **training(lr=0.003))
     return folder
 
 
 @case
 def exit_tune() -> Any:
-    """Return losses of a draft head and of adapted layers, and the carry maps they start from."""
+    """Return losses of a draft head, and the linear maps it starts from."""
     found: dict[str, Any] = {}
     for kind in ("llama", "gpt2"):
         folder = tuned(kind)
@@ -762,7 +762,7 @@ def exit_tune() -> Any:
                 for run in runs
             },
             "carry": [[sketch(matrix), sketch(bias)] for matrix, bias in own.carry.maps],
-            "shortlist": own.carry.shortlist.tolist(),
+            "shortlist": own.carry.draft_vocab.tolist(),
         }
         assert all(len(run["losses"]) == STEPS for run in found[kind]["runs"].values())
     return found
@@ -812,18 +812,16 @@ def decode_full() -> Any:
         own = model.generate(**prompts(3), do_sample=False, max_new_tokens=16)
         found[f"{kind} own"] = own[:, 7:].tolist()
         for fused in (True, False):
-            found[f"{kind} fused {fused}"] = decoded(accelerate(model, mode="full", fused=fused))
+            found[f"{kind} fused {fused}"] = decoded(speculate(model, "none", fused=fused))
     return found
 
 
 DRAFTS: dict[str, dict[str, Any]] = {
-    "lookup": {"drafts": "lookup", "num_drafts": 3},
-    "carry": {"drafts": "carry"},
-    "tuned": {"drafts": "tuned", "num_drafts": 3},
-    "adapted": {"drafts": "adapted"},
-    "adapted 1": {"drafts": "adapted", "draft_layer": 1},
-    "shortcut": {"drafts": "shortcut", "draft_layer": 3},
-    "together": {"drafts": ["lookup", "carry", "shortcut"], "draft_layer": 2},
+    "lookup": {"drafter": "lookup", "num_draft_tokens": 3},
+    "carry": {"drafter": "linear"},
+    "tuned": {"drafter": "draft_model", "num_draft_tokens": 3},
+    "shortcut": {"drafter": "shortcut", "draft_layer": 3},
+    "together": {"drafter": ["lookup", "linear", "shortcut"], "draft_layer": 2},
     "default": {},
 }
 
@@ -837,8 +835,8 @@ def decode_speculative() -> Any:
         for name, own in DRAFTS.items():
             model = LlamaForCausalLM if kind == "llama" else GPT2LMHeadModel
             loaded = model.from_pretrained(decoder(kind)).eval()
-            given = {"tuned": str(tuned(kind)), **own}
-            found[f"{kind} {name}"] = decoded(accelerate(loaded, maps, mode="speculative", **given))
+            given = {"draft_model": str(tuned(kind)), "shortcuts": maps, **own}
+            found[f"{kind} {name}"] = decoded(speculate(loaded, **given))
     return found
 
 
@@ -855,13 +853,14 @@ def decode_exit() -> Any:
         loaded = model.from_pretrained(decoder(kind)).eval()
         for name, value in POLICIES.items():
             for fill in ("shortcut", "copy", "deferred"):
-                given: dict[str, Any] = {"policy": make_policy(name, value), "fill": fill}
-                fast = accelerate(loaded, maps, mode="exit", exits=[1, 2, 3], **given)
+                given: dict[str, Any] = {"policy": name, "threshold": value}
+                given |= {"kv_propagation": fill, "exit_layers": [1, 2, 3]}
+                fast = early_exit(loaded, maps, **given)
                 found[f"{kind} {name} {fill}"] = decoded(fast)
-        few = {"policy": make_policy("top", 0.3), "shortlist": torch.arange(30)}
-        fast = accelerate(loaded, maps, mode="exit", exits=[2, 3], **few)
+        few = {"policy": "top", "exit_vocab": torch.arange(30), "exit_layers": [2, 3]}
+        fast = early_exit(loaded, maps, 0.3, **few)
         found[f"{kind} shortlist"] = decoded(fast)
-        chosen = accelerate(loaded, maps, mode="exit", policy=make_policy("gap", 0.08))
+        chosen = early_exit(loaded, maps, 0.08)
         found[f"{kind} chosen exits"] = decoded(chosen)
         with torch.no_grad():
             logits = fast(**prompts(3)).logits

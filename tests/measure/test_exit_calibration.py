@@ -9,9 +9,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepenough import Shortcuts, UserError
-from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.api import early_exit, speculate
 from deepenough.decoding.calibrated import INDEX, Calibrated
 from deepenough.decoding.calibration import calibrate, check_in_use, write
+from deepenough.decoding.early_exit import ConfidenceGap, FixedLayer, TopProbability
 from deepenough.decoding.guarantee import BOUNDS, coverage
 from deepenough.decoding.losses import (
     ExitTable,
@@ -22,7 +23,6 @@ from deepenough.decoding.losses import (
     losses_in_use,
     with_threshold,
 )
-from deepenough.decoding.policies import ConfidenceGap, FixedLayer, TopProbability
 from deepenough.hf.adapter import adapt
 
 VOCABULARY = 30
@@ -71,18 +71,20 @@ def shortcuts(model) -> Shortcuts:
 
 def exiting(model, shortcuts, fill="deferred", policy=None, **more: Any):
     policy = policy or TopProbability(0.5)
-    return accelerate(model, shortcuts, mode="exit", policy=policy, exits=[1, 2], fill=fill, **more)
+    return early_exit(
+        model, shortcuts, policy=policy, exit_layers=[1, 2], kv_propagation=fill, **more
+    )
 
 
 @pytest.fixture(scope="module")
 def written(model, shortcuts):
     fast = exiting(model, shortcuts)
     prompts = [tokens(text)["input_ids"][: 4 + n % 4] for n, text in enumerate(make_texts(24))]
-    return write(fast._exit_engine, prompts, 10, batch=8)
+    return write(fast.decoding_engine, prompts, 10, batch=8)
 
 
 def test_full_words_are_what_was_written(model, shortcuts, written) -> None:
-    engine = exiting(model, shortcuts)._exit_engine
+    engine = exiting(model, shortcuts).decoding_engine
     for text, words in zip(written, full_words(engine, written, batch=5), strict=True):
         assert torch.equal(words, text.ids_T[text.prompt :])
 
@@ -91,8 +93,8 @@ def test_full_words_are_what_was_written(model, shortcuts, written) -> None:
 @pytest.mark.parametrize("policy", [TopProbability(0.5), ConfidenceGap(0.5, 8.0)])
 def test_one_table_serves_all_thresholds(model, shortcuts, written, policy, words) -> None:
     """With an exact cache it gives what a run for each threshold gives."""
-    fast = exiting(model, shortcuts, policy=policy, shortlist=words)
-    engine, early = fast._exit_engine, fast._exit_early
+    fast = exiting(model, shortcuts, policy=policy, exit_vocab=words)
+    engine, early = fast.decoding_engine, fast.exit_rule
     table = ExitTable.collect(engine, early, written, batch=7)
     expected = full_words(engine, written)
     seen = set()
@@ -109,7 +111,7 @@ def test_one_table_serves_all_thresholds(model, shortcuts, written, policy, word
 def test_losses_are_those_of_decoding(model, shortcuts, written, fill) -> None:
     """The exiting model, made to write what the full model wrote, would say these words."""
     fast = exiting(model, shortcuts, fill, TopProbability(0.4))
-    words, depths = exit_words(fast._exit_engine, fast._exit_early, written[:6], batch=4)
+    words, depths = exit_words(fast.decoding_engine, fast.exit_rule, written[:6], batch=4)
     for text, said, depth in zip(written[:6], words, depths, strict=True):
         new = text.ids_T[text.prompt :].tolist()
 
@@ -129,8 +131,8 @@ def test_losses_are_those_of_decoding(model, shortcuts, written, fill) -> None:
 def test_texts_that_never_leave_lose_nothing(model, shortcuts, written) -> None:
     for fill in ("shortcut", "copy"):
         fast = exiting(model, shortcuts, fill, TopProbability(1.0))
-        expected = full_words(fast._exit_engine, written)
-        found = losses_at(fast._exit_engine, fast._exit_early, written, expected)
+        expected = full_words(fast.decoding_engine, written)
+        found = losses_at(fast.decoding_engine, fast.exit_rule, written, expected)
         assert found.losses_N.sum() == 0
         assert found.layers_N.mean() == 3
 
@@ -153,25 +155,25 @@ def test_a_calibrated_model(model, shortcuts, tmp_path, fill) -> None:
     found.save(tmp_path)
     assert Calibrated.load(tmp_path) == found
     for guarantee in (found, str(tmp_path), tmp_path / INDEX):
-        again = accelerate(model, shortcuts, mode="exit", guarantee=guarantee)
-        assert again._exit_early.policy == TopProbability(found.threshold)
-        assert again._exit_early.fill == fill
-        assert list(again._exit_early.layers) == [1, 2]
-    with pytest.raises(UserError, match="leave out fill"):
-        accelerate(model, shortcuts, mode="exit", guarantee=found, fill="copy")
+        again = early_exit(model, shortcuts, guarantee=guarantee)
+        assert again.exit_rule.policy == TopProbability(found.threshold)
+        assert again.exit_rule.kv_propagation == fill
+        assert list(again.exit_rule.layers) == [1, 2]
+    with pytest.raises(UserError, match="leave out kv_propagation"):
+        early_exit(model, shortcuts, guarantee=found, kv_propagation="copy")
     with pytest.raises(UserError, match="weights are others"):
         other = make_model(seed=1)
         free = Shortcuts(3, 16, shortcuts.maps)
-        accelerate(other, free, mode="exit", guarantee=found)
+        early_exit(other, free, guarantee=found)
     with pytest.raises(UserError, match="other shortcuts"):
         maps = {pair: 2 * matrix for pair, matrix in shortcuts.maps.items()}
-        accelerate(model, Shortcuts(3, 16, maps), mode="exit", guarantee=found)
+        early_exit(model, Shortcuts(3, 16, maps), guarantee=found)
 
 
 def test_own_texts_are_what_the_exiting_model_writes(model, shortcuts) -> None:
     fast = exiting(model, shortcuts, "shortcut", TopProbability(0.3))
     prompts = [tokens(text)["input_ids"][: 4 + n % 4] for n, text in enumerate(make_texts(5))]
-    found = losses_in_use(fast, fast._exit_early, prompts, 8, batch=3)
+    found = losses_in_use(fast, fast.exit_rule, prompts, 8, batch=3)
     for prompt, loss, layers in zip(
         prompts, found.losses_N.tolist(), found.layers_N.tolist(), strict=True
     ):
@@ -198,7 +200,7 @@ def test_penalties_of_the_models_own_config_are_no_loss(model, shortcuts, monkey
     prompts = [tokens(text)["input_ids"][:5] for text in make_texts(4)]
     ids = torch.tensor(prompts)
     written = fast.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)[:, 5:]
-    likeliest = losses_in_use(fast, fast._exit_early, prompts, 8)
+    likeliest = losses_in_use(fast, fast.exit_rule, prompts, 8)
     assert likeliest.losses_N.sum() == 0
     plain = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, repetition_penalty=1.0
@@ -216,7 +218,7 @@ def test_that_none_holds_is_said(model, shortcuts) -> None:
     assert (found.threshold, found.check, found.layers) == (None, None, None)
     assert len(found.p_values) == 1 and "hopeless" in found.holds()
     with pytest.raises(UserError, match="No threshold holds"):
-        accelerate(model, shortcuts, mode="exit", guarantee=found)
+        early_exit(model, shortcuts, guarantee=found)
 
 
 def test_any_bounded_loss_can_be_guaranteed(model, shortcuts) -> None:
@@ -236,7 +238,7 @@ def test_any_bounded_loss_can_be_guaranteed(model, shortcuts) -> None:
 def test_the_guarantee_holds_over_random_splits(model, shortcuts) -> None:
     """Halves of 240 texts, 120 times: the other half's disagreement is seldom too high."""
     fast = exiting(model, shortcuts)
-    engine, early = fast._exit_engine, fast._exit_early
+    engine, early = fast.decoding_engine, fast.exit_rule
     prompts = [tokens(text)["input_ids"] for text in make_texts(240, seed=5)]
     table = ExitTable.collect(engine, early, write(engine, prompts, 10, batch=48), batch=48)
     thresholds = [step / 25 for step in range(24, -1, -1)]
@@ -250,12 +252,12 @@ def test_the_guarantee_holds_over_random_splits(model, shortcuts) -> None:
 def test_in_use_the_model_goes_on_from_its_own_words(model, shortcuts) -> None:
     fast = exiting(model, shortcuts)
     prompts = [tokens(text)["input_ids"] for text in make_texts(4)]
-    never = replace(fast._exit_early, policy=TopProbability(1.0))
+    never = replace(fast.exit_rule, policy=TopProbability(1.0))
     assert check_in_use(fast, never, prompts, 8)["disagreement"] == 0.0
-    always = replace(fast._exit_early, policy=TopProbability(0.0))
+    always = replace(fast.exit_rule, policy=TopProbability(0.0))
     found = check_in_use(fast, always, prompts, 8)
     assert found["disagreement"] > 0 and 1 <= found["layers"] < 2
-    assert fast._exit_early.policy == TopProbability(0.5)
+    assert fast.exit_rule.policy == TopProbability(0.5)
 
 
 def test_bad_input(model, shortcuts, tmp_path) -> None:
@@ -263,7 +265,7 @@ def test_bad_input(model, shortcuts, tmp_path) -> None:
     with pytest.raises(UserError, match="which are 590 new tokens"):
         calibrate(fast, tokens, make_texts(20), new_tokens=10)
     with pytest.raises(UserError, match="Only an exiting model"):
-        calibrate(accelerate(model), tokens, make_texts(20))
+        calibrate(speculate(model, "none"), tokens, make_texts(20))
     with pytest.raises(UserError, match="no threshold to calibrate"):
         calibrate(exiting(model, shortcuts, policy=FixedLayer(1)), tokens, make_texts(60))
     with pytest.raises(UserError, match="from the highest"):
@@ -273,10 +275,10 @@ def test_bad_input(model, shortcuts, tmp_path) -> None:
     with pytest.raises(UserError, match="scale them"):
         calibrate(fast, tokens, make_texts(30), loss=lambda *_: 2.0, **LIMITS)
     with pytest.raises(UserError, match="no guarantee at"):
-        accelerate(model, shortcuts, mode="exit", guarantee=tmp_path)
+        early_exit(model, shortcuts, guarantee=tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"format": "something"}))
     with pytest.raises(UserError, match="cannot be read"):
-        accelerate(model, shortcuts, mode="exit", guarantee=tmp_path)
+        early_exit(model, shortcuts, guarantee=tmp_path)
 
 
 def test_disagreement_by_hand() -> None:

@@ -13,8 +13,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from deepenough import Shortcuts, UserError
-from deepenough.decoding.accelerate import accelerate
-from deepenough.decoding.policies import FixedLayer, TopProbability
+from deepenough.decoding.api import early_exit, speculate
+from deepenough.decoding.early_exit import FixedLayer, TopProbability
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install deepenough[eval]")
 pytestmark = [
@@ -117,7 +117,7 @@ def run(model: Any, tokenizer: Any, task: Path, names: list[str]) -> dict[str, A
 
     from deepenough.decoding.harness import AcceleratedLM
 
-    kind = AcceleratedLM if hasattr(model, "_exit_engine") else HFLM
+    kind = AcceleratedLM if hasattr(model, "decoding_engine") else HFLM
     return simple_evaluate(
         kind(pretrained=model, tokenizer=tokenizer, batch_size=4),
         tasks=names,
@@ -129,11 +129,11 @@ def run(model: Any, tokenizer: Any, task: Path, names: list[str]) -> dict[str, A
 def test_full_depth_scores_are_the_models_own(model, tokenizer, shortcuts, task) -> None:
     names = ["own_next_word", "own_writing"]
     expected = run(model, tokenizer, task, names)
-    never = {"policy": TopProbability(1.0), "exits": [1, 2]}
+    never = {"policy": TopProbability(1.0), "exit_layers": [1, 2]}
     for fast in (
-        accelerate(model),
-        accelerate(model, mode="speculative"),
-        accelerate(model, shortcuts, mode="exit", **never),
+        speculate(model, "none"),
+        speculate(model),
+        early_exit(model, shortcuts, **never),
     ):
         found = run(fast, tokenizer, task, names)
         assert found["results"] == expected["results"]
@@ -144,8 +144,8 @@ def test_full_depth_scores_are_the_models_own(model, tokenizer, shortcuts, task)
 def test_exits_count(model, tokenizer, shortcuts, task) -> None:
     from deepenough.decoding.harness import evaluate
 
-    options = {"policy": FixedLayer(1), "exits": [1], "fill": "copy"}
-    fast = accelerate(model, shortcuts, mode="exit", **options)
+    options = {"policy": FixedLayer(1), "exit_layers": [1], "kv_propagation": "copy"}
+    fast = early_exit(model, shortcuts, **options)
     found = evaluate(fast, tokenizer, ["own_next_word"], str(task), 4, bootstrap_iters=0)
     scores = found["own_next_word"]
     assert 0 <= scores["acc,none"] <= 1
@@ -163,6 +163,6 @@ def test_models_are_made_by_name(model, tokenizer, tmp_path) -> None:
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     made = AcceleratedLM(str(tmp_path), mode="speculative", batch_size=2)
-    assert made.model._exit_source is not None and made.mean_layers is None
-    with pytest.raises(UserError, match="Give an accelerated model"):
+    assert made.model.drafter is not None and made.mean_layers is None
+    with pytest.raises(UserError, match="Give what speculate"):
         AcceleratedLM(model, tokenizer)

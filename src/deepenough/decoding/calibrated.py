@@ -1,7 +1,7 @@
 """`Calibrated`: an exit threshold with a guarantee, kept as `exit.json` beside the shortcuts.
 
 The guarantee is of one way to leave: this model, these maps, exits, policy and fill. All of them
-are written down, `accelerate(..., guarantee=...)` restores them, and another model or other maps
+are written down, `early_exit(..., guarantee=...)` restores them, and another model or other maps
 are refused. `measure/exit_calibration.py` finds the threshold.
 """
 
@@ -17,9 +17,13 @@ from typing import Any
 
 import torch
 
-from deepenough.decoding.filling import Fill
-from deepenough.decoding.leaving import EarlyExit
-from deepenough.decoding.policies import POLICIES, ExitPolicy, ThresholdPolicy
+from deepenough.decoding.early_exit import (
+    POLICIES,
+    ExitPolicy,
+    ExitRule,
+    KVPropagation,
+    ThresholdPolicy,
+)
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.shortcut import files
@@ -39,7 +43,7 @@ class Calibrated:
     policy_options: dict[str, float]
     """Of the policy, beside its threshold."""
     exits: tuple[int, ...]
-    fill: Fill
+    fill: KVPropagation
     shortlist: tuple[int, ...] | None
     max_disagreement: float
     confidence: float
@@ -82,16 +86,16 @@ class Calibrated:
         """1 if the last threshold that was tested did not hold."""
         return int(self.thresholds[-1] != self.threshold)
 
-    def early(self, shortcuts: Shortcuts, adapter: Adapter) -> EarlyExit:
+    def early(self, shortcuts: Shortcuts, adapter: Adapter) -> ExitRule:
         """The way to leave that was calibrated."""
         if self.threshold is None:
             raise UserError(
-                f"{self.holds()} Use mode=full or mode=speculative, or calibrate with a greater "
+                f"{self.holds()} Use speculate() instead, or calibrate with a greater "
                 "max_disagreement or more texts."
             )
         policy: ExitPolicy = POLICIES[self.policy](self.threshold, **self.policy_options)  # type: ignore[call-arg]
         words = None if self.shortlist is None else torch.tensor(self.shortlist)
-        early = EarlyExit(shortcuts, policy, self.exits, self.fill, words)
+        early = ExitRule(shortcuts, policy, self.exits, self.fill, words)
         if self.model.get("fingerprint") != adapter.identity()["fingerprint"]:
             raise UserError(
                 f"The guarantee was made for {self.model.get('model') or 'another model'}, whose "
@@ -150,7 +154,7 @@ def policy_parts(policy: ExitPolicy) -> tuple[str, dict[str, float]]:
     return names[type(policy)], options
 
 
-def maps_hash(early: EarlyExit) -> str:
+def maps_hash(early: ExitRule) -> str:
     """Of the maps by which tokens leave."""
     digest = hashlib.sha256()
     for layer in sorted(set(early.layers)):

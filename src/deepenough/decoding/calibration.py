@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from deepenough.decoding.accelerate import Accelerated
+from deepenough.decoding.api import AdaptiveDecoding
 from deepenough.decoding.calibrated import Calibrated, maps_hash, policy_parts
+from deepenough.decoding.early_exit import ExitRule
 from deepenough.decoding.engine import Engine
 from deepenough.decoding.guarantee import accept_in_order, check_asked, texts_needed
-from deepenough.decoding.leaving import EarlyExit
 from deepenough.decoding.losses import (
     ExitLosses,
     ExitTable,
@@ -66,7 +66,7 @@ def calibrate(
 ) -> Calibrated:
     """The fastest of `thresholds` whose risk is at most `max_disagreement`, or that none is.
 
-    `fast` is what `accelerate(..., mode="exit")` returned; its exits, fill and kind of policy are
+    `fast` is what `early_exit(...)` returned; its exits, fill and kind of policy are
     calibrated. `text` says who writes the texts, the full model or the exiting one.
 
     `loss(found, expected)` takes the words of one text, as token ids, and gives a
@@ -105,8 +105,8 @@ def calibrate(
         policy=name,
         policy_options=options,
         exits=tuple(sorted(set(early.layers))),
-        fill=early.fill,
-        shortlist=None if early.shortlist is None else tuple(early.shortlist.tolist()),
+        fill=early.kv_propagation,
+        shortlist=None if early.exit_vocab is None else tuple(early.exit_vocab.tolist()),
         max_disagreement=max_disagreement,
         confidence=confidence,
         bound=bound,
@@ -124,10 +124,10 @@ def calibrate(
     )
 
 
-def _parts(fast: Any) -> tuple[Engine, EarlyExit]:
-    if not isinstance(fast, Accelerated) or fast._exit_early is None:
-        raise UserError('Only an exiting model is calibrated: accelerate(..., mode="exit") it.')
-    return fast._exit_engine, fast._exit_early
+def _parts(fast: Any) -> tuple[Engine, ExitRule]:
+    if not isinstance(fast, AdaptiveDecoding) or fast.exit_rule is None:
+        raise UserError("Only an exiting model is calibrated: give what early_exit() returned.")
+    return fast.decoding_engine, fast.exit_rule
 
 
 def _check_enough(
@@ -159,14 +159,14 @@ def write(
 
 def _measure(
     engine: Engine,
-    early: EarlyExit,
+    early: ExitRule,
     written: Sequence[Written],
     loss: Loss,
     batch: int,
     tell: Progress,
 ) -> Callable[[float], ExitLosses]:
     """Losses of a threshold: looked up if the cache is exact whatever the threshold, else run."""
-    if early.fill == "deferred":
+    if early.kv_propagation == "deferred":
         table = ExitTable.collect(
             engine, early, written, batch, lambda done, of: tell("texts measured", done, of)
         )
@@ -198,14 +198,14 @@ def _measure_own(
         nonlocal tested
         tested += 1
         tell("thresholds measured", tested, 0)
-        early = with_threshold(fast._exit_early, threshold)
+        early = with_threshold(fast.exit_rule, threshold)
         return losses_in_use(fast, early, prompts, new_tokens, loss, batch)
 
     return run
 
 
 def check_in_use(
-    fast: Any, early: EarlyExit, prompts: Sequence[Sequence[int]], new_tokens: int
+    fast: Any, early: ExitRule, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, float]:
     """Disagreement and layers of a token where the exiting model writes the text itself."""
     found = losses_in_use(fast, early, prompts, new_tokens)

@@ -20,10 +20,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from deepenough.config import resolve
-from deepenough.decoding.accelerate import accelerate
-from deepenough.decoding.costs import Costs
-from deepenough.decoding.filling import Fill
-from deepenough.decoding.policies import ConfidenceGap
+from deepenough.decoding.api import early_exit, speculate
+from deepenough.decoding.early_exit import ConfidenceGap, KVPropagation
+from deepenough.decoding.engine import DecodingCosts
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.measurement import (
@@ -84,7 +83,7 @@ class WordsCandidate:
                 "on), or leave it out."
             )
         self.shortcuts = Shortcuts.from_pretrained(self.folder)
-        self.fill: Fill = "shortcut" if self.shortcuts.targets == "all" else "copy"
+        self.fill: KVPropagation = "shortcut" if self.shortcuts.targets == "all" else "copy"
         with without_bars():
             self.model, self.tokenizer = fitted.model.load()
         if not self.model.can_generate():
@@ -94,7 +93,7 @@ class WordsCandidate:
             )
         self.model.eval()
         self.model_name = fitted.model.name
-        self.costs = Costs(adapt(self.model))
+        self.costs = DecodingCosts(adapt(self.model))
         self.num_prompt, self.num_new = data.prompt_tokens, data.new_tokens
         text, split = data.data or fitted.text.data, data.split or "valid"
         self.prompts = _prompts(self.tokenizer, text, split, data.limit or PROMPTS, self.num_prompt)
@@ -139,11 +138,11 @@ class WordsCandidate:
         if mode == PLAIN:
             return self.model
         if mode == TUNED:
-            return accelerate(self.model, mode=SPECULATIVE, tuned=self.entry.tuned)
+            return speculate(self.model, draft_model=self.entry.tuned)
         if mode != EXIT:
-            return accelerate(self.model, mode=mode)  # type: ignore[arg-type]
+            return speculate(self.model, "none" if mode == FULL else None)
         policy = ConfidenceGap(float(point.settings["exit"]), float(self.num_new))
-        return accelerate(self.model, self.shortcuts, EXIT, policy=policy, fill=self.fill)
+        return early_exit(self.model, self.shortcuts, policy=policy, kv_propagation=self.fill)
 
     @torch.inference_mode()
     def run(self, point: OperatingPoint) -> Written:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from deepenough.config import provenance
-from deepenough.decoding.carry import Carry, shortlist_head
+from deepenough.decoding.drafters import LinearDrafter, head_rows
 from deepenough.decoding.own_text import WritingSettings, Written, write
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
@@ -88,7 +88,7 @@ def fit_carry(
     new_tokens: int = 96,
     batch: int = 16,
     progress: Callable[[int, int], None] | None = None,
-) -> Carry:
+) -> LinearDrafter:
     """Let the model continue the beginnings of texts, and fit carry maps to what it wrote.
 
     `maps` is how many tokens can be drafted at once, `shortlist` among how many words. The rest
@@ -107,7 +107,7 @@ def fit_carry_to(
     maps: int,
     shortlist: int,
     about: Mapping[str, Any] | None = None,
-) -> Carry:
+) -> LinearDrafter:
     """Carry maps fitted to texts the model has written; `about` says how, and goes with them."""
     if maps < 1 or shortlist < 2:
         raise UserError("There must be at least 1 map, and 2 words in the shortlist.")
@@ -135,7 +135,7 @@ def fit_carry_to(
         "seconds": round(time.perf_counter() - began, 3),
     }
     meta = {"model": adapter.identity(), "fit": fit, "made_with": provenance()}
-    return Carry([(b.cpu(), c.cpu()) for b, c in fitted], words_S.cpu(), meta)
+    return LinearDrafter([(b.cpu(), c.cpu()) for b, c in fitted], words_S.cpu(), meta)
 
 
 def _collect(adapter: Adapter, texts: Iterable[Written], maps: int) -> _Collected:
@@ -192,7 +192,7 @@ def _best(
     adapter: Adapter, number: int, sums: Sums, held_out: Sequence[Written], words_S: Tensor
 ) -> tuple[tuple[Tensor, Tensor], float, float]:
     """The map, its agreement on texts that were left out, and the ridge that made it so."""
-    head = shortlist_head(adapter, words_S)
+    head = head_rows(adapter, words_S)
     candidates = []
     for ridge in RIDGES:
         matrix, bias = sums.solve(ridge)

@@ -1,19 +1,21 @@
-"""`Engine`: a causal model taken apart for decoding, one cache and any range of layers at a time.
+"""`Engine`: a causal language model taken apart for decoding, with its KV cache.
 
-The loop that decodes, the sources of drafts and the policies of early exit see nothing else of it:
+The decoding loop, the drafters and early exit see nothing of a model but this contract:
 
-    prefill(prompts)            -> normed state of every row's last token
-    step = enter(tokens)        the tokens that follow what is kept, as embeddings
-    through(step, h, i, j)      -> h_j from h_i: layers i+1 ... j, whose keys and values are cached
-    norm(h), head(normed)       -> logits
-    keep(counts)                of the tokens entered since, how many of each row are there to stay
+    prefill(prompts)               -> normed state of every sequence's last token
+    step = start_step(tokens)      the tokens that follow what is committed, as embeddings
+    run_layers(step, h, i, j)      -> h_j from h_i: layers i+1 ... j, extending the cache
+    norm(h), head(normed)          -> logits
+    keep(counts)                   commit the first tokens of each sequence, roll back the rest
 
-and, where some rows go further than others, `resume` for those that do and `fill` for the rest.
+and, where some sequences leave at an earlier layer than others, `resume` for those that continue
+and `write_kv` for those that have left.
 
-Two implementations: `fused.py` for layouts whose arithmetic is written out here, `general.py` for
-all others, which calls the model's own layers. Rows may keep different numbers of tokens.
+Two implementations: `torch_backend.py` for layouts whose arithmetic is written out there, and
+`general_backend.py` for all others, which calls the model's own layers. Sequences may keep
+different numbers of tokens.
 
-Shapes: B rows, T tokens, D width, V vocabulary.
+Shapes: B sequences, T tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from deepenough.errors import UserError
-from deepenough.hf.adapter import Adapter
+from deepenough.hf.adapter import Adapter, adapt
 
 
 @dataclass
@@ -38,80 +40,129 @@ class Step:
     hidden: Tensor
     """`h_0`, `[B, T, D]`."""
     offset: int
-    """How many tokens, entered before, lie between these and what is kept."""
+    """Tokens entered before these that are not committed yet."""
     context: Any = None
-    """What the layers of an implementation need: masks, position codes."""
+    """What the layers of a backend need: masks, rotary cos/sin."""
 
 
 class Engine(ABC):
-    """A model, and the cache of the rows it is decoding."""
+    """A model, and the KV cache of the sequences it is decoding."""
 
     takes_groups: bool = True
-    """Whether `resume` takes several tokens of a row, from before the latest on."""
+    """Whether `resume` takes several tokens of a sequence at once."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.num_layers = adapter.num_layers
-        """Layers that run; fewer where no state behind them is wanted."""
         self.lengths: list[int] = []
-        """Tokens of each row whose keys and values are kept."""
+        """Committed tokens of each sequence."""
         self.prompt: list[Tensor] = []
-        """`h_L` of each row's prompt, `[T, D]`, as `prefill` has left it."""
+        """`h_L` of each sequence's prompt, `[T, D]`, as `prefill` has left it."""
 
     @abstractmethod
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
-        """Begin with prompts, padded on either side; room for `capacity` tokens a row.
+        """Start a batch from its prompts.
 
-        Gives the normed state of every row's last token, `[B, D]`.
+        Args:
+            ids_BT: Prompts, padded on either side.
+            mask_BT: 1 for tokens, 0 for padding; None if there is no padding.
+            capacity: Tokens of a sequence that the cache must hold.
+
+        Returns:
+            The normed state of every sequence's last token, `[B, D]`.
         """
 
     @abstractmethod
-    def enter(self, tokens_BT: Tensor, offset: int = 0) -> Step:
-        """The next tokens of every row; `offset` of them have been entered already."""
+    def start_step(self, tokens_BT: Tensor, offset: int = 0) -> Step:
+        """Embed the next tokens of every sequence, behind `offset` tokens not yet committed."""
 
     @abstractmethod
-    def through(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
-        """`h_last` from `h_first`; each layer in between sees and extends the cache."""
+    def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
+        """Return `h_last` from `h_first`; each layer in between reads and extends the cache."""
 
     @abstractmethod
     def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
-        """States of tokens at `starts` and after, of some rows, on their way to further layers."""
+        """Make a step of states, of some sequences only, that continue to deeper layers.
+
+        Args:
+            hidden_BTD: States of the tokens that continue.
+            starts: Position of the first of these tokens in each sequence.
+            rows: Which sequences they belong to.
+        """
 
     @abstractmethod
-    def fill(self, index: int, hidden_ND: Tensor, step: Step) -> None:
-        """Keys and values of a layer alone, of tokens that resumed, from what it would read."""
+    def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
+        """Write the keys and values that layer `index` makes of its input, and nothing else.
+
+        Args:
+            index: Layer, from 0.
+            hidden_ND: What the layer would read.
+            step: Where the tokens stand, from `start_step` or `resume`.
+        """
 
     @abstractmethod
     def norm(self, hidden: Tensor) -> Tensor:
-        """The norm between the last layer and the head."""
+        """Apply the norm between the last layer and the head."""
 
     @abstractmethod
     def head(self, normed: Tensor) -> Tensor:
-        """Logits of normed states, `[..., V]`."""
+        """Return the logits `[..., V]` of normed states."""
 
     @abstractmethod
     def keep(self, counts: Sequence[int]) -> None:
-        """Of the tokens entered since the last call, the first `counts[row]` of each row stay."""
+        """Commit the first `counts[row]` tokens entered since the last call; forget the others."""
 
     @abstractmethod
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone."""
+        """Go on with these sequences alone."""
 
     def run(self, tokens_BT: Tensor) -> Tensor:
-        """Normed states `[B, T, D]` of the next tokens, through all layers."""
-        step = self.enter(tokens_BT)
-        return self.norm(self.through(step, step.hidden, 0, self.num_layers))
+        """Return normed states `[B, T, D]` of the next tokens, through all layers."""
+        step = self.start_step(tokens_BT)
+        return self.norm(self.run_layers(step, step.hidden, 0, self.num_layers))
 
     def refresh(self) -> None:  # noqa: B027
         """Notice what was done to the model's weights between two generations."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give back the memory of the cache."""
+        """Free the memory of the cache."""
+
+
+def make_engine(model: PreTrainedModel, fused: bool = True) -> Engine:
+    """Return an engine that gives the model's own logits, or refuse the model.
+
+    Args:
+        model: A causal language model in eval mode.
+        fused: Use the fused torch backend where the model's layout is known to it; False always
+            uses the model's own layers.
+    """
+    from deepenough.decoding.general_backend import GeneralEngine
+    from deepenough.decoding.torch_backend import make_fused
+
+    adapter = adapt(model)
+    _check_supported(adapter)
+    if model.training:
+        raise UserError("The model is in training mode, with dropout: call model.eval() first.")
+    engine = (make_fused(adapter) if fused else None) or GeneralEngine(adapter)
+    try:
+        same = _gives_same_logits(engine)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{type(model).__name__} cannot be decoded layer by layer ({reason}): use its own "
+            "generate()."
+        ) from error
+    if not same:
+        raise UserError(
+            f"{type(model).__name__} gives other logits layer by layer than as a whole, so it "
+            "cannot be decoded this way: use its own generate()."
+        )
+    return engine
 
 
 def row_lengths(ids_BT: Tensor, mask_BT: Tensor | None) -> list[int]:
-    """Tokens of each prompt; padding may stand on either side of them, but not between."""
+    """Return the tokens of each prompt; padding may stand on either side, but not between."""
     batch, width = ids_BT.shape
     if width == 0:
         raise UserError("The prompt is empty: give at least one token, such as the model's BOS.")
@@ -130,8 +181,8 @@ def row_lengths(ids_BT: Tensor, mask_BT: Tensor | None) -> list[int]:
     return lengths
 
 
-def check_cache(adapter: Adapter) -> None:
-    """Refuse models that keep anything else than all keys and values of all tokens."""
+def _check_supported(adapter: Adapter) -> None:
+    """Refuse models that cache anything else than all keys and values of all tokens."""
     model: Any = adapter.model
     name = type(model).__name__
     if adapter.kind != "causal":
@@ -153,8 +204,8 @@ def check_cache(adapter: Adapter) -> None:
 
 
 @torch.no_grad()
-def agrees(engine: Engine) -> bool:
-    """Whether a short prompt, cached, gives the logits of the model itself."""
+def _gives_same_logits(engine: Engine) -> bool:
+    """Compare the logits of a short prompt, cached, with those of the model itself."""
     model: Any = engine.adapter.model
     size = model.config.get_text_config().vocab_size
     ids_BT = torch.arange(1, 11, device=model.device).view(2, 5).remainder(size)
@@ -164,3 +215,42 @@ def agrees(engine: Engine) -> bool:
     # Sums are made in another order, and a few logits are large: relative to the largest.
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 3e-2
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+class DecodingCosts:
+    """FLOPs of decoding one token in closed form, a multiply-add counted as two.
+
+    A layer costs two operations for each entry of its matrices and, for attention over `c` tokens,
+    `4 * c * width`. Of a mixture of experts all matrices are counted. Norms and positional
+    encodings are left out.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        config = adapter.model.config.get_text_config()
+        self.layers = [
+            2.0 * sum(p.numel() for p in layer.parameters() if p.ndim > 1)
+            for layer in adapter.layers
+        ]
+        heads = getattr(config, "num_attention_heads", None)
+        head_width = getattr(config, "head_dim", None)
+        self.attention_width = heads * head_width if heads and head_width else adapter.width
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads or 1
+        self.keys = 4.0 * adapter.width * self.attention_width * kv_heads / (heads or 1)
+        """FLOPs of the keys and values of one layer."""
+        self.map = 2.0 * adapter.width**2
+        self.head = 2.0 * config.vocab_size * adapter.width
+
+    def token(self, context: int, first: int = 0, last: int | None = None) -> float:
+        """Return the cost of layers `first + 1 ... last` for a token that sees `context` tokens."""
+        chosen = self.layers[first:last]
+        return sum(chosen) + 4.0 * context * self.attention_width * len(chosen)
+
+    def filling(self, depth: int, kv_propagation: str) -> float:
+        """Return the cost of the keys and values of the layers behind `depth` that a token skips.
+
+        With `deferred`, they are computed by the layers themselves later, and cost nothing here.
+        """
+        if kv_propagation == "deferred":
+            return 0.0
+        mapped = self.map if kv_propagation == "shortcut" else 0.0
+        return (len(self.layers) - depth) * (self.keys + mapped)

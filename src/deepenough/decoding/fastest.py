@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from deepenough.decoding.decode import decode
+from deepenough.decoding.drafters import DraftConfig, DrafterBuilder
 from deepenough.decoding.engine import Engine
-from deepenough.decoding.request import Request, greedy_request
-from deepenough.decoding.sources import Drafting, Workshop
+from deepenough.decoding.request import Request, plain_request
+from deepenough.decoding.verification import decode
 
 _NUM_DRAFTS = (1, 2, 3)
 #: Of a shortlist, in turn with all of it.
@@ -29,7 +29,7 @@ _SHARES = (0.25, 0.5)
 _DEPTHS = (0.1, 0.25)
 _PROMPTS, _PROMPT_TOKENS = 8, 12
 
-Time = Callable[[Drafting, Sequence[int]], tuple[float, int]]
+Time = Callable[[DraftConfig, Sequence[int]], tuple[float, int]]
 """Seconds and new tokens of one candidate from one prompt."""
 
 
@@ -37,7 +37,7 @@ Time = Callable[[Drafting, Sequence[int]], tuple[float, int]]
 class Lap:
     """What one candidate has done so far."""
 
-    drafting: Drafting
+    drafting: DraftConfig
     seconds: float = 0.0
     tokens: int = 0
 
@@ -48,7 +48,7 @@ class Lap:
 
 @dataclass
 class Fastest:
-    drafting: Drafting
+    drafting: DraftConfig
     laps: list[Lap] = field(default_factory=list)
     """Of all candidates, the fastest first; they ran from different numbers of prompts."""
 
@@ -62,7 +62,7 @@ class Fastest:
 
 
 def find_fastest(
-    workshop: Workshop,
+    workshop: DrafterBuilder,
     num_drafts: int | None = None,
     layer: int | None = None,
     prompts: Sequence[Sequence[int]] | None = None,
@@ -72,10 +72,10 @@ def find_fastest(
     prompts = prompts or _prompts(workshop)
     numbers = _NUM_DRAFTS if num_drafts is None else (num_drafts,)
     runners = candidates(workshop, numbers, layer)
-    sources = {drafting: workshop.make(drafting) for drafting in runners}
+    sources = {drafting: workshop.build(drafting) for drafting in runners}
 
-    def timed(drafting: Drafting, prompt: Sequence[int]) -> tuple[float, int]:
-        source = sources.setdefault(drafting, workshop.make(drafting))
+    def timed(drafting: DraftConfig, prompt: Sequence[int]) -> tuple[float, int]:
+        source = sources.setdefault(drafting, workshop.build(drafting))
         request = _request(workshop.engine, prompt, new_tokens)
         began = time.perf_counter()
         generated = decode(workshop.engine, request, source)
@@ -86,9 +86,9 @@ def find_fastest(
         timed(runners[-1], prompts[0])  # the first run of all is slow
         laps = race(runners, prompts, timed)
         best = laps[0].drafting
-        if workshop.carry is not None and set(best.names) - {"lookup"}:
-            size = len(workshop.carry.shortlist)
-            shorter = [replace(best, words=int(share * size)) for share in _SHARES]
+        if workshop.linear_drafter is not None and set(best.names) - {"lookup"}:
+            size = len(workshop.linear_drafter.draft_vocab)
+            shorter = [replace(best, vocab_size=int(share * size)) for share in _SHARES]
             again = race([*shorter, best], prompts[:4], timed)
             best = again[0].drafting
             laps = again + [lap for lap in laps if lap.drafting != best]
@@ -97,20 +97,22 @@ def find_fastest(
     return Fastest(best, laps)
 
 
-def candidates(workshop: Workshop, numbers: Sequence[int], layer: int | None) -> list[Drafting]:
+def candidates(
+    workshop: DrafterBuilder, numbers: Sequence[int], layer: int | None
+) -> list[DraftConfig]:
     """Plain decoding, every source alone, and lookup before each of the others."""
-    found = [Drafting(())]
-    others = [name for name in workshop.names() if name != "lookup"]
+    found = [DraftConfig(())]
+    others = [name for name in workshop.available() if name != "lookup"]
     orders: list[tuple[str, ...]] = [("lookup",)]
     orders += [order for name in others for order in ((name,), ("lookup", name))]
     for order in orders:
         for number in numbers:
             depths = _depths(workshop, order[-1], layer)
-            found += [Drafting(order, number, None, depth) for depth in depths]
+            found += [DraftConfig(order, number, None, depth) for depth in depths]
     return found
 
 
-def _depths(workshop: Workshop, name: str, layer: int | None) -> Sequence[int | None]:
+def _depths(workshop: DrafterBuilder, name: str, layer: int | None) -> Sequence[int | None]:
     """Layers that a source is tried with; None where it runs none."""
     if name == "shortcut":
         return draft_layers(workshop.engine.num_layers) if layer is None else [layer]
@@ -122,7 +124,9 @@ def draft_layers(num_layers: int) -> list[int]:
     return sorted({max(1, round(share * num_layers)) for share in _DEPTHS})
 
 
-def race(runners: Sequence[Drafting], prompts: Sequence[Sequence[int]], timed: Time) -> list[Lap]:
+def race(
+    runners: Sequence[DraftConfig], prompts: Sequence[Sequence[int]], timed: Time
+) -> list[Lap]:
     """Laps of all runners, the fastest first: those that went further before those that did not."""
     going = [Lap(runner) for runner in runners]
     out: list[Lap] = []
@@ -141,23 +145,23 @@ def race(runners: Sequence[Drafting], prompts: Sequence[Sequence[int]], timed: T
     return going + out
 
 
-def _prompts(workshop: Workshop) -> list[list[int]]:
+def _prompts(workshop: DrafterBuilder) -> list[list[int]]:
     """Those that a tuned model brings, or else words drawn at random."""
-    if workshop.tuned is not None and (known := workshop.tuned.meta.get("prompts")):
+    if workshop.draft_model is not None and (known := workshop.draft_model.meta.get("prompts")):
         return [list(prompt) for prompt in known]
     size = workshop.engine.adapter.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     return torch.randint(size, (_PROMPTS, _PROMPT_TOKENS), generator=generator).tolist()
 
 
-def _plain(drafting: Drafting) -> dict[str, Any]:
+def _plain(drafting: DraftConfig) -> dict[str, Any]:
     return asdict(drafting) | {"names": list(drafting.names)}
 
 
 def _request(engine: Engine, prompt: Sequence[int], new_tokens: int) -> Request:
     model = engine.adapter.model
     ids_BT = torch.tensor([list(prompt)], device=model.device)
-    return greedy_request(model, ids_BT, None, new_tokens, engine.adapter.max_length)
+    return plain_request(model, ids_BT, None, new_tokens, engine.adapter.max_length)
 
 
 def machine_facts() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepenough.decoding.costs import Costs
+from deepenough.decoding.engine import DecodingCosts
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.trace import DepthTrace
@@ -134,11 +134,11 @@ def generate_told(
     )
     compared = Comparison(told, None, adapter.num_layers, output.drafted, output.accepted)
     if full is not None:
-        compared.full = _full(full, length, Costs(adapter), statistics.median(times[1]))
+        compared.full = _full(full, length, DecodingCosts(adapter), statistics.median(times[1]))
     return compared
 
 
-def _full(ids_T: Tensor, prompt: int, costs: Costs, seconds: float) -> Told:
+def _full(ids_T: Tensor, prompt: int, costs: DecodingCosts, seconds: float) -> Told:
     flops = [costs.token(prompt + 1 + n) + costs.head for n in range(len(ids_T))]
     return Told(ids_T.tolist(), [len(costs.layers)] * len(ids_T), flops, seconds)
 

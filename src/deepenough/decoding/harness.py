@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepenough.decoding.accelerate import Accelerated, accelerate
-from deepenough.decoding.policies import make_policy
+from deepenough.decoding.api import AdaptiveDecoding, early_exit, speculate
 from deepenough.errors import UserError
 from deepenough.hf.loading import load
 from deepenough.shortcut.modeling import Shortcuts
@@ -36,11 +35,11 @@ except ImportError as error:
 
 @register_model("deepenough")
 class AcceleratedLM(HFLM):
-    """A model of the harness that spends as little as `accelerate` lets it.
+    """A model of the harness that decodes by `speculate` or `early_exit`.
 
-    `pretrained` is an accelerated model, given with its `tokenizer`, or a name that `load_model`
-    knows; then `mode`, `shortcuts`, `guarantee`, `policy`, `threshold` and `fill` are as for
-    `deepenough exit generate`. The rest is as for the harness's own `hf`.
+    `pretrained` is what `speculate` or `early_exit` returned, given with its `tokenizer`, or a name
+    that `load` knows; then `mode`, `shortcuts`, `guarantee`, `policy`, `threshold` and `fill` are
+    as for `deepenough exit generate`. The rest is as for the harness's own `hf`.
     """
 
     def __init__(
@@ -58,13 +57,21 @@ class AcceleratedLM(HFLM):
     ) -> None:
         if isinstance(pretrained, str):
             model, tokenizer = load(pretrained, "causal", dtype)
-            given: dict[str, Any] = {"mode": mode, "guarantee": guarantee, "fill": fill}
-            if threshold is not None or policy is not None:
-                given["policy"] = make_policy(policy or "gap", threshold)
-            maps = None if shortcuts is None else Shortcuts.from_pretrained(shortcuts)
-            pretrained = accelerate(model, maps, **given)
-        elif not isinstance(pretrained, Accelerated):
-            raise UserError("Give an accelerated model, or the harness's own hf another one.")
+            given: dict[str, Any] = {"guarantee": guarantee, "kv_propagation": fill}
+            given |= {"policy": policy, "threshold": threshold}
+            given = {name: value for name, value in given.items() if value is not None}
+            if mode != "exit" and given:
+                raise UserError(f"{next(iter(given))} is of use in mode exit alone: leave it out.")
+            if mode == "exit":
+                if shortcuts is None:
+                    raise UserError("Early exit needs shortcuts: give the folder of the model's.")
+                pretrained = early_exit(model, Shortcuts.from_pretrained(shortcuts), **given)
+            elif mode in ("full", "speculative"):
+                pretrained = speculate(model, "none" if mode == "full" else None)
+            else:
+                raise UserError(f"The mode is full, speculative or exit, not {mode!r}.")
+        elif not isinstance(pretrained, AdaptiveDecoding):
+            raise UserError("Give what speculate() or early_exit() returned; others are for hf.")
         self.layers, self.positions = 0, 0
         super().__init__(pretrained=pretrained, tokenizer=tokenizer, backend="causal", **options)
 
@@ -75,7 +82,7 @@ class AcceleratedLM(HFLM):
 
     def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         logits: Tensor = super()._model_call(inps, *args, **kwargs)
-        if self.model._exit_early is not None:
+        if self.model.exit_rule is not None:
             depth = self.model.trace.depth
             self.layers += int(depth.sum())
             self.positions += int((depth > 0).sum())

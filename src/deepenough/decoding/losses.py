@@ -9,7 +9,7 @@ full model would have said at the same places. On the full model's texts there a
 same losses:
 
 - `losses_at`: the model runs once for a threshold, tokens leaving as they would, so that later
-  ones find in the cache what the fill has put there (`adaptive/exit/scoring.py`);
+  ones find in the cache what the fill has put there (`exit_scoring.py`);
 - `ExitTable`: one run for all thresholds. Confidence and word of every exit do not depend on the
   threshold as long as the cache is exact, which it is with the fill `deferred`; with the others it
   leaves out what the fill does.
@@ -29,13 +29,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deepenough.decoding.early import decode_early
+from deepenough.decoding.early_exit import (
+    ExitCheck,
+    ExitingDepth,
+    ExitObservation,
+    ExitRule,
+    ThresholdPolicy,
+)
 from deepenough.decoding.engine import Engine
-from deepenough.decoding.leaving import EarlyExit, ExitTest
+from deepenough.decoding.exit_scoring import ExitForwardPass
 from deepenough.decoding.own_text import Written
-from deepenough.decoding.policies import Look, ThresholdPolicy
-from deepenough.decoding.request import greedy_request
-from deepenough.decoding.scoring import ExitPass
+from deepenough.decoding.request import plain_request
+from deepenough.decoding.verification import decode
 
 #: `loss(found, expected)` of the words `[T]` of one text, between 0 and 1.
 Loss = Callable[[Tensor, Tensor], float]
@@ -87,14 +92,14 @@ def full_words(engine: Engine, texts: Sequence[Written], batch: int = 8) -> list
 
 @torch.inference_mode()
 def exit_words(
-    engine: Engine, early: EarlyExit, texts: Sequence[Written], batch: int = 8
+    engine: Engine, early: ExitRule, texts: Sequence[Written], batch: int = 8
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What the exits say at every new token of each text, and the layers that ran for it."""
     words: list[Tensor] = []
     depths: list[Tensor] = []
     for part in _batches(engine, texts, batch):
-        way = ExitPass(engine, early, part.place_BT, part.says_BT & (part.place_BT > 0))
-        with way.put_in():
+        way = ExitForwardPass(engine, early, part.place_BT, part.says_BT & (part.place_BT > 0))
+        with way.patched():
             last_BTD = engine.adapter.states(part.ids_BT)[-1]
         words += _by_text(_words(engine, last_BTD[part.says_BT]), part.says_BT)
         depths += _by_text(way.depth_N.view_as(part.ids_BT)[part.says_BT].cpu(), part.says_BT)
@@ -118,7 +123,7 @@ class ExitLosses:
 
 def losses_at(
     engine: Engine,
-    early: EarlyExit,
+    early: ExitRule,
     texts: Sequence[Written],
     expected: Sequence[Tensor],
     loss: Loss = disagreement,
@@ -143,7 +148,7 @@ def _losses(
 @torch.inference_mode()
 def losses_in_use(
     fast: Any,
-    early: EarlyExit,
+    early: ExitRule,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     loss: Loss = disagreement,
@@ -151,10 +156,10 @@ def losses_in_use(
 ) -> ExitLosses:
     """One loss a text that the exiting model writes itself, leaving by `early`: its words against
     what the full model would have said at each place."""
-    engine = fast._exit_engine
+    engine = fast.decoding_engine
     written: list[Written] = []
     depths: list[Tensor] = []
-    with fast._exit_lock:
+    with fast.decoding_lock:
         engine.refresh()
         try:
             for start in range(0, len(prompts), batch):
@@ -169,19 +174,19 @@ def losses_in_use(
 
 
 def _written_early(
-    engine: Engine, early: EarlyExit, prompts: Sequence[Sequence[int]], new_tokens: int
+    engine: Engine, early: ExitRule, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> tuple[list[Written], list[Tensor]]:
     width, model = max(map(len, prompts)), engine.adapter.model
     rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    request = greedy_request(
+    request = plain_request(
         model,
         torch.tensor(rows, device=model.device),
         torch.tensor(masks, device=model.device),
         new_tokens,
         engine.adapter.max_length,
     )
-    made = decode_early(engine, request, early).rows
+    made = decode(engine, request, ExitingDepth(engine, early)).rows
     texts = [
         Written(torch.tensor(row.context), torch.empty(0), len(prompt))
         for row, prompt in zip(made, prompts, strict=True)
@@ -206,14 +211,14 @@ class ExitTable:
     def collect(
         cls,
         engine: Engine,
-        early: EarlyExit,
+        early: ExitRule,
         texts: Sequence[Written],
         batch: int = 8,
         progress: Callable[[int, int], Any] | None = None,
     ) -> ExitTable:
         policy = early.policy
         assert isinstance(policy, ThresholdPolicy)
-        test, layers = ExitTest(engine, early), sorted(set(early.layers))
+        test, layers = ExitCheck(engine, early), sorted(set(early.layers))
         table = cls(layers, engine.num_layers, [], [], [])
         for part in _batches(engine, texts, batch):
             states = [h_BTD[part.says_BT] for h_BTD in engine.adapter.states(part.ids_BT)]
@@ -246,7 +251,7 @@ class ExitTable:
 
 
 def _confidence(
-    test: ExitTest, policy: ThresholdPolicy, layer: int, state_ND: Tensor, place_N: Tensor
+    test: ExitCheck, policy: ThresholdPolicy, layer: int, state_ND: Tensor, place_N: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of states at an exit: below which threshold they leave, and with which word."""
     confidences, words = [], []
@@ -254,16 +259,16 @@ def _confidence(
         streak = torch.ones_like(place)
         normed = test.engine.norm(test.jump(layer, state))
         logits = test.engine.head(normed)
-        sure = policy.confidence(Look(layer, logits.float().softmax(-1), place, streak))
-        if test.words is not None:
-            listed = torch.nn.functional.linear(normed, *test.words).float().softmax(-1)
-            sure = sure.minimum(policy.confidence(Look(layer, listed, place, streak)))
+        sure = policy.confidence(ExitObservation(layer, logits.float().softmax(-1), place, streak))
+        if test.vocab_head is not None:
+            listed = torch.nn.functional.linear(normed, *test.vocab_head).float().softmax(-1)
+            sure = sure.minimum(policy.confidence(ExitObservation(layer, listed, place, streak)))
         confidences.append(sure)
         words.append(logits.argmax(-1))
     return torch.cat(confidences), torch.cat(words)
 
 
-def with_threshold(early: EarlyExit, threshold: float) -> EarlyExit:
+def with_threshold(early: ExitRule, threshold: float) -> ExitRule:
     """The same way to leave at another threshold."""
     policy = early.policy
     assert isinstance(policy, ThresholdPolicy)

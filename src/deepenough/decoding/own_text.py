@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from deepenough.decoding.engine import Engine
-from deepenough.decoding.making import make_engine
+from deepenough.decoding.drafters import Drafter, Proposal
+from deepenough.decoding.engine import Engine, make_engine
+from deepenough.decoding.request import SequenceState, plain_request
+from deepenough.decoding.verification import decode
 from deepenough.errors import UserError
 
 #: Shorter prompts say too little.
@@ -94,40 +96,43 @@ def continue_prompts(
     ids_BT = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     mask_BT = (torch.arange(ids_BT.shape[1]) < lengths[:, None]).long()
+    request = plain_request(
+        engine.adapter.model,
+        ids_BT.to(device),
+        mask_BT.to(device),
+        new_tokens,
+        limit,
+        generator=generator,
+    )
+    recorder = StateRecorder()
     engine.refresh()
-    state_BD = engine.prefill(ids_BT.to(device), mask_BT.to(device), longest + new_tokens)
-    texts = [list(prompt) for prompt in prompts]
-    states = [[engine.norm(hidden_TD)] for hidden_TD in engine.prompt]
-    rows, ends = list(range(len(prompts))), _end_tokens(engine)
-    for count in range(1, new_tokens + 1):
-        tokens = _next(engine.head(state_BD), generator)
-        for row, token in zip(rows, tokens, strict=True):
-            texts[row].append(token)
-        staying = [place for place, token in enumerate(tokens) if token not in ends]
-        if not staying or count == new_tokens:
-            break
-        if len(staying) < len(rows):
-            engine.select(staying)
-            rows, tokens = [rows[p] for p in staying], [tokens[p] for p in staying]
-        state_BD = engine.run(torch.tensor(tokens, device=device)[:, None])[:, 0]
-        engine.keep([1] * len(rows))
-        for place, row in enumerate(rows):
-            states[row].append(state_BD[place : place + 1])
+    decoded = decode(engine, request, recorder)
+    if decoded.interrupted:
+        raise KeyboardInterrupt
     engine.release()
     return [
-        Written(torch.tensor(text), torch.cat(parts), len(prompt))
-        for text, parts, prompt in zip(texts, states, prompts, strict=True)
+        Written(torch.tensor(row.context), torch.cat(parts), len(prompt))
+        for row, parts, prompt in zip(decoded.rows, recorder.states, prompts, strict=True)
     ]
 
 
-def _next(logits_BV: Tensor, generator: torch.Generator | None) -> list[int]:
-    if generator is None:
-        return logits_BV.argmax(-1).tolist()
-    chances_BV = logits_BV.float().softmax(-1).cpu()
-    return torch.multinomial(chances_BV, 1, generator=generator)[:, 0].tolist()
+class StateRecorder(Drafter):
+    """Drafts nothing, and keeps the normed states of every sequence."""
 
+    def __init__(self) -> None:
+        super().__init__(num_draft_tokens=1)
+        self.states: list[list[Tensor]] = []
+        """Of each sequence, states `[T, D]` of its prompt and then of each new token."""
 
-def _end_tokens(engine: Engine) -> set[int]:
-    config: Any = engine.adapter.model.generation_config
-    found = config.eos_token_id
-    return set(found if isinstance(found, list) else [] if found is None else [found])
+    def begin(self, engine: Engine) -> None:
+        """Keep the states of the prompts."""
+        self.states = [[engine.norm(hidden_TD)] for hidden_TD in engine.prompt]
+
+    def observe(self, rows: list[SequenceState], normed_BTD: Tensor, counts: Sequence[int]) -> None:
+        """Keep the states of the tokens that went through the model."""
+        for row, states_TD, count in zip(rows, normed_BTD, counts, strict=True):
+            self.states[row.index].append(states_TD[:count])
+
+    def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
+        """Return no drafts."""
+        return Proposal([[] for _ in rows])

@@ -1,13 +1,13 @@
-"""What a call of `generate` asks for, checked before anything runs.
+"""What a call of `generate` asks for, and the sequences that it generates.
 
 transformers itself reads the arguments (`GenerationMixin.generate` makes the configuration, the
-logits processors and the stopping criteria); here is what its loop would be given, in the form that
-the loop of `decode.py` wants it, and what that loop does not do is refused by name.
+logits processors and the stopping criteria). `Request` holds what its loop would be given; what our
+loop (`verification.py`) does not do is refused by name before anything runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,32 +59,36 @@ _UNDERSTOOD = {
 
 @dataclass
 class Request:
-    """One generation. Shapes: B rows, T tokens of the padded prompts."""
+    """One generation. Shapes: B sequences, T tokens of the padded prompts."""
 
     ids_BT: Tensor
     mask_BT: Tensor | None
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
-    streamer: Any
     max_length: int
-    """Tokens at which a row ends, its prompt and padding included."""
+    """Tokens at which a sequence ends, its prompt and padding included."""
+    streamer: Any = None
+    generator: torch.Generator | None = None
+    """Draws the samples, on the CPU; None for torch's global generator."""
 
     @property
     def sampled(self) -> bool:
+        """Whether tokens are sampled rather than chosen greedily."""
         return bool(self.config.do_sample)
 
     @property
     def pad(self) -> int:
+        """The token that follows the end of a sequence."""
         token = getattr(self.config, "_pad_token_tensor", None)
         return 0 if token is None else int(token)
 
     @property
-    def in_step(self) -> bool:
-        """Whether all rows must go on side by side, a token at a time, as transformers has them.
+    def in_lockstep(self) -> bool:
+        """Whether all sequences must advance together, one token at a time, as in transformers.
 
-        So it is where something looks at the whole batch: a streamer, scores that are kept, or a
-        processor or criterion that nothing is known about.
+        They must if something reads the whole batch: a streamer, scores that are returned, or a
+        logits processor or stopping criterion that is not known to treat sequences independently.
         """
         if len(self.ids_BT) == 1:
             return False
@@ -99,6 +103,7 @@ class Request:
 
     @property
     def keeps_scores(self) -> bool:
+        """Whether scores or logits are returned."""
         config = self.config
         return bool(
             config.return_dict_in_generate and (config.output_scores or config.output_logits)
@@ -111,10 +116,20 @@ def make_request(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     streamer: Any,
-    context: int | None,
+    max_context: int | None,
     model_kwargs: dict[str, Any],
 ) -> Request:
-    """Check what transformers prepared; `context` is the longest text the model takes."""
+    """Check what transformers prepared and make a request of it.
+
+    Args:
+        ids_BT: The prompts, padded.
+        processors: As transformers made them of the arguments.
+        criteria: As transformers made them of the arguments.
+        config: The generation config with all arguments applied.
+        streamer: Gets tokens as they are generated, or None.
+        max_context: Most tokens the model takes, or None.
+        model_kwargs: What transformers would call the model with.
+    """
     _check(config, model_kwargs)
     lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
     if not lengths:
@@ -123,36 +138,55 @@ def make_request(
     width = ids_BT.shape[1]
     tokens = width if mask_BT is None else int(mask_BT.sum(1).max())
     new = min(lengths) - width
-    if context is not None and tokens + new > context:
-        if tokens >= context:
-            fault = f"The prompt has {tokens} tokens: shorten it below the model's {context}."
+    if max_context is not None and tokens + new > max_context:
+        if tokens >= max_context:
+            fault = f"The prompt has {tokens} tokens: shorten it below the model's {max_context}."
         else:
             fault = (
                 f"The prompt has {tokens} tokens and {new} new ones are asked for, but the model "
-                f"takes {context}: ask for at most {context - tokens} new tokens."
+                f"takes {max_context}: ask for at most {max_context - tokens} new tokens."
             )
         raise UserError(fault)
-    return Request(ids_BT, mask_BT, processors, criteria, config, streamer, min(lengths))
+    return Request(ids_BT, mask_BT, processors, criteria, config, min(lengths), streamer)
 
 
-def greedy_request(
-    model: Any, ids_BT: Tensor, mask_BT: Tensor | None, new_tokens: int, context: int | None
+def plain_request(
+    model: Any,
+    ids_BT: Tensor,
+    mask_BT: Tensor | None,
+    new_tokens: int,
+    max_context: int | None,
+    *,
+    generator: torch.Generator | None = None,
+    stop_at_eos: bool = True,
 ) -> Request:
-    """The likeliest words and nothing else, whatever penalties the model's own config has."""
+    """Return a request without the penalties of the model's own generation config.
+
+    Args:
+        model: The model that generates.
+        ids_BT: The prompts, padded.
+        mask_BT: 1 for tokens, 0 for padding; None if there is no padding.
+        new_tokens: Most new tokens of a sequence.
+        max_context: Most tokens the model takes, or None.
+        generator: Samples with it; None generates greedily.
+        stop_at_eos: Whether the model's end-of-sequence tokens end a sequence.
+    """
     length = ids_BT.shape[1] + new_tokens
-    length = length if context is None else min(length, context)
+    length = length if max_context is None else min(length, max_context)
     criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
-    if model.generation_config.eos_token_id is not None:
+    if stop_at_eos and model.generation_config.eos_token_id is not None:
         criteria.append(EosTokenCriteria(model.generation_config.eos_token_id))
-    config = GenerationConfig(do_sample=False)
-    return Request(ids_BT, mask_BT, LogitsProcessorList(), criteria, config, None, length)
+    config = GenerationConfig(do_sample=generator is not None)
+    return Request(
+        ids_BT, mask_BT, LogitsProcessorList(), criteria, config, length, generator=generator
+    )
 
 
 def _check(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
         raise UserError(
-            f"Accelerated models generate greedily or by sampling, not by {mode}: leave out its "
+            f"This model generates greedily or by sampling, not by {mode}: leave out its "
             "options, or use the model's own generate()."
         )
     refused = {
@@ -168,7 +202,7 @@ def _check(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     for name, given in refused.items():
         if given:
             raise UserError(
-                f"Accelerated models do not take {name}: leave it out, or use the model's own "
+                f"This generate() does not take {name}: leave it out, or use the model's own "
                 "generate()."
             )
 
@@ -176,10 +210,10 @@ def _check(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
 def check_prompt(ids: Tensor | None, given: dict[str, Any]) -> None:
     """Refuse a call without a prompt, which transformers would begin by itself."""
     if given.get("inputs_embeds") is not None:
-        raise UserError("Accelerated models take input_ids, not inputs_embeds.")
+        raise UserError("This generate() takes input_ids, not inputs_embeds.")
     if given.get("position_ids") is not None:
         raise UserError(
-            "Accelerated models count positions themselves: leave out position_ids, or use the "
+            "This generate() counts positions itself: leave out position_ids, or use the "
             "model's own generate()."
         )
     if ids is None or ids.numel() == 0:
@@ -189,3 +223,88 @@ def check_prompt(ids: Tensor | None, given: dict[str, Any]) -> None:
             f"input_ids must be integers of shape (rows, tokens): got {ids.dtype} of shape "
             f"{tuple(ids.shape)}."
         )
+
+
+# -- sequences -----------------------------------------------------------------------------------
+
+
+@dataclass
+class SequenceState:
+    """One sequence that is being generated."""
+
+    index: int
+    """Its place among the prompts."""
+    prompt: list[int]
+    """As it was given, with padding."""
+    context: list[int]
+    """All tokens so far, without padding; the last has not been through the model yet."""
+    tokens: list[int] = field(default_factory=list)
+    """The new tokens."""
+    depths: list[int] = field(default_factory=list)
+    """How many layers ran for each new token."""
+    flops: list[float] = field(default_factory=list)
+    """What each new token cost."""
+    done: bool = False
+
+    def append(self, token: int) -> None:
+        """Add a new token."""
+        self.tokens.append(token)
+        self.context.append(token)
+
+    @property
+    def ids(self) -> list[int]:
+        """What transformers would call `input_ids` by now."""
+        return self.prompt + self.tokens
+
+
+def make_sequences(request: Request) -> list[SequenceState]:
+    """Return one sequence for each prompt of a request."""
+    prompts = request.ids_BT.tolist()
+    mask_BT = torch.ones_like(request.ids_BT) if request.mask_BT is None else request.mask_BT
+    return [
+        SequenceState(n, prompt, [token for token, seen in zip(prompt, mask, strict=True) if seen])
+        for n, (prompt, mask) in enumerate(zip(prompts, mask_BT.tolist(), strict=True))
+    ]
+
+
+class StoppingRules:
+    """When a sequence ends: length and end tokens are checked here, the rest by transformers."""
+
+    def __init__(self, request: Request) -> None:
+        self.max_length = request.max_length
+        self.device = request.ids_BT.device
+        self.ends: set[int] = set()
+        self.others = StoppingCriteriaList()
+        for criterion in request.criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.ends |= set(criterion.eos_token_id.flatten().tolist())
+            elif type(criterion) is not MaxLengthCriteria:
+                self.others.append(criterion)
+
+    def update(self, rows: list[SequenceState], scores: tuple[Tensor, ...] | None = None) -> None:
+        """Mark the sequences that their last token has ended.
+
+        Args:
+            rows: Sequences that have each just got one token.
+            scores: Those of all tokens so far, where they are kept, for criteria that read them.
+        """
+        for row in rows:
+            row.done = row.done or row.tokens[-1] in self.ends
+            row.done = row.done or len(row.prompt) + len(row.tokens) >= self.max_length
+        if not self.others:
+            return
+        for group in groups_of_one_length(rows):
+            ids = torch.tensor([row.ids for row in group], device=self.device)
+            ended = self.others(ids, scores)  # type: ignore[arg-type]
+            for row, end in zip(group, ended.tolist(), strict=True):
+                row.done = row.done or end
+
+
+def groups_of_one_length(rows: list[SequenceState]) -> list[list[SequenceState]]:
+    """Return all sequences as one group if they are equally long, else each as its own group.
+
+    They differ in length only where nothing reads the batch as a whole (`Request.in_lockstep`).
+    """
+    if len({len(row.tokens) for row in rows}) == 1:
+        return [rows]
+    return [[row] for row in rows]

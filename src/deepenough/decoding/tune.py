@@ -5,7 +5,7 @@
    trained (`exit_tune_task.py`); both go to `model`;
 3. *shortcuts*, where there are some: the maps that drafts come from are tuned on the same text;
 4. *choice*: all ways of drafting race on this machine (`adaptive/exit/fastest.py`); the fastest is
-   what `accelerate` will take.
+   what `speculate` will take.
 
 Every step goes on where an interrupted command stopped it.
 """
@@ -24,13 +24,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from deepenough.config import dump
-from deepenough.decoding.carry import INDEX, Carry
 from deepenough.decoding.carry_fit import fit_carry_to
+from deepenough.decoding.drafters import INDEX, DrafterBuilder, LinearDrafter
+from deepenough.decoding.engine import make_engine
 from deepenough.decoding.fastest import draft_layers, find_fastest
 from deepenough.decoding.head import DraftHead, HeadShape
-from deepenough.decoding.making import make_engine
 from deepenough.decoding.own_text import Written
-from deepenough.decoding.sources import Workshop
 from deepenough.decoding.tune_task import HeadSettings, HeadTask, before_and_after
 from deepenough.decoding.tune_text import OwnTexts, OwnTextSettings, write_texts
 from deepenough.decoding.tuned import SHORTCUTS, Tuned
@@ -121,7 +120,7 @@ def tune_run(settings: ExitTune, progress: Progress | None = None) -> Tuned | No
             written = (str(tokenizer.decode(text.ids_T[text.prompt :])) for text in texts)
             tuned.shortcuts = _tune_shortcuts(shortcuts, model, tokenizer, written, run)
         log.info("looking for the fastest drafts on this machine")
-        fastest = find_fastest(Workshop(make_engine(model), tuned=tuned))
+        fastest = find_fastest(DrafterBuilder(make_engine(model), draft_model=tuned))
         tuned.choice = fastest.choice()
         tuned.save_choice(run.model)
     return tuned
@@ -144,7 +143,7 @@ def _tune_head(
     task = HeadTask(
         head,
         adapter,
-        carry.shortlist[: own.shortlist],
+        carry.draft_vocab[: own.shortlist],
         used,
         held_out,
         own,
@@ -193,11 +192,13 @@ def _tune_shortcuts(
     return tuned
 
 
-def _carry(adapter: Adapter, texts: Sequence[Written], run: RunFolder, settings: ExitTune) -> Carry:
+def _carry(
+    adapter: Adapter, texts: Sequence[Written], run: RunFolder, settings: ExitTune
+) -> LinearDrafter:
     """Fitted once; a command that goes on must start from the same maps."""
     folder = run.checkpoints / "carry"
     if (folder / INDEX).is_file():
-        carry = Carry.from_pretrained(folder)
+        carry = LinearDrafter.from_pretrained(folder)
         carry.check_model(adapter)
         if carry.meta["fit"]["texts"] == len(texts):
             return carry
@@ -208,7 +209,7 @@ def _carry(adapter: Adapter, texts: Sequence[Written], run: RunFolder, settings:
 
 
 def _head(
-    adapter: Adapter, carry: Carry, texts: Sequence[Written], settings: ExitTune
+    adapter: Adapter, carry: LinearDrafter, texts: Sequence[Written], settings: ExitTune
 ) -> DraftHead:
     """As it is before training."""
     head = DraftHead(HeadShape.of(adapter), settings.train.seed, settings.head.dropout)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from deepenough.decoding.carry import shortlist_head
+from deepenough.decoding.drafters import head_rows
 from deepenough.decoding.head import DraftHead
 from deepenough.decoding.own_text import Written
 from deepenough.errors import UserError
@@ -132,7 +132,7 @@ class DraftTask(PlainTask, ABC):
         self.settings, self.train = settings, train
         self._identity, self._save = identity, save
         self.shortlist = shortlist.to(adapter.model.device)
-        weight, self.word_bias = shortlist_head(adapter, self.shortlist)
+        weight, self.word_bias = head_rows(adapter, self.shortlist)
         self.scale_D = scale_D.to(weight.device)
         self.words_SD = weight.float() * self.scale_D
         self._latest: dict[str, float] = {}

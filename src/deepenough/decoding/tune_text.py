@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from deepenough.data import open_corpus
+from deepenough.decoding.engine import make_engine
 from deepenough.decoding.instructions import instructions
-from deepenough.decoding.making import make_engine
 from deepenough.decoding.own_text import LEAST_PROMPT, Written, beginnings, continue_prompts
 from deepenough.errors import UserError
 from deepenough.shortcut import files

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from deepenough.decoding.carry import Carry
+from deepenough.decoding.drafters import LinearDrafter
 from deepenough.decoding.head import DraftHead, HeadShape
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
@@ -31,7 +31,7 @@ FORMAT, VERSION = "deepenough-draft-head", 1
 class Tuned:
     def __init__(
         self,
-        carry: Carry,
+        carry: LinearDrafter,
         head: DraftHead,
         meta: Mapping[str, Any] | None = None,
         choice: Mapping[str, Any] | None = None,
@@ -40,7 +40,7 @@ class Tuned:
         self.carry, self.head, self.shortcuts = carry, head, shortcuts
         self.meta = dict(meta or {})
         self.choice = dict(choice or {})
-        """Arguments of `accelerate` that were fastest, under "drafts", and how that was found."""
+        """Arguments of `speculate` that were fastest, under "drafts", and how that was found."""
 
     def check_model(self, adapter: Adapter) -> None:
         """Refuse a model that this was not made for."""
@@ -82,7 +82,7 @@ class Tuned:
                 f"{folder} holds no draft head ({INDEX}): give the folder of a finished "
                 "deepenough exit tune, or let it finish with --resume."
             )
-        carry, maps = Carry.from_pretrained(place), place / SHORTCUTS
+        carry, maps = LinearDrafter.from_pretrained(place), place / SHORTCUTS
         shortcuts = Shortcuts.from_pretrained(maps) if maps.is_dir() else None
         try:
             tensors, index = files.read_described(place / TENSORS, FORMAT, VERSION)

@@ -90,10 +90,10 @@ def main(argv: list[str]) -> int:
     )
     import torch
 
-    from deepenough.decoding.accelerate import accelerate
+    from deepenough.decoding.api import early_exit
     from deepenough.decoding.calibration import calibrate
-    from deepenough.decoding.policies import make_policy
-    from deepenough.shortcut.modeling import Shortcuts
+    from deepenough.decoding.early_exit import make_policy
+    from deepenough.shortcut.shortcuts import Shortcuts
 
     shortcuts = Shortcuts.from_pretrained(settings.shortcuts)
     lines = settings.text.read()
@@ -101,15 +101,14 @@ def main(argv: list[str]) -> int:
     model, tokenizer = settings.model.load()
     size = model.config.get_text_config().vocab_size
     words = None if settings.shortlist is None else torch.arange(min(settings.shortlist, size))
-    fast = accelerate(
+    fast = early_exit(
         model,
         shortcuts,
-        mode="exit",
         # Which exits pay is asked at a threshold in the middle, before one is known.
         policy=make_policy(settings.policy, 0.5),
-        exits=settings.exits,
-        fill=settings.fill,
-        shortlist=words,
+        exit_layers=settings.exits,
+        kv_propagation=settings.fill,
+        exit_vocab=words,
     )
     with reading("texts") as bar:
         found = calibrate(

@@ -110,10 +110,10 @@ def main(argv: list[str]) -> int:
 
 
 def _options(settings: ExitGenerateSettings) -> dict[str, Any]:
-    """What `accelerate` is given beside model and shortcuts, checked before a model is loaded."""
-    from deepenough.decoding.policies import ConfidenceGap, make_policy
+    """What `early_exit` is given beside model and shortcuts, checked before a model is loaded."""
+    from deepenough.decoding.early_exit import ConfidenceGap, make_policy
 
-    options: dict[str, Any] = {"mode": settings.mode}
+    options: dict[str, Any] = {}
     leaving = ("guarantee", "policy", "threshold", "mean_length", "exits", "fill", "shortlist")
     for name in leaving:
         if settings.mode != "exit" and getattr(settings, name) is not None:
@@ -125,28 +125,31 @@ def _options(settings: ExitGenerateSettings) -> dict[str, Any]:
         if not isinstance(policy, ConfidenceGap):
             raise UserError("mean_length is of use with the policy gap alone: leave it out.")
         options["policy"] = replace(policy, mean_length=settings.mean_length)
-    for name in ("guarantee", "exits", "fill"):
-        if getattr(settings, name) is not None:
-            options[name] = getattr(settings, name)
+    given = {"exit_layers": settings.exits, "kv_propagation": settings.fill}
+    given |= {"guarantee": settings.guarantee}
+    options |= {name: value for name, value in given.items() if value is not None}
     return options
 
 
 def _accelerated(model: Any, settings: ExitGenerateSettings, options: dict[str, Any]) -> Any:
     import torch
 
-    from deepenough.decoding.accelerate import accelerate
-    from deepenough.decoding.carry import Carry
-    from deepenough.shortcut.modeling import Shortcuts
+    from deepenough.decoding.api import early_exit, speculate
+    from deepenough.decoding.drafters import LinearDrafter
+    from deepenough.shortcut.shortcuts import Shortcuts
 
     shortcuts = Shortcuts.from_pretrained(settings.shortcuts) if settings.shortcuts else None
-    if settings.carry:
-        options["carry"] = Carry.from_pretrained(settings.carry)
-    if settings.tuned:
-        options["tuned"] = settings.tuned
-    if settings.shortlist is not None:
-        size = model.config.get_text_config().vocab_size
-        options["shortlist"] = torch.arange(min(settings.shortlist, size))
-    return accelerate(model, shortcuts, **options)
+    if settings.mode == "exit":
+        if shortcuts is None:
+            raise UserError("Early exit needs shortcuts: give --shortcuts FOLDER.")
+        if settings.shortlist is not None:
+            size = model.config.get_text_config().vocab_size
+            options["exit_vocab"] = torch.arange(min(settings.shortlist, size))
+        return early_exit(model, shortcuts, **options)
+    if settings.mode == "full":
+        return speculate(model, "none")
+    linear = LinearDrafter.from_pretrained(settings.carry) if settings.carry else None
+    return speculate(model, draft_model=settings.tuned, linear_drafter=linear, shortcuts=shortcuts)
 
 
 def _answer(found: Any, tokenizer: Any, ids: Any, settings: ExitGenerateSettings) -> dict[str, Any]:

@@ -32,6 +32,8 @@ def main(argv: list[str]) -> int:
         )
     for row in tuned.choice.get("measured", [])[:5]:
         names = " + ".join(row["names"]) or "no drafts"
-        print(f"  {names}, {row['num_drafts']} at once: {row['tokens_per_second']:.1f} tokens/s")
-    print(f'use it: accelerate(model, mode="speculative", tuned="{settings.run.folder}")')
+        print(
+            f"  {names}, {row['num_draft_tokens']} at once: {row['tokens_per_second']:.1f} tokens/s"
+        )
+    print(f'use it: speculate(model, draft_model="{settings.run.folder}")')
     return 0

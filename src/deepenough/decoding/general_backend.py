@@ -1,17 +1,17 @@
-"""The general path: the model's own layers, called one by one, over a cache allocated once.
+"""The general backend: the model's own layers, called one by one, over a cache allocated once.
 
-What the layers are called with (masks, position codes, the cache) the model makes itself: its trunk
-is entered, and left by an exception at the door of the first layer, whose arguments then serve all
-layers. So this holds for every architecture whose layers are all called alike, which `agrees`
-(`engine.py`) makes sure of before anything is decoded.
+What the layers are called with (masks, rotary cos/sin, the cache) the model makes itself: its trunk
+is entered and stopped at its first layer, whose arguments then serve all layers
+(`deepenough.hf.intercept`). So this works for every architecture whose layers are all called alike,
+which `make_engine` verifies before anything is decoded.
 
-Rows are aligned on the right, as transformers pads prompts: where some keep fewer tokens than
+Sequences are aligned on the right, as transformers pads prompts: where some keep fewer tokens than
 others, they are moved.
 
-A layer whose keys and values alone are wanted is left by an exception as well, at the moment it
-hands them to the cache: neither its attention nor its feed-forward runs.
+A layer of which only the keys and values are wanted is stopped as well, when it hands them to the
+cache: neither its attention nor its feed-forward runs.
 
-Shapes: B rows, T tokens, D width, H heads, C slots, K width of a head.
+Shapes: B sequences, T tokens, D width, H heads, C capacity, K head width.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from deepenough.decoding.engine import Engine, Step, row_lengths
 from deepenough.hf.adapter import Adapter
-from deepenough.hf.intercept import hidden_input, hidden_output, this_thread_only
+from deepenough.hf.intercept import LayerCall, StopForward, first_call, run_until_stopped
 
 
-class _Call(NamedTuple):
+class _Context(NamedTuple):
     """What all layers are called with, and for which rows of the cache; None for all."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: LayerCall
     rows: Tensor | None = None
 
 
 class GeneralEngine(Engine):
+    """Decodes any causal Hugging Face model through its own layers."""
+
     takes_groups = False
 
     def __init__(self, adapter: Adapter) -> None:
@@ -46,26 +47,30 @@ class GeneralEngine(Engine):
         self._takes_positions = "position_ids" in parameters
         limit = adapter.max_length
         self._last_position = None if limit is None else limit - 1
-        self._cache = _Slots([], 0)
-        self._entered = torch.empty(0)
-        self._calls: dict[tuple[int, ...], _Call] = {}
+        self._cache = _RewritableCache(0, 0)
+        self._tokens = torch.empty(0)
+        self._contexts: dict[tuple[int, ...], _Context] = {}
 
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
+        """Start a batch from its prompts; see `Engine.prefill`."""
         lengths = row_lengths(ids_BT, mask_BT)
         width = max(lengths)
         if mask_BT is not None:
             order = mask_BT.bool().int().argsort(dim=1, stable=True)  # padding to the left
             ids_BT = ids_BT.gather(1, order)[:, -width:]
-        self._cache = _Slots(self.adapter.layers[: self.num_layers], max(capacity, width))
+        self._cache = _RewritableCache(self.num_layers, max(capacity, width))
         self.lengths = lengths
         step = self._step(ids_BT, self._mask(), [length - width for length in lengths])
-        hidden_BTD = self.through(step, step.hidden, 0, self.num_layers)
-        self._cache.settle(width)
+        hidden_BTD = self.run_layers(step, step.hidden, 0, self.num_layers)
+        self._cache.commit(width)
         self.prompt = [row[-length:] for row, length in zip(hidden_BTD, lengths, strict=True)]
         return self.norm(hidden_BTD[:, -1])
 
     def _mask(self, more: int = 0) -> Tensor | None:
-        """Which slots each row has filled, `more` tokens included; None if all have all."""
+        """Return which cache entries each sequence has filled, `more` new tokens included.
+
+        None if all sequences have filled all of them.
+        """
         width = max(self.lengths)
         if min(self.lengths) == width:
             return None
@@ -73,148 +78,135 @@ class GeneralEngine(Engine):
         starts = width - torch.tensor(self.lengths, device=device)
         return (torch.arange(width + more, device=device) >= starts[:, None]).long()
 
-    def enter(self, tokens_BT: Tensor, offset: int = 0) -> Step:
+    def start_step(self, tokens_BT: Tensor, offset: int = 0) -> Step:
+        """Embed the next tokens of every sequence; see `Engine.start_step`."""
         starts = [length + offset for length in self.lengths]
         step = self._step(tokens_BT, self._mask(offset + tokens_BT.shape[1]), starts, offset)
-        self._entered, self._calls = tokens_BT, {tuple(range(len(tokens_BT))): step.context}
+        self._tokens, self._contexts = tokens_BT, {tuple(range(len(tokens_BT))): step.context}
         return step
 
     def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
-        """Only the tokens that entered last can: masks and codes are made anew for their rows."""
+        """Make a step of the latest tokens of some sequences; see `Engine.resume`.
+
+        Masks and rotary cos/sin are made anew for these sequences.
+        """
         chosen = tuple(rows)
-        if chosen not in self._calls:
+        if chosen not in self._contexts:
             index = torch.tensor(rows, device=hidden_BTD.device)
             mask_BC = self._mask(1)
             mask_BC = None if mask_BC is None else mask_BC[index]
-            call = self._step(self._entered[index], mask_BC, list(starts)).context
-            self._calls[chosen] = call._replace(rows=index)
-        return Step(hidden_BTD, 0, self._calls[chosen])
+            context: _Context = self._step(self._tokens[index], mask_BC, list(starts)).context
+            self._contexts[chosen] = context._replace(rows=index)
+        return Step(hidden_BTD, 0, self._contexts[chosen])
 
     def _step(
         self, tokens_BT: Tensor, mask_BC: Tensor | None, starts: list[int], offset: int = 0
     ) -> Step:
-        """What the trunk would give to its first layer."""
+        """Return what the trunk would give to its first layer."""
         self._cache.stand(offset)
         given: dict[str, Any] = {"attention_mask": mask_BC}
         if self._takes_positions:
             steps = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
             positions = steps + torch.tensor(starts, device=tokens_BT.device)[:, None]
-            # Padding has no position, and guesses may reach beyond the last; nobody reads either.
+            # Padding has no position, and drafts may reach beyond the last; nobody reads either.
             given["position_ids"] = positions.clamp(0, self._last_position)
-
-        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            raise _AtTheDoor(args, kwargs)
-
-        handle = self.adapter.layers[0].register_forward_pre_hook(
-            this_thread_only(stop), with_kwargs=True
+        given |= {"past_key_values": self._cache, "use_cache": True}
+        call = first_call(
+            self.adapter.layers[0], lambda: self.adapter.trunk(input_ids=tokens_BT, **given)
         )
-        try:
-            self.adapter.trunk(
-                input_ids=tokens_BT, past_key_values=self._cache, use_cache=True, **given
-            )
-            raise RuntimeError("the trunk did not reach its first layer")
-        except _AtTheDoor as door:
-            args, kwargs = door.args
-        finally:
-            handle.remove()
-        hidden = hidden_input(args, kwargs)
-        rest = {name: value for name, value in kwargs.items() if value is not hidden}
-        return Step(hidden, offset, _Call(args[1:], rest))
+        return Step(call.hidden, offset, _Context(call))
 
-    def through(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
-        call: _Call = step.context
-        self._cache.stand(step.offset, call.rows)
+    def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
+        """Return `h_last` from `h_first`; see `Engine.run_layers`."""
+        call, rows = step.context
+        self._cache.stand(step.offset, rows)
         for layer in self.adapter.layers[first:last]:
-            hidden_BTD = hidden_output(layer(hidden_BTD, *call.args, **call.kwargs))
+            hidden_BTD = call.run(layer, hidden_BTD)
         return hidden_BTD
 
-    def fill(self, index: int, hidden_ND: Tensor, step: Step) -> None:
-        call: _Call = step.context
-        slots = self._cache.slots[index]
-        self._cache.stand(step.offset, call.rows)
-        slots.only_stores = True
+    def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
+        """Write a layer's keys and values only; see `Engine.write_kv`."""
+        call, rows = step.context
+        cached = self._cache.entries[index]
+        self._cache.stand(step.offset, rows)
+        cached.stops_after_write = True
         try:
-            self.adapter.layers[index](hidden_ND.view_as(step.hidden), *call.args, **call.kwargs)
-            raise RuntimeError("the layer did not reach its cache")
-        except _Stored:
-            pass
+            hidden_BTD = hidden_ND.view_as(step.hidden)
+            run_until_stopped(lambda: call.run(self.adapter.layers[index], hidden_BTD))
         finally:
-            slots.only_stores = False
+            cached.stops_after_write = False
 
     def norm(self, hidden: Tensor) -> Tensor:
+        """Apply the norm between the last layer and the head."""
         return self.adapter.final_norm(hidden)
 
     def head(self, normed: Tensor) -> Tensor:
+        """Return the logits `[..., V]` of normed states."""
         return self.adapter.head(normed)
 
     def keep(self, counts: Sequence[int]) -> None:
-        ends = [self._cache.settled + count for count in counts]
+        """Commit the first tokens of each sequence; see `Engine.keep`."""
+        ends = [self._cache.committed + count for count in counts]
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._align(ends)
 
     def select(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences alone."""
         self.lengths = [self.lengths[row] for row in rows]
         self._cache.choose(torch.tensor(rows, device=self.adapter.model.device))
-        self._align([self._cache.settled] * len(rows))
+        self._align([self._cache.committed] * len(rows))
 
     def _align(self, ends: list[int]) -> None:
-        """Move each row so that it ends, instead of in slot `ends[row]`, with the longest row."""
+        """Move each sequence so that it ends with the longest instead of at `ends[row]`."""
         width = max(self.lengths)
         for row, end in enumerate(ends):
             if end != width:
                 self._cache.shift(row, width - end, max(width, end))
-        self._cache.settle(width)
+        self._cache.commit(width)
 
     def release(self) -> None:
-        self._cache, self.lengths, self.prompt = _Slots([], 0), [], []
+        """Free the memory of the cache."""
+        self._cache, self.lengths, self.prompt = _RewritableCache(0, 0), [], []
 
 
-class _AtTheDoor(Exception):
-    """What the first layer was called with."""
+class _RewritableCache(Cache):
+    """A transformers cache whose tokens may be written again until they are committed."""
 
-
-class _Stored(Exception):
-    """A layer has handed over its keys and values, and nothing else is wanted of it."""
-
-
-class _Slots(Cache):
-    """All layers' slots; tokens that are not settled yet may be written again."""
-
-    def __init__(self, layers: Sequence[nn.Module], capacity: int) -> None:
-        self.slots = [_LayerSlots(capacity) for _ in layers]
-        super().__init__(layers=list(self.slots))
-        self.settled = 0
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        self.entries = [_RewritableLayer(capacity) for _ in range(num_layers)]
+        super().__init__(layers=list(self.entries))
+        self.committed = 0
 
     def stand(self, offset: int, rows: Tensor | None = None) -> None:
-        """The next tokens, of some rows or all, go behind the settled ones and `offset` more."""
-        for layer in self.slots:
-            layer.length, layer.rows = self.settled + offset, rows
+        """Put the next tokens, of some rows or all, `offset` behind the committed ones."""
+        for layer in self.entries:
+            layer.length, layer.rows = self.committed + offset, rows
 
-    def settle(self, length: int) -> None:
-        self.settled = length
+    def commit(self, length: int) -> None:
+        self.committed = length
         self.stand(0)
 
     def shift(self, row: int, places: int, width: int) -> None:
-        """Move the first `width` slots of a row to the right, those at the end to the front."""
-        for layer in self.slots:
-            for slots_BHCK in layer.both():
-                moved = slots_BHCK[row, :, :width]
+        """Move the first `width` entries of a row to the right, those at the end to the front."""
+        for layer in self.entries:
+            for cached_BHCK in layer.both():
+                moved = cached_BHCK[row, :, :width]
                 moved.copy_(moved.roll(places, dims=1))
 
     def choose(self, rows: Tensor) -> None:
-        for layer in self.slots:
+        for layer in self.entries:
             layer.all_keys, layer.all_values = (each.index_select(0, rows) for each in layer.both())
 
 
-class _LayerSlots(DynamicLayer):
-    """Keys and values of a layer, `[B, H, C, K]` from the first token on."""
+class _RewritableLayer(DynamicLayer):
+    """Keys and values of a layer, `[B, H, C, K]`, allocated with the first token."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity, self.length = capacity, 0
         self.all_keys = self.all_values = torch.empty(0)
         self.rows: Tensor | None = None
-        self.only_stores = False
+        self.stops_after_write = False
 
     def both(self) -> tuple[Tensor, Tensor]:
         return self.all_keys, self.all_values
@@ -232,8 +224,8 @@ class _LayerSlots(DynamicLayer):
         rows = slice(None) if self.rows is None else self.rows
         self.all_keys[rows, :, self.length : end] = key_states
         self.all_values[rows, :, self.length : end] = value_states
-        if self.only_stores:
-            raise _Stored
+        if self.stops_after_write:
+            raise StopForward
         self.length = end
         return self.all_keys[rows, :, :end], self.all_values[rows, :, :end]
 

@@ -1,0 +1,363 @@
+"""`speculate(model)` and `early_exit(model, shortcuts)`: the same model, generating faster.
+
+What is returned is a model of the same class that shares all its weights with the one given, so
+whatever takes a Hugging Face model takes it: pipelines, chat templates, evaluation harnesses. Only
+`generate` is another. transformers still reads its arguments; the loop that follows is ours.
+
+- `speculate`: cheap guesses are verified by the model, several in one pass. Greedily the tokens are
+  those of the model's own `generate`; sampled, they have the same distribution.
+- `early_exit`: a token leaves at a layer whose prediction is trusted, and skips the rest. Tokens
+  may be others than the model's own, and so are the logits of a plain call (`exit_scoring.py`).
+
+The weights of a Llama-like model are laid out anew, without a second copy: its own parameters
+become views of larger matrices, with the same values.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from deepenough.decoding.drafters import Drafter, DrafterBuilder, LinearDrafter
+from deepenough.decoding.early_exit import (
+    ExitingDepth,
+    ExitPolicy,
+    ExitRule,
+    KVPropagation,
+    make_policy,
+)
+from deepenough.decoding.engine import Engine, make_engine
+from deepenough.decoding.exit_scoring import ExitForwardPass, choose_exits, count_before
+from deepenough.decoding.request import SequenceState, check_prompt, make_request
+from deepenough.decoding.verification import decode
+from deepenough.errors import UserError
+from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.trace import DepthTrace
+
+if TYPE_CHECKING:
+    from deepenough.decoding.calibrated import Calibrated
+    from deepenough.decoding.tuned import Tuned
+
+
+def speculate(
+    model: PreTrainedModel,
+    drafter: str | Drafter | Sequence[str | Drafter] | None = None,
+    *,
+    num_draft_tokens: int | None = None,
+    draft_model: Tuned | str | os.PathLike[str] | None = None,
+    linear_drafter: LinearDrafter | None = None,
+    shortcuts: Shortcuts | None = None,
+    draft_layer: int | None = None,
+    fused: bool = True,
+) -> Any:
+    """Return a model that shares `model`'s weights and generates the same tokens faster.
+
+    Args:
+        model: A causal language model in eval mode.
+        drafter: Who guesses the next tokens; of several, each is asked if those before it have no
+            guess. "lookup" (how the text continued before), "linear" (needs `linear_drafter` or
+            `draft_model`), "draft_model" (needs `draft_model`), "shortcut" (the first `draft_layer`
+            layers and `shortcuts`), or any `Drafter`. "auto" times all that can be built on this
+            machine, for about a minute; "none" drafts nothing. By default those that were fastest
+            when the draft model was trained, or else lookup and the best that runs no layer.
+        num_draft_tokens: Tokens guessed at once by drafters given by name; 2 by default.
+        draft_model: What `deepenough decode tune` trained, or its folder.
+        linear_drafter: What was fitted for this model.
+        shortcuts: Maps between the layers of this model.
+        draft_layer: Layers that the shortcut drafter runs; by default a quarter of them.
+        fused: False decodes through the model's own layers even where faster ones are known.
+    """
+    engine = _new_engine(model, fused)
+    if isinstance(draft_model, str | os.PathLike):
+        from deepenough.decoding.tuned import Tuned
+
+        draft_model = Tuned.from_pretrained(draft_model)
+    builder = DrafterBuilder(engine, shortcuts, linear_drafter, draft_model)
+    if drafter == "none":
+        return _wrapped(model, engine, None, None)
+    if drafter == "auto":
+        from deepenough.decoding.fastest import find_fastest
+
+        config = find_fastest(builder, num_draft_tokens, draft_layer).drafting
+    else:
+        names = [drafter] if isinstance(drafter, str | Drafter) else drafter
+        config = builder.configure(names, num_draft_tokens, draft_layer)
+    return _wrapped(model, engine, builder.build(config), None)
+
+
+def early_exit(
+    model: PreTrainedModel,
+    shortcuts: Shortcuts,
+    threshold: float | None = None,
+    *,
+    policy: str | ExitPolicy | None = None,
+    exit_layers: Sequence[int] | None = None,
+    kv_propagation: KVPropagation | None = None,
+    exit_vocab: Tensor | None = None,
+    guarantee: Calibrated | str | os.PathLike[str] | None = None,
+    fused: bool = True,
+) -> Any:
+    """Return a model that shares `model`'s weights and skips layers for tokens that are easy.
+
+    Args:
+        model: A causal language model in eval mode.
+        shortcuts: Maps between the layers of this model.
+        threshold: Confidence from which on a token leaves, between 0 and 1; 0.9 by default.
+        policy: How confidence is measured: "gap" (between the two best tokens, the default), "top",
+            "entropy", "patience", "layer", or any `ExitPolicy`.
+        exit_layers: Layers after which exits are checked; by default those that pay, found in a few
+            seconds.
+        kv_propagation: What later tokens find in the layers a token skipped: "shortcut" (the
+            default), "copy" or "deferred".
+        exit_vocab: Token ids on which a check is made first; None for the whole vocabulary.
+        guarantee: All of these as they were calibrated: what `calibrate` returned, or its folder.
+        fused: False decodes through the model's own layers even where faster ones are known.
+    """
+    engine = _new_engine(model, fused)
+    if shortcuts is None:
+        raise UserError("Early exit needs shortcuts: give those fitted for the model.")
+    shortcuts.check_model(engine.adapter)
+    if guarantee is not None:
+        from deepenough.decoding.calibrated import Calibrated
+
+        given = {
+            "threshold": threshold,
+            "policy": policy,
+            "exit_layers": exit_layers,
+            "kv_propagation": kv_propagation,
+            "exit_vocab": exit_vocab,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(
+                    f"A guarantee holds for the {name} it was made with: leave out {name}, or the "
+                    "guarantee."
+                )
+        found = guarantee if isinstance(guarantee, Calibrated) else Calibrated.load(guarantee)
+        rule = found.early(shortcuts, engine.adapter)
+        rule.check(engine)
+        return _wrapped(model, engine, None, rule)
+    if isinstance(policy, ExitPolicy):
+        if threshold is not None:
+            raise UserError("The policy has a threshold of its own: leave out threshold.")
+    else:
+        policy = make_policy(policy or "gap", threshold)
+    layers = [1] if exit_layers is None else list(exit_layers)
+    rule = ExitRule(shortcuts, policy, layers, kv_propagation or "shortcut", exit_vocab)
+    rule.check(engine)
+    if exit_layers is None:
+        rule.layers = choose_exits(engine, rule)
+    return _wrapped(model, engine, None, rule)
+
+
+def _new_engine(model: PreTrainedModel, fused: bool) -> Engine:
+    if isinstance(model, AdaptiveDecoding):
+        raise UserError("The model decodes adaptively already: give the one it was made of.")
+    return make_engine(model, fused)
+
+
+def _wrapped(
+    model: PreTrainedModel, engine: Engine, drafter: Drafter | None, rule: ExitRule | None
+) -> Any:
+    """Return a shallow copy of the model with another `generate` and, with exits, `forward`."""
+    fast: Any = copy.copy(model)
+    own = type(model)
+    # Under the same name: it is what a saved config says the architecture is.
+    fast.__class__ = type(
+        own.__name__,
+        (AdaptiveDecoding, own),
+        {"__module__": own.__module__, "forward": _forward_like(own)},
+    )
+    fast.decoding_engine, fast.drafter, fast.exit_rule = engine, drafter, rule
+    fast.decoding_lock = threading.RLock()
+    return fast
+
+
+def _forward_like(own: type[PreTrainedModel]) -> Callable[..., Any]:
+    """Return a forward with the signature of the model's own, which transformers reads.
+
+    Only a model that takes an attention mask gets one made of padding.
+    """
+
+    @functools.wraps(own.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return AdaptiveDecoding.forward(self, *args, **kwargs)
+
+    return forward
+
+
+@dataclass
+class DecodingOutput(GenerateDecoderOnlyOutput):
+    """What `generate` returns: `sequences`, `scores` and `logits` as in transformers, and a trace.
+
+    Attributes:
+        trace: Depth and cost of every new token `[B, new tokens]`; zeros where a sequence had
+            ended, or an interruption came before a token was accounted for.
+        passes: How often the model ran after the prompt.
+        drafted: Tokens that were drafted.
+        accepted: Drafted tokens that the model confirmed.
+        interrupted: Whether Ctrl-C ended the generation early.
+    """
+
+    trace: DepthTrace | None = None
+    passes: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    interrupted: bool | None = None
+
+
+class AdaptiveDecoding:
+    """What `speculate` and `early_exit` put in front of a model's class.
+
+    Attributes:
+        decoding_engine: The model taken apart, with its KV cache.
+        drafter: Who drafts; None for nobody.
+        exit_rule: How tokens leave; None if all run all layers.
+        decoding_lock: Held while generating; whoever generates may call the model in between, as
+            guidance does.
+        trace: That of the last call; `generate` returns it itself with `return_dict_in_generate`.
+    """
+
+    decoding_engine: Engine
+    drafter: Drafter | None
+    exit_rule: ExitRule | None
+    decoding_lock: threading.RLock
+    trace: DepthTrace | None = None
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> DecodingOutput | Tensor:
+        """Generate as `generate` of transformers does, whose arguments it takes."""
+        if "custom_generate" in kwargs:
+            raise UserError("This model has its own decoding loop: leave out custom_generate.")
+        check_prompt(kwargs.get("input_ids", inputs), kwargs)
+        strings = getattr(generation_config, "stop_strings", None)
+        kwargs = _with_stop_strings(kwargs, strings or self.generation_config.stop_strings)  # type: ignore[attr-defined]
+        engine, rule = self.decoding_engine, self.exit_rule
+
+        def loop(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> DecodingOutput | Tensor:
+            request = make_request(
+                input_ids.to(model.device),
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                engine.adapter.max_length,
+                model_kwargs,
+            )
+            # There is one cache: a second call, from another thread, waits.
+            with self.decoding_lock:
+                engine.refresh()
+                try:
+                    strategy = self.drafter if rule is None else ExitingDepth(engine, rule)
+                    decoded = decode(engine, request, strategy)
+                finally:
+                    engine.release()
+            if streamer is not None:
+                streamer.end()
+            self.trace = _trace(decoded.rows, engine.num_layers)
+            sequences = _padded(decoded.rows, request.pad, input_ids.device)
+            config = generation_config
+            if not config.return_dict_in_generate:
+                return sequences
+            return DecodingOutput(
+                sequences=sequences,  # type: ignore[arg-type]
+                scores=_kept(decoded.scores, config.output_scores),  # type: ignore[arg-type]
+                logits=_kept(decoded.logits, config.output_logits),  # type: ignore[arg-type]
+                trace=self.trace,
+                passes=decoded.passes,
+                drafted=decoded.drafted,
+                accepted=decoded.accepted,
+                interrupted=decoded.interrupted,
+            )
+
+        with torch.no_grad():
+            return super().generate(  # type: ignore[misc]
+                inputs, generation_config, streamer=streamer, custom_generate=loop, **kwargs
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward; with exits, return the logits of every position's exit."""
+        rule = self.exit_rule
+        own = super().forward  # type: ignore[misc]
+        given = {} if rule is None else inspect.signature(own).bind(*args, **kwargs).arguments
+        ids_BT = given.get("input_ids")
+        if rule is None or ids_BT is None:
+            return own(*args, **kwargs)
+        cache = given.get("past_key_values")
+        past = 0 if cache is None else cache.get_seq_length()
+        before_BT = count_before(ids_BT, given.get("attention_mask"), past)
+        with self.decoding_lock, torch.no_grad():
+            exits = ExitForwardPass(self.decoding_engine, rule, before_BT)
+            with exits.patched():
+                output = own(*args, **kwargs)
+        self.trace = exits.trace(len(ids_BT))
+        return output
+
+
+def _padded(rows: list[SequenceState], pad: int, device: torch.device) -> Tensor:
+    """Return prompts and new tokens `[B, T]`, sequences that ended early padded."""
+    longest = max(len(row.tokens) for row in rows)
+    return torch.tensor(
+        [row.ids + [pad] * (longest - len(row.tokens)) for row in rows], device=device
+    )
+
+
+def _trace(rows: list[SequenceState], num_layers: int) -> DepthTrace:
+    """Return every new token's depth and cost; a token runs all layers up to its depth."""
+    longest = max(len(row.tokens) for row in rows)
+    depth = torch.zeros(len(rows), longest, dtype=torch.long)
+    flops = torch.zeros(len(rows), longest, dtype=torch.float64)
+    for place, row in enumerate(rows):
+        depth[place, : len(row.depths)] = torch.tensor(row.depths, dtype=torch.long)
+        flops[place, : len(row.flops)] = torch.tensor(row.flops, dtype=torch.float64)
+    ran = torch.arange(num_layers) < depth[..., None]
+    return DepthTrace(depth=depth, ran=ran, flops=flops)
+
+
+def _kept(tensors: list[Tensor], wanted: bool | None) -> tuple[Tensor, ...] | None:
+    """Return ordinary tensors of those made in inference mode."""
+    return tuple(tensor.clone() for tensor in tensors) if wanted else None
+
+
+def _with_stop_strings(kwargs: dict[str, Any], usual: Any) -> dict[str, Any]:
+    """Return arguments with stop strings as a criterion.
+
+    transformers does not hand the tokenizer on to a custom loop, which stop strings need.
+    """
+    kwargs = dict(kwargs)
+    tokenizer = kwargs.pop("tokenizer", None)
+    strings = kwargs.pop("stop_strings", None) or usual
+    if not strings:
+        return kwargs
+    if tokenizer is None:
+        raise UserError("stop_strings need the tokenizer: give tokenizer=... as well.")
+    kwargs["stop_strings"] = None
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    kwargs["stopping_criteria"] = StoppingCriteriaList(
+        [*criteria, StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)]
+    )
+    return kwargs

@@ -1,0 +1,666 @@
+"""Drafters: guesses of the next tokens, which the model then verifies in one pass.
+
+A wrong guess costs a little time and never changes the output, so a drafter is free in how it
+guesses. In order of what they cost:
+
+- `LookupDrafter` continues the text as it continued where its last tokens stood before (prompt
+  lookup decoding). It needs nothing but the text.
+- `LinearDrafter` maps the last state and the last token's embedding linearly to the next state.
+- `DraftModelDrafter` runs a draft head of one layer (`head.py`), with a small cache of its own.
+- `ShortcutDrafter` runs the first layers of the model and jumps to the last state by a shortcut.
+- `FallbackDrafter` asks several drafters in turn.
+
+Shapes: B sequences, T tokens, D width, S draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from deepenough.decoding.engine import Engine
+from deepenough.decoding.head import DraftHead, position_codes
+from deepenough.decoding.kv_cache import KVCache, StepContext, attend
+from deepenough.decoding.request import SequenceState
+from deepenough.errors import UserError
+from deepenough.hf.adapter import Adapter
+from deepenough.shortcut import files
+from deepenough.shortcut.shortcuts import Shortcuts
+
+if TYPE_CHECKING:
+    from deepenough.decoding.tuned import Tuned
+
+INDEX, TENSORS = "linear_drafter.json", "linear_drafter.safetensors"
+FORMAT, VERSION = "deepenough-linear-drafter", 1
+
+#: The cache of a draft head grows by this many tokens at a time.
+_CACHE_CHUNK = 256
+
+
+@dataclass
+class Proposal:
+    """The draft tokens of every sequence, possibly none."""
+
+    tokens: list[list[int]]
+    hidden: Tensor | None = None
+    """`h_layer` of each sequence's last token and of its drafts, `[B, T, D]`, where drafting has
+    computed them: the verification goes on from there."""
+    layer: int = 0
+    flops: float = 0.0
+    """What drafting cost a sequence beyond what the verification has to do anyway."""
+
+
+class Drafter(ABC):
+    """Guesses up to `num_draft_tokens` tokens of each sequence."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        if num_draft_tokens < 1:
+            raise UserError(f"A drafter must draft at least 1 token: got {num_draft_tokens}.")
+        self.num_draft_tokens = num_draft_tokens
+
+    def begin(self, engine: Engine) -> None:  # noqa: B027
+        """Start a new generation and forget what is known of earlier ones."""
+
+    def observe(  # noqa: B027
+        self, rows: list[SequenceState], normed_BTD: Tensor, counts: Sequence[int]
+    ) -> None:
+        """Take notice of a pass of the model.
+
+        Args:
+            rows: The sequences.
+            normed_BTD: Normed last states of the tokens that went through the model.
+            counts: How many tokens each sequence has got from the first of these states on.
+        """
+
+    @abstractmethod
+    def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
+        """Return drafts of what follows each sequence's last token.
+
+        Args:
+            rows: The sequences.
+            state_BD: Normed states of the tokens before the last ones, which led to those.
+            engine: The model.
+        """
+
+
+class LookupDrafter(Drafter):
+    """Continues the text as it continued where its last `longest ... shortest` tokens last stood.
+
+    The places of all n-grams are kept in a table that grows with the text, so a lookup takes no
+    time however long the text is.
+    """
+
+    def __init__(self, num_draft_tokens: int = 2, longest: int = 3, shortest: int = 2) -> None:
+        super().__init__(num_draft_tokens)
+        if not 1 <= shortest <= longest:
+            raise UserError(f"Lookup takes 1 <= shortest <= longest: got {shortest} and {longest}.")
+        self.sizes = range(longest, shortest - 1, -1)
+        self._tables: dict[int, dict[tuple[int, ...], int]] = {}
+        self._read: dict[int, int] = {}
+
+    def begin(self, engine: Engine) -> None:
+        """Forget the n-grams of earlier generations."""
+        self._tables, self._read = {}, {}
+
+    def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
+        """Return the continuations that were found."""
+        return Proposal([self.find(row.index, row.context) for row in rows])
+
+    def find(self, index: int, context: list[int]) -> list[int]:
+        """Return drafts for sequence `index`, whose text so far is `context`."""
+        table = self._tables.setdefault(index, {})
+        # An n-gram is entered once it is known what follows it.
+        for end in range(self._read.get(index, 0) + 1, len(context)):
+            for size in self.sizes:
+                if size <= end:
+                    table[tuple(context[end - size : end])] = end
+        self._read[index] = len(context) - 1
+        for size in self.sizes:
+            place = table.get(tuple(context[-size:])) if size <= len(context) else None
+            if place is not None:
+                return context[place : place + self.num_draft_tokens]
+        return []
+
+
+class FallbackDrafter(Drafter):
+    """Takes each sequence's drafts from the first of several drafters that has any for it."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        super().__init__(max(drafter.num_draft_tokens for drafter in drafters))
+        self.drafters = list(drafters)
+
+    def begin(self, engine: Engine) -> None:
+        """Start a new generation with all drafters."""
+        for drafter in self.drafters:
+            drafter.begin(engine)
+
+    def observe(self, rows: list[SequenceState], normed_BTD: Tensor, counts: Sequence[int]) -> None:
+        """Let all drafters take notice of a pass of the model."""
+        for drafter in self.drafters:
+            drafter.observe(rows, normed_BTD, counts)
+
+    def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
+        """Ask the drafters in turn until every sequence has drafts."""
+        tokens: list[list[int]] = [[] for _ in rows]
+        flops = 0.0
+        for drafter in self.drafters:
+            proposal = drafter.propose(rows, state_BD, engine)
+            flops += proposal.flops
+            if not any(tokens):
+                tokens, answer = proposal.tokens, proposal
+            else:
+                # States of some sequences' drafts only are of no use to a verification of all.
+                tokens = [own or other for own, other in zip(tokens, proposal.tokens, strict=True)]
+                answer = Proposal(tokens)
+            if all(tokens):
+                break
+        answer.flops = flops
+        return answer
+
+
+# -- a part of the output head -------------------------------------------------------------------
+
+
+def head_rows(adapter: Adapter, tokens_S: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of the output head that belong to some tokens: `(S, D)`, and their biases.
+
+    What a model does to its logits behind the head (scaling, capping) leaves their order alone.
+    """
+    head: Any = adapter.model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is None or weight.ndim != 2 or weight.shape[1] != adapter.width:
+        raise UserError(
+            f"{type(adapter.model).__name__} has no head of one matrix over its states, so logits "
+            "of a part of the vocabulary cannot be computed: leave out the vocabulary, and linear "
+            "and shortcut drafts."
+        )
+    bias = getattr(head, "bias", None)
+    return weight.detach()[tokens_S], None if bias is None else bias.detach()[tokens_S]
+
+
+class DraftVocab:
+    """The tokens that can be drafted, and the rows of the model's head for them."""
+
+    def __init__(self, tokens_S: Tensor) -> None:
+        self.tokens = tokens_S
+        self._head: tuple[Tensor, Tensor | None] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def attach(self, adapter: Adapter, scale_D: Tensor | None = None) -> None:
+        """Read the rows of the model's head, again if the model was moved or cast.
+
+        Args:
+            adapter: The model.
+            scale_D: Unit of the states that `best` will be given; None for the model's own.
+        """
+        if self._head is None or not _is_like(self._head[0], adapter.model):
+            self.tokens = self.tokens.to(adapter.model.device)
+            weight, bias = head_rows(adapter, self.tokens)
+            self._head = weight if scale_D is None else weight * scale_D, bias
+
+    def best(self, state_BD: Tensor) -> Tensor:
+        """Return the most likely token `[B]` of each normed state."""
+        assert self._head is not None
+        return self.tokens[F.linear(state_BD, *self._head).argmax(-1)]
+
+
+def _is_like(tensor: Tensor, model: Any) -> bool:
+    """Return whether a tensor has the model's device and dtype, which may have changed."""
+    return bool(tensor.device == model.device and tensor.dtype == model.dtype)
+
+
+def _by_sequence(places: Sequence[Tensor]) -> list[list[int]]:
+    """Return the drafts of each sequence from the tokens `[B]` of each place."""
+    return torch.stack(list(places), dim=1).tolist()
+
+
+# -- linear --------------------------------------------------------------------------------------
+
+
+class LinearDrafter(Drafter):
+    """Drafts by linear maps of what is known anyway, without running a layer.
+
+    When token `t` is to be decoded, the last state of the token before it is known from the pass
+    that chose `t`, and it has seen the whole context. With `e_t` the embedding of `t`, `x_t` its
+    normed last state and `rms` the root-mean-square norm,
+
+        x_t     ~ B_1 [rms(e_t); x_(t-1)] + b_1
+        x_(t+1) ~ B_2 [rms(e_(t+1)); rms(e_t); x_(t-1)] + b_2
+
+    and so on: the n-th map has the drafts of those before it among its inputs. States enter as the
+    model's final norm leaves them. Where that is a root-mean-square norm with weights, this is
+    `rms(h)` up to a scale for each dimension, which the map takes up.
+
+    Args:
+        maps: Pairs `(B_n, b_n)`, `B_n` of shape `(D, (n + 1) D)`.
+        draft_vocab: Tokens that can be drafted, the most frequent first.
+        meta: What the maps were fitted to.
+        num_draft_tokens: At most one for each map, which is the default.
+    """
+
+    def __init__(
+        self,
+        maps: Sequence[tuple[Tensor, Tensor]],
+        draft_vocab: Tensor,
+        meta: Mapping[str, Any] | None = None,
+        num_draft_tokens: int | None = None,
+    ) -> None:
+        self.maps = list(maps)
+        self.draft_vocab = draft_vocab
+        self.meta = dict(meta or {})
+        self.width = len(self.maps[0][1]) if self.maps else 0
+        for number, (matrix, bias) in enumerate(self.maps, start=1):
+            expected = (self.width, (number + 1) * self.width)
+            if matrix.shape != expected or bias.shape != (self.width,):
+                raise ValueError(f"map {number} has the shape {tuple(matrix.shape)}")
+        if not self.maps or draft_vocab.ndim != 1 or not len(draft_vocab):
+            raise ValueError("there is no map, or no token to choose")
+        most = len(self.maps)
+        super().__init__(most if num_draft_tokens is None else min(num_draft_tokens, most))
+        self._vocab = DraftVocab(draft_vocab)
+        self._cast = self.maps
+
+    def restricted(
+        self, num_draft_tokens: int | None = None, vocab_size: int | None = None
+    ) -> LinearDrafter:
+        """Return the same maps, drafting fewer tokens or from the most frequent tokens only."""
+        return LinearDrafter(self.maps, self.draft_vocab[:vocab_size], self.meta, num_draft_tokens)
+
+    def check_model(self, adapter: Adapter) -> None:
+        """Refuse a model that these maps were not fitted for."""
+        own, other = self.meta.get("model") or {}, adapter.identity()
+        known = own.get("fingerprint", other["fingerprint"])
+        if self.width != adapter.width or known != other["fingerprint"]:
+            raise UserError(
+                f"This linear drafter was fitted for {own.get('model') or 'another model'}, not "
+                f"for {other['model'] or 'this one'}: give the model it belongs to, or fit another."
+            )
+
+    def begin(self, engine: Engine) -> None:
+        """Follow the model's device and dtype."""
+        model = engine.adapter.model
+        if not _is_like(self._cast[0][0], model):
+            self._cast = [
+                (matrix.to(model.device, model.dtype), bias.to(model.device, model.dtype))
+                for matrix, bias in self.maps
+            ]
+        self._vocab.attach(engine.adapter)
+
+    def predict(self, number: int, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the state that map `number` (from 1) predicts.
+
+        Args:
+            number: Which map.
+            inputs: Normed embeddings, the latest first, and then the state.
+        """
+        matrix, bias = self._cast[number - 1]
+        return F.linear(torch.cat(tuple(inputs), dim=-1), matrix, bias)
+
+    def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
+        """Return the tokens that the maps predict."""
+        embed = engine.adapter.model.get_input_embeddings()
+        latest_B = torch.tensor([row.context[-1] for row in rows], device=state_BD.device)
+        inputs = [state_BD]
+        places: list[Tensor] = []
+        flops = 0.0
+        for number in range(1, self.num_draft_tokens + 1):
+            inputs.insert(0, F.rms_norm(embed(latest_B), state_BD.shape[-1:]))
+            latest_B = self._vocab.best(self.predict(number, inputs))
+            places.append(latest_B)
+            head_entries = len(self._vocab) * self.width
+            flops += 2.0 * self.maps[number - 1][0].numel() + 2.0 * head_entries
+        return Proposal(_by_sequence(places), flops=flops)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the maps as safetensors with a JSON index; other files in the folder stay."""
+        tensors = {"draft_vocab": self.draft_vocab}
+        for number, (matrix, bias) in enumerate(self.maps, start=1):
+            tensors |= {f"B.{number}": matrix, f"b.{number}": bias}
+        index = {"format": FORMAT, "version": VERSION, "maps": len(self.maps), "meta": self.meta}
+        try:
+            files.write_described(Path(folder) / TENSORS, tensors, index)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"The linear drafter cannot be written to {folder}: {error}."
+            ) from error
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str]) -> LinearDrafter:
+        """Read what `save_pretrained` wrote; safetensors and JSON only."""
+        index_path, path = Path(folder) / INDEX, Path(folder) / TENSORS
+        if not index_path.is_file() or not path.is_file():
+            raise UserError(
+                f"{folder} holds no linear drafter ({INDEX} and {TENSORS}): give the folder that "
+                "LinearDrafter.save_pretrained wrote."
+            )
+        try:
+            tensors, index = files.read_described(path, FORMAT, VERSION)
+            numbers = range(1, int(index["maps"]) + 1)
+            maps = [(tensors[f"B.{number}"], tensors[f"b.{number}"]) for number in numbers]
+            return cls(maps, tensors["draft_vocab"], index["meta"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{index_path} cannot be used ({error}): fit the maps again."
+            ) from error
+
+
+# -- the first layers ----------------------------------------------------------------------------
+
+
+class ShortcutDrafter(Drafter):
+    """Runs the first layers, jumps to the last state by a shortcut and takes the best token.
+
+    The states and the keys and values of those layers are what the verification needs first, so it
+    begins behind them: drafting costs a map and a projection on the draft vocabulary, and that the
+    first layers run for one token after the other.
+
+    Args:
+        shortcuts: Maps between layers.
+        layer: How many layers run.
+        num_draft_tokens: How many tokens are drafted.
+        draft_vocab: Tokens that can be drafted; None for the whole vocabulary.
+        mode: Which of the shortcuts' maps are used, as in `Shortcuts.apply`.
+    """
+
+    def __init__(
+        self,
+        shortcuts: Shortcuts,
+        layer: int,
+        num_draft_tokens: int = 1,
+        draft_vocab: Tensor | None = None,
+        mode: str | None = None,
+    ) -> None:
+        super().__init__(num_draft_tokens)
+        if not 0 <= layer < shortcuts.num_layers:
+            raise UserError(
+                f"Drafts can come from layers 0 to {shortcuts.num_layers - 1}: got {layer}."
+            )
+        self.shortcuts, self.layer, self.mode = shortcuts, layer, mode
+        self._vocab = None if draft_vocab is None else DraftVocab(draft_vocab)
+
+    def begin(self, engine: Engine) -> None:
+        """Follow the model's device and dtype."""
+        if self._vocab is not None:
+            self._vocab.attach(engine.adapter)
+
+    def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
+        """Return the drafts, and the states of the layers that ran for them."""
+        last = engine.num_layers
+        token_B1 = torch.tensor([[row.context[-1]] for row in rows], device=state_BD.device)
+        places: list[Tensor] = []
+        states = []
+        for offset in range(self.num_draft_tokens + 1):
+            step = engine.start_step(token_B1, offset)
+            states.append(engine.run_layers(step, step.hidden, 0, self.layer))
+            if offset == self.num_draft_tokens:  # the last draft drafts nothing, but is verified
+                break
+            jumped = self.shortcuts.apply(states[-1][:, 0], self.layer, last, self.mode)
+            normed = engine.norm(jumped)
+            vocab = self._vocab
+            best_B = engine.head(normed).argmax(-1) if vocab is None else vocab.best(normed)
+            places.append(best_B)
+            token_B1 = best_B[:, None]
+        width = engine.adapter.width
+        config = engine.adapter.model.config.get_text_config()
+        vocab_size = config.vocab_size if self._vocab is None else len(self._vocab)
+        return Proposal(
+            _by_sequence(places),
+            hidden=torch.cat(states, dim=1),
+            layer=self.layer,
+            flops=self.num_draft_tokens * 2.0 * width * (width + vocab_size),
+        )
+
+
+# -- a draft model -------------------------------------------------------------------------------
+
+
+class DraftModelDrafter(Drafter):
+    """Drafts by a draft head, token after token, over a cache of its own.
+
+    Before a pass of the model, the head reads the tokens that the last pass has confirmed, with the
+    states that pass has left, and drafts the next token; then it reads its own drafts with its own
+    predictions. Those are forgotten: the cache keeps only what was confirmed.
+
+    Args:
+        head: The draft head.
+        draft_vocab: Tokens that can be drafted.
+        num_draft_tokens: How many tokens are drafted.
+    """
+
+    def __init__(self, head: DraftHead, draft_vocab: Tensor, num_draft_tokens: int = 2) -> None:
+        super().__init__(num_draft_tokens)
+        self.head = head
+        self._vocab = DraftVocab(draft_vocab)
+        self._cache = KVCache()
+        self._rotary = torch.empty(0), torch.empty(0)
+        self._indices: list[int] = []
+        self._cached: list[int] = []
+        """Tokens of each sequence that the cache holds."""
+        self._pending: list[Tensor] = []
+        """States before each token that the cache does not hold yet, `[T, D]`."""
+
+    def begin(self, engine: Engine) -> None:
+        """Start a new generation from the states of the prompts."""
+        model, shape = engine.adapter.model, self.head.shape
+        if not _is_like(self.head.scale, model):
+            # A copy: others may draft with the same head for a model of another dtype.
+            self.head = copy.deepcopy(self.head).to(model.device, model.dtype)
+        self._vocab.attach(engine.adapter, self.head.scale)
+        batch, longest = len(engine.prompt), max(map(len, engine.prompt))
+        room = (batch, shape.key_heads, longest + 1, shape.head_width)
+        self._cache = KVCache(1, room, model.dtype, model.device)
+        self._indices, self._cached = list(range(batch)), [0] * batch
+        # Before the first token there is nothing.
+        self._pending = [
+            F.pad(engine.norm(hidden_TD) / self.head.scale, (0, 0, 1, 0))
+            for hidden_TD in engine.prompt
+        ]
+
+    def observe(self, rows: list[SequenceState], normed_BTD: Tensor, counts: Sequence[int]) -> None:
+        """Keep the states of confirmed tokens until the next drafts."""
+        self._drop_finished(rows)
+        states_BTD = normed_BTD / self.head.scale
+        self._pending = [
+            torch.cat([pending, states_TD[:count]]) if len(pending) else states_TD[:count]
+            for pending, states_TD, count in zip(self._pending, states_BTD, counts, strict=True)
+        ]
+
+    def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
+        """Return the best tokens of the draft vocabulary by the states that the head predicts."""
+        self._drop_finished(rows)
+        counts = [len(pending) for pending in self._pending]
+        longest = max(counts)
+        self._make_room(max(self._cached) + longest + self.num_draft_tokens, state_BD)
+        # Shorter sequences are padded behind their last token, where nobody looks.
+        lines = [
+            row.context[cached : cached + count] + [0] * (longest - count)
+            for row, cached, count in zip(rows, self._cached, counts, strict=True)
+        ]
+        states_BTD = pad_sequence(self._pending, batch_first=True)
+        tokens_BT = torch.tensor(lines, device=state_BD.device)
+        predicted_BTD = self._run(tokens_BT, states_BTD, self._cached, engine)
+        self._cached = [cached + count for cached, count in zip(self._cached, counts, strict=True)]
+        self._pending = [states_TD[:0] for states_TD in states_BTD]
+        last = torch.tensor(counts, device=predicted_BTD.device) - 1
+        state_BD = predicted_BTD[torch.arange(len(rows), device=last.device), last]
+        places = [self._vocab.best(state_BD)]
+        for number in range(1, self.num_draft_tokens):
+            ahead = [cached + number - 1 for cached in self._cached]
+            state_BD = self._run(places[-1][:, None], state_BD[:, None], ahead, engine)[:, 0]
+            places.append(self._vocab.best(state_BD))
+        size = sum(p.numel() for p in self.head.parameters())
+        head_entries = len(self._vocab) * engine.adapter.width
+        passes, drafts = longest + self.num_draft_tokens - 1, self.num_draft_tokens
+        flops = 2.0 * (size * passes + head_entries * drafts)
+        return Proposal(_by_sequence(places), flops=flops)
+
+    def _run(
+        self, tokens_BT: Tensor, states_BTD: Tensor, starts: list[int], engine: Engine
+    ) -> Tensor:
+        shape = self.head.shape
+        embeddings_BTD = engine.adapter.model.get_input_embeddings()(tokens_BT)
+        groups, (cos, sin) = shape.heads // shape.key_heads, self._rotary
+        context = StepContext(
+            starts, tokens_BT.shape[1], groups, states_BTD.dtype, states_BTD.device
+        )
+        return self.head.step(
+            self.head.read(embeddings_BTD, states_BTD),
+            (cos[context.positions], sin[context.positions]),
+            lambda query, key, value: attend(context, self._cache, 0, query, key, value),
+        )
+
+    def _make_room(self, tokens: int, like: Tensor) -> None:
+        capacity = _CACHE_CHUNK * (1 + tokens // _CACHE_CHUNK)
+        self._cache.grow(capacity)
+        cos = self._rotary[0]
+        if len(cos) < capacity or cos.device != like.device or cos.dtype != like.dtype:
+            self._rotary = position_codes(torch.arange(capacity), self.head.shape, like)
+
+    def _drop_finished(self, rows: list[SequenceState]) -> None:
+        """Remove sequences that have ended from the cache."""
+        if len(rows) == len(self._indices):
+            return
+        indices = [row.index for row in rows]
+        staying = [self._indices.index(index) for index in indices]
+        self._cache.select(staying)
+        self._indices = indices
+        self._cached = [self._cached[place] for place in staying]
+        self._pending = [self._pending[place] for place in staying]
+
+
+# -- by name -------------------------------------------------------------------------------------
+
+NAMES = ("lookup", "linear", "shortcut", "draft_model")
+_NEEDED = {
+    "linear": "linear_drafter=LinearDrafter...",
+    "shortcut": "shortcuts=Shortcuts...",
+    "draft_model": "draft_model=FOLDER",
+}
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Which drafters are asked, in which order, and how they draft."""
+
+    names: tuple[str | Drafter, ...]
+    num_draft_tokens: int = 2
+    """Tokens that a drafter guesses at once."""
+    vocab_size: int | None = None
+    """Size of the draft vocabulary, the most frequent tokens; None for all of it."""
+    layer: int | None = None
+    """Layers that a shortcut drafter runs, by default a quarter of them."""
+
+
+class DrafterBuilder:
+    """Builds drafters for one model by name, from what has been fitted for it.
+
+    Args:
+        engine: The model.
+        shortcuts: Maps between its layers, for `shortcut`.
+        linear_drafter: For `linear`; its vocabulary is the draft vocabulary of all drafters.
+        draft_model: For `draft_model`; it brings a linear drafter, and shortcuts if there are any.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        shortcuts: Shortcuts | None = None,
+        linear_drafter: LinearDrafter | None = None,
+        draft_model: Tuned | None = None,
+    ) -> None:
+        if draft_model is not None:
+            draft_model.check_model(engine.adapter)
+            linear_drafter = linear_drafter or draft_model.carry
+            shortcuts = shortcuts or draft_model.shortcuts
+        if linear_drafter is not None:
+            linear_drafter.check_model(engine.adapter)
+        if shortcuts is not None:
+            shortcuts.check_model(engine.adapter)
+        self.engine, self.shortcuts = engine, shortcuts
+        self.linear_drafter, self.draft_model = linear_drafter, draft_model
+
+    def available(self) -> list[str]:
+        """Return the names of the drafters that can be built."""
+        found: dict[str, Any] = {
+            "lookup": True,
+            "linear": self.linear_drafter,
+            "shortcut": self.shortcuts,
+            "draft_model": self.draft_model,
+        }
+        return [name for name in NAMES if found[name] is not None]
+
+    def configure(
+        self,
+        names: Sequence[str | Drafter] | None,
+        num_draft_tokens: int | None = None,
+        layer: int | None = None,
+    ) -> DraftConfig:
+        """Return the configuration asked for.
+
+        Args:
+            names: Drafters to ask in turn. None for those that were measured to be the fastest when
+                the draft model was trained, or else lookup and the best drafter that runs no layer
+                of the model.
+            num_draft_tokens: Overrides the default.
+            layer: Overrides the default.
+        """
+        if names is not None and not names:
+            raise UserError("There is no drafter: give at least one, or drafter='none'.")
+        chosen = self.draft_model.choice if self.draft_model is not None else {}
+        if names is None and chosen:
+            return DraftConfig(
+                tuple(chosen["names"]),
+                chosen["num_draft_tokens"] if num_draft_tokens is None else num_draft_tokens,
+                chosen["vocab_size"],
+                chosen["layer"] if layer is None else layer,
+            )
+        if names is None:
+            known = self.available()
+            names = ["lookup", *[n for n in ("draft_model", "linear") if n in known][:1]]
+        return DraftConfig(
+            tuple(names), 2 if num_draft_tokens is None else num_draft_tokens, None, layer
+        )
+
+    def build(self, config: DraftConfig) -> Drafter | None:
+        """Return the drafter of a configuration; None if it names none."""
+        drafters = [self._build(name, config) for name in config.names]
+        if len(drafters) < 2:
+            return drafters[0] if drafters else None
+        return FallbackDrafter(drafters)
+
+    def _build(self, name: str | Drafter, config: DraftConfig) -> Drafter:
+        if isinstance(name, Drafter):
+            if isinstance(name, LinearDrafter):
+                name.check_model(self.engine.adapter)
+            return name
+        if name not in NAMES:
+            raise UserError(f"A drafter is one of {', '.join(NAMES)} or a Drafter, not {name!r}.")
+        number = config.num_draft_tokens
+        if name == "lookup":
+            return LookupDrafter(number)
+        if name == "linear" and self.linear_drafter is not None:
+            return self.linear_drafter.restricted(number, config.vocab_size)
+        vocab = None
+        if self.linear_drafter is not None:
+            vocab = self.linear_drafter.draft_vocab[: config.vocab_size]
+        if name == "shortcut" and self.shortcuts is not None:
+            layer = self.engine.num_layers // 4 if config.layer is None else config.layer
+            mode = "tuned" if layer in self.shortcuts.tuned else None
+            return ShortcutDrafter(self.shortcuts, layer, number, vocab, mode)
+        if name == "draft_model" and self.draft_model is not None:
+            assert vocab is not None
+            return DraftModelDrafter(self.draft_model.head, vocab, number)
+        raise UserError(f"The {name} drafter needs what was fitted for it: give {_NEEDED[name]}.")

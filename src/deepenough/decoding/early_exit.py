@@ -1,0 +1,489 @@
+"""Early exit: a token leaves at the first checked layer whose prediction a policy trusts.
+
+At a layer where exits are checked, the state is taken to the last layer by its shortcut, normed and
+projected on the vocabulary, and a policy looks at the probabilities. Layers behind the exit do not
+run for the token. In a batch, sequences that leave are taken out of the deeper layers' computation
+and come back with their next token. Unlike speculation this changes what is generated: how often is
+a matter of the threshold (`guarantee.py`). The prompt, and so the first token, runs through all
+layers.
+
+Where the check is restricted to a part of the vocabulary, only a token that would leave pays for
+the whole vocabulary, which it needs anyway to be chosen, and is then checked again: so nothing
+leaves that would not leave otherwise. (A policy that counts how long the best token has been the
+same always looks at the whole vocabulary.) For the policies of confidence this costs little:
+probabilities among fewer tokens are larger, so what is sure among all is sure among these.
+
+Later tokens attend to every layer, also to those an earlier token skipped. KV propagation says what
+they find there:
+
+- `shortcut`: layer `j` gets keys and values from `A_(l->j) h_l`, the state that the shortcut says
+  it would have read;
+- `copy`: from `h_l` itself (Confident Adaptive Language Modeling, arXiv 2207.07061);
+- `deferred`: nothing, until a later token of the sequence goes deeper: then both go, in one pass,
+  and the keys and values are exact.
+
+Shapes: B sequences, N states, T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from deepenough.decoding.drafters import head_rows
+from deepenough.decoding.engine import DecodingCosts, Engine, Step
+from deepenough.decoding.request import Request, SequenceState
+from deepenough.decoding.verification import ForwardStrategy, PassOutput
+from deepenough.errors import UserError
+from deepenough.shortcut.shortcuts import Shortcuts
+
+KVPropagation = Literal["shortcut", "copy", "deferred"]
+KV_PROPAGATIONS: tuple[KVPropagation, ...] = ("shortcut", "copy", "deferred")
+
+# -- policies ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExitObservation:
+    """What a policy sees of tokens at one layer."""
+
+    layer: int
+    probs_BV: Tensor
+    """Predicted probabilities, of the whole vocabulary or a part of it."""
+    num_generated_B: Tensor
+    """How many tokens each sequence has generated."""
+    streak_B: Tensor
+    """At how many checked layers in a row, this one included, the best token was the same."""
+
+
+class ExitPolicy(ABC):
+    """Decides which tokens may leave at a layer."""
+
+    uses_streaks: ClassVar[bool] = True
+    """Whether `ExitObservation.streak_B` matters; otherwise it is not counted, and all ones."""
+
+    @abstractmethod
+    def exits(self, seen: ExitObservation) -> Tensor:
+        """Return which tokens leave, booleans `[B]`."""
+
+
+@dataclass(frozen=True)
+class ThresholdPolicy(ExitPolicy):
+    """Lets a token leave where its confidence exceeds `threshold`, between 0 and 1.
+
+    The confidence does not depend on the threshold, so one look tells what every threshold would
+    do. The higher the threshold, the later a token leaves.
+    """
+
+    uses_streaks = False
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.threshold <= 1.0:
+            raise UserError(f"A threshold must be between 0 and 1: got {self.threshold}.")
+
+    @abstractmethod
+    def confidence(self, seen: ExitObservation) -> Tensor:
+        """Return the confidence of each token, `[B]`."""
+
+    def exits(self, seen: ExitObservation) -> Tensor:
+        """Return which tokens are confident enough, booleans `[B]`."""
+        return self.confidence(seen) > self.threshold
+
+
+@dataclass(frozen=True)
+class ConfidenceGap(ThresholdPolicy):
+    """The gap between the two best exceeds `0.9 lambda + 0.1 exp(-4 t / N)` (CALM, 2207.07061)."""
+
+    mean_length: float = 128.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.mean_length > 0:
+            raise UserError(f"mean_length must be above 0: got {self.mean_length}.")
+
+    def confidence(self, seen: ExitObservation) -> Tensor:
+        """Return the gap between the two best tokens, less what the position asks for."""
+        best = seen.probs_BV.topk(2, dim=-1).values
+        decay = torch.exp(-4.0 * seen.num_generated_B / self.mean_length)
+        return (best[:, 0] - best[:, 1] - 0.1 * decay) / 0.9
+
+
+@dataclass(frozen=True)
+class TopProbability(ThresholdPolicy):
+    """The best token is more probable than the threshold."""
+
+    def confidence(self, seen: ExitObservation) -> Tensor:
+        """Return the probability of the best token."""
+        return seen.probs_BV.amax(-1)
+
+
+@dataclass(frozen=True)
+class LowEntropy(ThresholdPolicy):
+    """The entropy is below `1 - threshold` of what it could be."""
+
+    def confidence(self, seen: ExitObservation) -> Tensor:
+        """Return one minus the entropy, relative to that of the uniform distribution."""
+        entropy = torch.special.entr(seen.probs_BV).sum(-1)
+        return 1 - entropy / math.log(seen.probs_BV.shape[-1])
+
+
+@dataclass(frozen=True)
+class Patience(ExitPolicy):
+    """`layers` checked layers in a row agree on the best token (PABEE, 2006.04152)."""
+
+    layers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise UserError(f"Patience is at least 1 layer: got {self.layers}.")
+
+    def exits(self, seen: ExitObservation) -> Tensor:
+        """Return for which tokens enough layers agree, booleans `[B]`."""
+        return seen.streak_B >= self.layers
+
+
+@dataclass(frozen=True)
+class FixedLayer(ExitPolicy):
+    """Every token leaves at the first checked layer from `layer` on."""
+
+    uses_streaks = False
+
+    layer: int
+
+    def exits(self, seen: ExitObservation) -> Tensor:
+        """Return True for all tokens from the layer on, booleans `[B]`."""
+        return torch.full_like(seen.streak_B, seen.layer >= self.layer, dtype=torch.bool)
+
+
+POLICIES: dict[str, type[ExitPolicy]] = {
+    "gap": ConfidenceGap,
+    "top": TopProbability,
+    "entropy": LowEntropy,
+    "patience": Patience,
+    "layer": FixedLayer,
+}
+#: Thresholds of policies that are named without one.
+_DEFAULTS = {"gap": 0.9, "top": 0.9, "entropy": 0.9, "patience": 2}
+
+
+def make_policy(name: str, value: float | None = None) -> ExitPolicy:
+    """Return a policy by name.
+
+    Args:
+        name: One of `POLICIES`.
+        value: Its threshold, number of layers, or layer; None for the default.
+    """
+    if name not in POLICIES:
+        raise UserError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
+    value = _DEFAULTS.get(name) if value is None else float(value)
+    if value is None:
+        raise UserError(f"The policy {name} needs to know which: give it as the threshold.")
+    made: ExitPolicy
+    if name in ("patience", "layer"):
+        if value != int(value):
+            raise UserError(f"The policy {name} takes a whole number of layers: got {value}.")
+        made = Patience(int(value)) if name == "patience" else FixedLayer(int(value))
+    else:
+        made = POLICIES[name](value)  # type: ignore[call-arg]
+    return made
+
+
+# -- the check at an exit ------------------------------------------------------------------------
+
+
+@dataclass
+class ExitRule:
+    """Where tokens may leave, who decides, and what they leave in the KV cache."""
+
+    shortcuts: Shortcuts
+    policy: ExitPolicy
+    layers: Sequence[int]
+    """Layers after which exits are checked."""
+    kv_propagation: KVPropagation = "shortcut"
+    exit_vocab: Tensor | None = None
+    """Tokens on which the check is made first; None for the whole vocabulary."""
+
+    @property
+    def map_mode(self) -> str | None:
+        """Which maps lead to the last layer: tuned ones, where all exits have them."""
+        tuned = self.shortcuts.tuned
+        return "tuned" if all(layer in tuned for layer in self.layers) else None
+
+    def check(self, engine: Engine) -> None:
+        """Refuse what cannot be done with a model."""
+        last = engine.num_layers
+        if not self.layers or not all(0 < layer < last for layer in self.layers):
+            raise UserError(
+                f"Exits are checked after some of the layers 1 to {last - 1}: got "
+                f"{list(self.layers)}."
+            )
+        if self.kv_propagation not in KV_PROPAGATIONS:
+            raise UserError(
+                f"kv_propagation is one of {', '.join(KV_PROPAGATIONS)}: got "
+                f"{self.kv_propagation!r}."
+            )
+        if self.kv_propagation == "shortcut" and self.shortcuts.targets != "all":
+            raise UserError(
+                "Shortcuts to the last layer alone cannot fill the KV cache: fit them with "
+                'targets="all", or set kv_propagation to copy or deferred.'
+            )
+        if self.kv_propagation == "deferred" and not engine.takes_groups:
+            raise UserError(
+                f"{type(engine.adapter.model).__name__} is run through its own layers, which take "
+                "one token of each sequence at a time and cannot catch up on several: set "
+                "kv_propagation to shortcut or copy."
+            )
+        vocab = self.exit_vocab
+        if vocab is not None and (vocab.ndim != 1 or vocab.dtype != torch.long or len(vocab) < 2):
+            raise UserError("exit_vocab is a row of at least two token ids.")
+
+    def next_input(self, state_ND: Tensor, depth: int, index: int) -> Tensor:
+        """Return what layer `index` (from 0) is taken to have read of tokens that left at `depth`.
+
+        Their keys and values there are made of it.
+        """
+        if self.kv_propagation == "copy":
+            return state_ND
+        return self.shortcuts.apply(state_ND, depth, index)
+
+
+@dataclass
+class Streaks:
+    """At how many checked layers in a row each token's prediction was the same."""
+
+    best_N: Tensor
+    count_N: Tensor
+
+    @classmethod
+    def none(cls, units: int, device: torch.device) -> Streaks:
+        """Return streaks of tokens that no layer has predicted yet."""
+        zeros = torch.zeros(units, dtype=torch.long, device=device)
+        return cls(zeros - 1, zeros)
+
+    def update(self, units: Tensor, best: Tensor) -> Tensor:
+        """Return the counts of some tokens, whose best predictions are now these."""
+        same = self.best_N[units] == best
+        counts = torch.where(same, self.count_N[units] + 1, 1)
+        self.best_N[units], self.count_N[units] = best, counts
+        return counts
+
+
+@dataclass
+class ExitDecision:
+    """Which tokens leave at a layer."""
+
+    exits_N: Tensor
+    logits: Tensor
+    """Of those that leave, `[n, V]`."""
+    full_head_N: Tensor
+    """For which tokens the logits of the whole vocabulary were computed."""
+
+
+class ExitCheck:
+    """The check at the exits of one model."""
+
+    def __init__(self, engine: Engine, rule: ExitRule) -> None:
+        self.engine, self.rule = engine, rule
+        self.last, self.map_mode = engine.num_layers, rule.map_mode
+        vocab, device = rule.exit_vocab, engine.adapter.model.device
+        if rule.policy.uses_streaks:  # the best of few tokens stays the same sooner
+            vocab = None
+        self.vocab_head = None if vocab is None else head_rows(engine.adapter, vocab.to(device))
+        width = engine.adapter.width
+        partial = 0.0 if self.vocab_head is None else 2.0 * self.vocab_head[0].numel()
+        self.flops = 2.0 * width * width + partial
+        """What a check costs beside the whole head."""
+
+    def jump(self, layer: int, state_ND: Tensor) -> Tensor:
+        """Return what the last layer would return, by the shortcut from `layer`."""
+        return self.rule.shortcuts.apply(state_ND, layer, self.last, self.map_mode)
+
+    def decide(
+        self, layer: int, jumped_ND: Tensor, generated_N: Tensor, units: Tensor, streaks: Streaks
+    ) -> ExitDecision:
+        """Decide which tokens leave at a layer.
+
+        Args:
+            layer: The layer whose output the tokens have reached.
+            jumped_ND: What `jump` made of their states.
+            generated_N: How many tokens their sequences have generated.
+            units: Indices of the tokens in `streaks`.
+            streaks: Updated where the policy uses them.
+        """
+        policy, engine = self.rule.policy, self.engine
+        normed_ND = engine.norm(jumped_ND)
+        if self.vocab_head is None:
+            logits_NV = engine.head(normed_ND)
+            seen = self._observe(layer, logits_NV, generated_N, units, streaks)
+            exits_N = policy.exits(seen)
+            return ExitDecision(exits_N, logits_NV[exits_N], torch.ones_like(exits_N))
+        partial = F.linear(normed_ND, *self.vocab_head)
+        seen = self._observe(layer, partial, generated_N, units, streaks)
+        may_N = policy.exits(seen)
+        logits = engine.head(normed_ND[may_N])
+        again = ExitObservation(layer, _probs(logits), generated_N[may_N], seen.streak_B[may_N])
+        sure = policy.exits(again)
+        exits_N = may_N.clone()
+        exits_N[may_N] = sure
+        return ExitDecision(exits_N, logits[sure], may_N)
+
+    def _observe(
+        self, layer: int, logits: Tensor, generated_N: Tensor, units: Tensor, streaks: Streaks
+    ) -> ExitObservation:
+        streak_N = torch.ones_like(generated_N)
+        if self.rule.policy.uses_streaks:
+            streak_N = streaks.update(units, logits.argmax(-1))
+        return ExitObservation(layer, _probs(logits), generated_N, streak_N)
+
+
+def _probs(logits: Tensor) -> Tensor:
+    return logits.float().softmax(-1)
+
+
+# -- decoding ------------------------------------------------------------------------------------
+
+
+class PartialDepthPass:
+    """The latest tokens of all sequences on their way up, each as far as it goes.
+
+    Deferred tokens wait where they left, the oldest deepest: a later token takes along all that
+    wait where it comes by. They are neighbours, so a group on its way is always a run of tokens up
+    to the latest.
+    """
+
+    def __init__(self, engine: Engine, rule: ExitRule) -> None:
+        self.engine, self.rule = engine, rule
+        self.waiting: dict[int, dict[int, Tensor]] = {}
+        """By sequence and layer: states `[n, D]` of tokens that wait there."""
+        self.moving: list[Tensor] = []
+        """States of each sequence on their way; the last is the latest token's."""
+        self.contexts: dict[tuple[int, ...], Any] = {}
+        """What layers need for the latest tokens of some sequences."""
+
+    def begin(self, rows: Sequence[SequenceState]) -> None:
+        """Embed the latest token of every sequence."""
+        device = self.engine.adapter.model.device
+        tokens_B1 = torch.tensor([[row.context[-1]] for row in rows], device=device)
+        step = self.engine.start_step(tokens_B1)
+        self.moving = list(step.hidden)
+        self.contexts = {tuple(range(len(rows))): step.context}
+
+    def climb(
+        self, rows: Sequence[SequenceState], places: Sequence[int], first: int, last: int
+    ) -> Tensor:
+        """Run layers `first + 1 ... last` for some sequences.
+
+        Returns:
+            The states of the latest tokens, `[n, D]`.
+        """
+        for place in places:
+            waited = self.waiting.get(rows[place].index, {}).pop(first, None)
+            if waited is not None:
+                self.moving[place] = torch.cat([waited, self.moving[place]])
+        if any(len(self.moving[place]) > 1 for place in places):
+            return self._climb_together(places, first, last)
+        step = self._latest(places)
+        hidden_B1D = self.engine.run_layers(step, step.hidden, first, last)
+        for place, state_1D in zip(places, hidden_B1D, strict=True):
+            self.moving[place] = state_1D
+        return hidden_B1D[:, 0]
+
+    def _climb_together(self, places: Sequence[int], first: int, last: int) -> Tensor:
+        """Run layers where some sequences take along tokens that had waited."""
+        engine = self.engine
+        groups = [self.moving[place] for place in places]
+        sizes = [len(group) for group in groups]
+        starts = [engine.lengths[p] + 1 - n for p, n in zip(places, sizes, strict=True)]
+        # What pads shorter groups lands behind the latest token, where nobody looks.
+        hidden_BTD = pad_sequence(groups, batch_first=True)
+        step = engine.resume(hidden_BTD, starts, places)
+        hidden_BTD = engine.run_layers(step, hidden_BTD, first, last)
+        for place, size, states_TD in zip(places, sizes, hidden_BTD, strict=True):
+            self.moving[place] = states_TD[:size]
+        return torch.stack([self.moving[place][-1] for place in places])
+
+    def _latest(self, places: Sequence[int]) -> Step:
+        """Return a step of the latest tokens of some sequences; its context is made once."""
+        hidden_B1D = torch.stack([self.moving[place] for place in places])
+        chosen = tuple(places)
+        if chosen not in self.contexts:
+            starts = [self.engine.lengths[place] for place in places]
+            self.contexts[chosen] = self.engine.resume(hidden_B1D, starts, places).context
+        return Step(hidden_B1D, 0, self.contexts[chosen])
+
+    def leave(self, rows: Sequence[SequenceState], places: Sequence[int], layer: int) -> None:
+        """Let these sequences' tokens go no further than `layer`, and propagate their KV."""
+        if self.rule.kv_propagation == "deferred":
+            for place in places:
+                waits = self.waiting.setdefault(rows[place].index, {})
+                before = waits.get(layer)
+                group = self.moving[place]
+                waits[layer] = group if before is None else torch.cat([before, group])
+            return
+        step = self._latest(places)
+        left_BD = step.hidden[:, 0]
+        for index in range(layer, self.engine.num_layers):
+            self.engine.write_kv(index, self.rule.next_input(left_BD, layer, index), step)
+
+
+class ExitingDepth(ForwardStrategy):
+    """Each token runs until the first layer at which the policy lets it leave."""
+
+    def __init__(self, engine: Engine, rule: ExitRule) -> None:
+        super().__init__(engine)
+        self.rule = rule
+        self.costs = DecodingCosts(engine.adapter)
+        self.check = ExitCheck(engine, rule)
+        self.forward = PartialDepthPass(engine, rule)
+        self.ends = [*sorted(set(rule.layers)), engine.num_layers]
+
+    def capacity(self, request: Request) -> int:
+        """Return room for all tokens; groups of deferred ones are padded behind the latest."""
+        groups = 2 if self.rule.kv_propagation == "deferred" else 1
+        return groups * request.max_length + 1
+
+    def run(self, rows: list[SequenceState]) -> PassOutput:
+        """Run each sequence's last token up to its exit."""
+        engine, last = self.engine, self.engine.num_layers
+        device = engine.adapter.model.device
+        going = list(range(len(rows)))
+        depths, overhead = [last] * len(rows), [0.0] * len(rows)
+        streaks = Streaks.none(len(rows), device)
+        generated_B = torch.tensor([len(row.tokens) for row in rows], device=device)
+        logits: dict[int, Tensor] = {}
+        self.forward.begin(rows)
+        for first, end in zip([0, *self.ends[:-1]], self.ends, strict=True):
+            state_BD = self.forward.climb(rows, going, first, end)
+            if end == last:
+                logits |= dict(zip(going, engine.head(engine.norm(state_BD)), strict=True))
+                break
+            units = torch.tensor(going, device=device)
+            jumped_BD = self.check.jump(end, state_BD)
+            decision = self.check.decide(end, jumped_BD, generated_B[units], units, streaks)
+            exits = decision.exits_N.tolist()
+            full_head = decision.full_head_N.tolist()
+            for place, leaves, whole in zip(going, exits, full_head, strict=True):
+                # The head that a token leaves with is that of its choice, and counted there.
+                overhead[place] += self.check.flops + self.costs.head * (whole and not leaves)
+            leaving = [place for place, leaves in zip(going, exits, strict=True) if leaves]
+            if leaving:
+                self.forward.leave(rows, leaving, end)
+                logits |= dict(zip(leaving, decision.logits, strict=True))
+            for place in leaving:
+                depths[place] = end
+                overhead[place] += self.costs.filling(end, self.rule.kv_propagation)
+            going = [place for place, leaves in zip(going, exits, strict=True) if not leaves]
+            if not going:
+                break
+        stacked_BV = torch.stack([logits[place] for place in range(len(rows))])
+        return PassOutput(stacked_BV[:, None], [[] for _ in rows], depths, overhead)

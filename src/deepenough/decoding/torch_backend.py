@@ -1,0 +1,412 @@
+"""The fused backend: layers as few large operations, for layouts whose arithmetic is written here.
+
+Against the model's own layers this saves what is not arithmetic: projections that read the same
+input are one product, products add to the residual stream themselves, the cache is never copied,
+masks and rotary cos/sin are made once a step, and attention is a single kernel. Weights are not
+held twice: `join` lays the matrices of one input side by side and makes the model's own parameters
+views of the result.
+
+Layouts: Llama (arXiv 2302.13971: RMS norms, rotary positions, grouped keys, gated SiLU), which
+Mistral and Qwen 2 share, and GPT-2 (layer norms, learned positions, one projection to queries, keys
+and values).
+
+Shapes: B sequences, T tokens, D width, H heads, K head width, N = B * T.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import NewGELUActivation
+
+from deepenough.decoding.engine import Engine, Step, row_lengths
+from deepenough.decoding.kv_cache import KVCache, StepContext, attend
+from deepenough.hf.adapter import Adapter
+
+
+def make_fused(adapter: Adapter) -> FusedEngine | None:
+    """Return a fused engine for a model, or None if its layout is not one of those known here."""
+    for layout in (LlamaEngine, GPT2Engine):
+        if layout.fits(adapter):
+            return layout(adapter)
+    return None
+
+
+class FusedEngine(Engine):
+    """What the layouts share: a `KVCache`, and layers of attention and feed-forward over it."""
+
+    def __init__(self, adapter: Adapter, heads: int, kv_heads: int, head_width: int) -> None:
+        super().__init__(adapter)
+        self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
+        self.groups = heads // kv_heads
+        self.cache = KVCache()
+        self.refresh()
+
+    # -- what a layout defines ---------------------------------------------------------------
+
+    @abstractmethod
+    def embed(self, tokens_BT: Tensor, context: StepContext) -> Tensor:
+        """Return `h_0` of tokens at their positions."""
+
+    def encode_positions(self, context: StepContext, like: Tensor) -> None:
+        """Give a step its rotary cos/sin, where the layers rotate queries and keys."""
+
+    @abstractmethod
+    def qkv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values `[B, T, H, K]` of a layer's input."""
+
+    @abstractmethod
+    def kv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Return keys and values `[B, T, H, K]` of a layer's input, without its queries."""
+
+    def attention_scale(self, index: int) -> float | None:
+        """Return the factor of a layer's attention scores; None for `K ** -0.5`."""
+        return None
+
+    @abstractmethod
+    def finish_layer(self, index: int, hidden_ND: Tensor, mixed_NE: Tensor) -> Tensor:
+        """Return the layer's output from its input and the attention output."""
+
+    # -- Engine ------------------------------------------------------------------------------
+
+    def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
+        """Start a batch from its prompts; see `Engine.prefill`."""
+        lengths = row_lengths(ids_BT, mask_BT)
+        batch, width = ids_BT.shape
+        if mask_BT is not None:
+            # Every sequence begins at position 0; padding goes behind it, where nobody looks.
+            order = mask_BT.bool().int().argsort(dim=1, descending=True, stable=True)
+            ids_BT = ids_BT.gather(1, order)
+        device = ids_BT.device
+        shape = (batch, self.kv_heads, max(capacity, width), self.head_width)
+        self.cache = KVCache(self.num_layers, shape, self.adapter.model.dtype, device)
+        self.lengths = [0] * batch
+        step = self.start_step(ids_BT)
+        hidden_BTD = self.run_layers(step, step.hidden, 0, self.num_layers)
+        self.lengths = lengths
+        self.prompt = [row[:length] for row, length in zip(hidden_BTD, lengths, strict=True)]
+        last = torch.tensor(lengths, device=device) - 1
+        return self.norm(hidden_BTD[torch.arange(batch, device=device), last])
+
+    def start_step(self, tokens_BT: Tensor, offset: int = 0) -> Step:
+        """Embed the next tokens of every sequence; see `Engine.start_step`."""
+        starts = [length + offset for length in self.lengths]
+        context = self._context(starts, tokens_BT.shape[1])
+        step = Step(self.embed(tokens_BT, context), offset, context)
+        self.encode_positions(context, step.hidden)
+        return step
+
+    def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
+        """Make a step of states of some sequences; see `Engine.resume`."""
+        subset = None if len(rows) == len(self.lengths) else rows
+        context = self._context(starts, hidden_BTD.shape[1], subset)
+        self.encode_positions(context, hidden_BTD)
+        return Step(hidden_BTD, 0, context)
+
+    def _context(
+        self, starts: Sequence[int], tokens: int, rows: Sequence[int] | None = None
+    ) -> StepContext:
+        model = self.adapter.model
+        return StepContext(starts, tokens, self.groups, model.dtype, model.device, rows)
+
+    def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
+        """Return `h_last` from `h_first`; see `Engine.run_layers`."""
+        hidden = hidden_BTD.flatten(0, 1)
+        for index in range(first, last):
+            query, key, value = self.qkv(index, hidden, step)
+            scale = self.attention_scale(index)
+            mixed = attend(step.context, self.cache, index, query, key, value, scale)
+            hidden = self.finish_layer(index, hidden, mixed)
+        return hidden.view(hidden_BTD.shape)
+
+    def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
+        """Write a layer's keys and values only; see `Engine.write_kv`."""
+        key, value = self.kv(index, hidden_ND, step)
+        step.context.store(self.cache.keys[index], key)
+        step.context.store(self.cache.values[index], value)
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Commit the first tokens of each sequence; see `Engine.keep`."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences alone."""
+        self.cache.select(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def head(self, normed: Tensor) -> Tensor:
+        """Return the logits `[..., V]` of normed states."""
+        return self.adapter.model.lm_head(normed)
+
+    def release(self) -> None:
+        """Free the memory of the cache."""
+        self.cache, self.lengths, self.prompt = KVCache(), [], []
+
+
+class LinearMap:
+    """`x W + b` of states `[N, D]`, as one operation; `W` is a view of a module's own matrix."""
+
+    def __init__(self, weight_DE: Tensor, bias_E: Tensor | None) -> None:
+        self.weight, self.bias = weight_DE, bias_E
+
+    def __call__(self, states_ND: Tensor) -> Tensor:
+        if self.bias is None:
+            return torch.mm(states_ND, self.weight)
+        return torch.addmm(self.bias, states_ND, self.weight)
+
+    def added(self, residual_NE: Tensor, states_ND: Tensor) -> Tensor:
+        """Return the residual plus the map of the states."""
+        summed = torch.addmm(residual_NE, states_ND, self.weight)
+        return summed if self.bias is None else summed.add_(self.bias)
+
+    def outputs_from(self, first: int) -> LinearMap:
+        """Return the map to the outputs from `first` on."""
+        return LinearMap(self.weight[:, first:], None if self.bias is None else self.bias[first:])
+
+
+def join(modules: Sequence[nn.Linear]) -> LinearMap:
+    """Return the maps as one; the modules' own parameters become views of its tensors."""
+    weights: list[Any] = [module.weight for module in modules]
+    biases: list[Any] = [module.bias for module in modules if module.bias is not None]
+    joined = _concatenated(biases) if len(biases) == len(modules) else None
+    return LinearMap(_concatenated(weights).t(), joined)
+
+
+def _concatenated(parts: Sequence[nn.Parameter]) -> Tensor:
+    """Return one tensor of all parts; the same as last time if they are views of one already."""
+    first, address = parts[0].detach(), parts[0].data_ptr()
+    together = True
+    for part in parts:
+        together = together and part.is_contiguous() and part.data_ptr() == address
+        address += part.numel() * part.element_size()
+    rows = sum(len(part) for part in parts)
+    storage = first.untyped_storage()
+    together = together and address <= storage.data_ptr() + storage.nbytes()
+    if together:
+        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    whole = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = view
+    return whole
+
+
+# -- Llama ---------------------------------------------------------------------------------------
+
+#: Architectures whose blocks compute exactly this; Qwen 2 adds biases to queries, keys and values.
+LLAMA_MODEL_TYPES = ("llama", "mistral", "qwen2")
+#: Rotary encodings that are a function of the position alone, and so can be tabled.
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn", "proportional")
+_LLAMA_LINEARS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass
+class _LlamaLayer:
+    input_norm: Tensor
+    qkv_proj: LinearMap
+    o_proj: LinearMap
+    mlp_norm: Tensor
+    gate_up_proj: LinearMap
+    down_proj: LinearMap
+    activation: Any
+
+    @classmethod
+    def of(cls, layer: Any) -> _LlamaLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return cls(
+            input_norm=layer.input_layernorm.weight,
+            qkv_proj=join([attention.q_proj, attention.k_proj, attention.v_proj]),
+            o_proj=join([attention.o_proj]),
+            mlp_norm=layer.post_attention_layernorm.weight,
+            gate_up_proj=join([mlp.gate_proj, mlp.up_proj]),
+            down_proj=join([mlp.down_proj]),
+            activation=F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
+        )
+
+
+class LlamaEngine(FusedEngine):
+    """Decodes Llama, Mistral and Qwen 2."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        config, first = adapter.model.config, cast(Any, adapter.layers[0])
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        super().__init__(adapter, heads, kv_heads, first.self_attn.head_dim)
+
+    @staticmethod
+    def fits(adapter: Adapter) -> bool:
+        """Return whether the model is of this layout: no adapters, no quantised projections."""
+        if adapter.model.config.model_type not in LLAMA_MODEL_TYPES:
+            return False
+        if adapter.trunk.rotary_emb.rope_type not in _FIXED_ROPES:
+            return False
+        for layer in adapter.layers:
+            owners = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
+            linears = [layer.get_submodule(name) for name in _LLAMA_LINEARS if name in owners]
+            if owners != {*_LLAMA_LINEARS, *_LLAMA_NORMS}:
+                return False
+            if any(type(module) is not nn.Linear for module in linears):
+                return False
+        return True
+
+    def refresh(self) -> None:
+        """Join the projections again, if the model's weights were moved."""
+        self.layers = [_LlamaLayer.of(layer) for layer in self.adapter.layers]
+        first = self.layers[0].input_norm
+        self.eps = torch.tensor(
+            self.adapter.model.config.rms_norm_eps, dtype=first.dtype, device=first.device
+        )
+        self._rotary: tuple[Tensor, Tensor] | None = None
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """Apply the norm between the last layer and the head."""
+        return rms_norm(hidden, self.adapter.trunk.norm.weight, self.eps)
+
+    def embed(self, tokens_BT: Tensor, context: StepContext) -> Tensor:
+        """Return the token embeddings."""
+        return self.adapter.trunk.embed_tokens(tokens_BT)
+
+    def encode_positions(self, context: StepContext, like: Tensor) -> None:
+        """Look up the rotary cos/sin of the step's positions."""
+        cos, sin = self._rotary_tables(context.end, like)
+        context.rotary = cos[context.positions][:, :, None], sin[context.positions][:, :, None]
+
+    def qkv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, rotated in one operation, and values."""
+        own = self.layers[index]
+        joint = own.qkv_proj(rms_norm(hidden_ND, own.input_norm, self.eps))
+        heads = joint.view(*step.hidden.shape[:2], -1, self.head_width)
+        rotated = rotate(heads[:, :, : self.heads + self.kv_heads], step.context.rotary)
+        query, key = rotated[:, :, : self.heads], rotated[:, :, self.heads :]
+        return query, key, heads[:, :, self.heads + self.kv_heads :]
+
+    def kv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Return rotated keys, and values."""
+        own = self.layers[index]
+        behind_queries = own.qkv_proj.outputs_from(self.heads * self.head_width)
+        joint = behind_queries(rms_norm(hidden_ND, own.input_norm, self.eps))
+        shape = (*step.hidden.shape[:2], 2, self.kv_heads, self.head_width)
+        key, value = joint.view(shape).unbind(2)
+        return rotate(key, step.context.rotary), value
+
+    def finish_layer(self, index: int, hidden_ND: Tensor, mixed_NE: Tensor) -> Tensor:
+        """Add the attention output, then the gated feed-forward."""
+        own = self.layers[index]
+        hidden_ND = own.o_proj.added(hidden_ND, mixed_NE)
+        normed = rms_norm(hidden_ND, own.mlp_norm, self.eps)
+        gate, up = own.gate_up_proj(normed).chunk(2, dim=-1)
+        return own.down_proj.added(hidden_ND, own.activation(gate) * up)
+
+    def _rotary_tables(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and signed sin of all positions so far, one row each."""
+        if self._rotary is None or len(self._rotary[0]) < positions:
+            grown = torch.arange(max(256, 2 * positions), device=like.device)[None]
+            cos, sin = self.adapter.trunk.rotary_emb(like, grown)
+            half = self.head_width // 2
+            signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+            self._rotary = cos[0], signed
+        return self._rotary
+
+
+def rotate(heads_BTHK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary positions given as cos and signed sin.
+
+    With `(x_1, x_2)` the halves of a head, `(-x_2, x_1)` is `x` rolled by half its width with the
+    sign put into the sine.
+    """
+    cos, sin = rotary
+    return torch.addcmul(heads_BTHK * cos, heads_BTHK.roll(heads_BTHK.shape[-1] // 2, -1), sin)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """Return `x / sqrt(|x|^2 / D + eps) * weight`.
+
+    On a CPU torch composes its own of nine operations. For the few states of a decoding step, whose
+    cost is that of calling them, these five take half the time.
+    """
+    if hidden.dtype not in (torch.float32, torch.float64) or hidden.device.type != "cpu":
+        return F.rms_norm(hidden, hidden.shape[-1:], weight, float(eps))
+    size = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+    scale = torch.addcmul(eps, size, size, value=1 / hidden.shape[-1]).rsqrt_()
+    return torch.mul(hidden, weight).mul_(scale)
+
+
+# -- GPT-2 ---------------------------------------------------------------------------------------
+
+_FUSED_GELU = partial(F.gelu, approximate="tanh")
+
+
+class GPT2Engine(FusedEngine):
+    """Decodes GPT-2."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        heads = adapter.model.config.num_attention_heads
+        super().__init__(adapter, heads, heads, adapter.width // heads)
+
+    @staticmethod
+    def fits(adapter: Adapter) -> bool:
+        """Return whether the model is of this layout, with nothing added to its blocks."""
+        config = adapter.model.config
+        return (
+            config.model_type == "gpt2"
+            and not config.add_cross_attention
+            and all(len(list(layer.parameters())) == 12 for layer in adapter.layers)
+        )
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """Apply the norm between the last layer and the head."""
+        return _layer_norm(hidden, self.adapter.trunk.ln_f)
+
+    def embed(self, tokens_BT: Tensor, context: StepContext) -> Tensor:
+        """Return the embeddings of tokens and positions."""
+        trunk = self.adapter.trunk
+        # Padding behind the prompts may reach beyond the last position there is; nobody reads it.
+        positions = context.positions.clamp_max(trunk.wpe.num_embeddings - 1)
+        return trunk.wte(tokens_BT) + trunk.wpe(positions)
+
+    def attention_scale(self, index: int) -> float | None:
+        """Return the factor of a layer's attention scores."""
+        return cast(Any, self.adapter.layers[index]).attn.scaling
+
+    def qkv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of one projection."""
+        own: Any = self.adapter.layers[index]
+        joint = _conv1d(own.attn.c_attn)(_layer_norm(hidden_ND, own.ln_1))
+        heads = joint.view(*step.hidden.shape[:2], 3, self.heads, self.head_width)
+        query, key, value = heads.unbind(2)
+        return query, key, value
+
+    def kv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the part of the projection that makes them."""
+        own: Any = self.adapter.layers[index]
+        batch, tokens, width = step.hidden.shape
+        behind_queries = _conv1d(own.attn.c_attn).outputs_from(width)
+        joint = behind_queries(_layer_norm(hidden_ND, own.ln_1))
+        key, value = joint.view(batch, tokens, 2, self.heads, self.head_width).unbind(2)
+        return key, value
+
+    def finish_layer(self, index: int, hidden_ND: Tensor, mixed_NE: Tensor) -> Tensor:
+        """Add the attention output, then the feed-forward."""
+        own: Any = self.adapter.layers[index]
+        hidden_ND = _conv1d(own.attn.c_proj).added(hidden_ND, mixed_NE)
+        inner = _conv1d(own.mlp.c_fc)(_layer_norm(hidden_ND, own.ln_2))
+        act = _FUSED_GELU if isinstance(own.mlp.act, NewGELUActivation) else own.mlp.act
+        return _conv1d(own.mlp.c_proj).added(hidden_ND, act(inner))
+
+
+def _layer_norm(hidden: Tensor, module: Any) -> Tensor:
+    return F.layer_norm(hidden, hidden.shape[-1:], module.weight, module.bias, module.eps)
+
+
+def _conv1d(module: Any) -> LinearMap:
+    """Return GPT-2's `Conv1D` as a map; it keeps its matrix as products want it."""
+    return LinearMap(module.weight, module.bias)

@@ -1,0 +1,393 @@
+"""The decoding loop: draft, run the model once over the drafts, keep what it confirms.
+
+`decode` is the only loop. What a pass of the model is, a `ForwardStrategy` says: `FullDepth` here
+(all layers, with the drafts of a `Drafter` or none) or `ExitingDepth` (`early_exit.py`). A pass
+over a few drafts costs about what one token costs, since it is the weights that have to be read.
+
+`Verifier` turns logits into tokens and accepts drafts losslessly. Greedily, a draft is accepted if
+it is the token that would have been chosen. When sampling from `p`, a draft `x` is accepted with
+probability `p(x)`, else a token is drawn from `p` without `x`:
+
+    P(t) = p(x) [t = x] + (1 - p(x)) * p(t) [t != x] / (1 - p(x)) = p(t)
+
+which is rejection sampling (arXiv 2211.17192, 2302.01318) for a draft that is always the same, so
+its own distribution need not be known. `p` is what transformers' logits processors leave of the
+logits. They are called once for every token that is emitted and in that order, as in `generate`.
+
+Shapes: B sequences, T places (one more than drafts), D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from deepenough.decoding.drafters import Drafter, Proposal
+from deepenough.decoding.engine import DecodingCosts, Engine
+from deepenough.decoding.request import (
+    SCORES_ONLY,
+    Request,
+    SequenceState,
+    StoppingRules,
+    groups_of_one_length,
+    make_sequences,
+)
+
+log = logging.getLogger("deepenough")
+
+
+@dataclass
+class Decoded:
+    """All sequences at the end of a generation, and how it went."""
+
+    rows: list[SequenceState]
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    interrupted: bool = False
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class PassOutput:
+    """What one pass of the model predicts for the tokens that follow."""
+
+    logits_BTV: Tensor
+    drafts: list[list[int]]
+    """The draft tokens that the logits verify, of each sequence."""
+    depths: list[int]
+    """How many layers ran for each sequence."""
+    overhead: list[float]
+    """FLOPs of each sequence beside its layers and one head: drafting, exit checks, skipped KV."""
+    normed_BTD: Tensor | None = None
+    """Normed last states, where all layers ran."""
+
+
+class ForwardStrategy(ABC):
+    """How the model is run over the latest tokens, once for each pass of the loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @abstractmethod
+    def capacity(self, request: Request) -> int:
+        """Return how many tokens of a sequence the cache must hold."""
+
+    def drops_finished(self, request: Request) -> bool:
+        """Return whether finished sequences leave the batch."""
+        return not request.in_lockstep
+
+    def start(self, state_BD: Tensor) -> None:  # noqa: B027
+        """Begin after the prompts were prefilled; `state_BD` are their last normed states."""
+
+    def select(self, rows: Sequence[int]) -> None:  # noqa: B027
+        """Go on with these sequences alone."""
+
+    @abstractmethod
+    def run(self, rows: list[SequenceState]) -> PassOutput:
+        """Run the model over each sequence's last token and its drafts."""
+
+    def finish(  # noqa: B027
+        self, rows: list[SequenceState], output: PassOutput, counts: Sequence[int]
+    ) -> None:
+        """Take notice of how many tokens each sequence got from a pass."""
+
+
+def decode(
+    engine: Engine, request: Request, strategy: ForwardStrategy | Drafter | None = None
+) -> Decoded:
+    """Generate what a request asks for; Ctrl-C ends it with what there is.
+
+    Args:
+        engine: The model; its cache is filled.
+        request: Prompts and options.
+        strategy: How the model is run; a drafter, or None, stands for `FullDepth` with it.
+    """
+    if not isinstance(strategy, ForwardStrategy):
+        strategy = FullDepth(engine, None if request.in_lockstep else strategy)
+    rows = make_sequences(request)
+    verifier = Verifier(request)
+    result = Decoded(rows, scores=verifier.scores, logits=verifier.logits)
+    try:
+        with torch.inference_mode():
+            _run_loop(engine, request, strategy, verifier, result)
+    except KeyboardInterrupt:
+        if not all(row.tokens for row in rows):
+            raise
+        log.warning("interrupted: what was generated so far is returned")
+        result.interrupted = True
+    return result
+
+
+def _run_loop(
+    engine: Engine,
+    request: Request,
+    strategy: ForwardStrategy,
+    verifier: Verifier,
+    result: Decoded,
+) -> None:
+    costs = DecodingCosts(engine.adapter)
+    drops_finished = strategy.drops_finished(request)
+    rows = list(result.rows)
+    state_BD = engine.prefill(request.ids_BT, request.mask_BT, strategy.capacity(request))
+    strategy.start(state_BD)
+    batch = len(rows)
+    output = PassOutput(
+        engine.head(state_BD)[:, None],
+        drafts=[[] for _ in rows],
+        depths=[engine.num_layers] * batch,
+        overhead=[0.0] * batch,
+    )
+    _emit(verifier, rows, output, costs, result)
+    while not all(row.done for row in rows):
+        if drops_finished and any(row.done for row in rows):
+            staying = [place for place, row in enumerate(rows) if not row.done]
+            engine.select(staying)
+            strategy.select(staying)
+            rows = [rows[place] for place in staying]
+        output = strategy.run(rows)
+        result.drafted += sum(map(len, output.drafts))
+        counts = _emit(verifier, rows, output, costs, result)
+        result.passes += 1
+        engine.keep(counts)
+        strategy.finish(rows, output, counts)
+
+
+def _emit(
+    verifier: Verifier,
+    rows: list[SequenceState],
+    output: PassOutput,
+    costs: DecodingCosts,
+    result: Decoded,
+) -> list[int]:
+    """Append tokens and account for them; return how many each sequence got."""
+    was_done = [row.done for row in rows]
+    counts = verifier.verify(rows, output.logits_BTV, output.drafts)
+    for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        if was_done[place]:
+            continue
+        drafts, depth = output.drafts[place], output.depths[place]
+        # All that was emitted but the last was a draft; the last is one if it ended the row.
+        result.accepted += count - 1 + (row.tokens[-count:] == drafts[:count])
+        # Every token costs its way through the model, the last also what was drafted in vain.
+        one = costs.token(len(row.context), 0, depth) + costs.head
+        row.depths += [depth] * count
+        row.flops += [one] * count
+        row.flops[-1] += output.overhead[place] + one * (len(drafts) + 1 - count)
+    return counts
+
+
+class FullDepth(ForwardStrategy):
+    """All layers for every token; a drafter, if there is one, proposes tokens to verify."""
+
+    def __init__(self, engine: Engine, drafter: Drafter | None = None) -> None:
+        super().__init__(engine)
+        self.drafter = drafter
+        self.state_BD = torch.empty(0)
+        """Normed states that led to the sequences' last tokens."""
+
+    def capacity(self, request: Request) -> int:
+        """Return room for all tokens and the drafts behind the last."""
+        return request.max_length + (self.drafter.num_draft_tokens if self.drafter else 0)
+
+    def drops_finished(self, request: Request) -> bool:
+        """Return whether finished sequences leave the batch.
+
+        Sequences that are sampled beside finished ones draw what they would in transformers, so
+        they stay where nothing is drafted.
+        """
+        return not (request.in_lockstep or (request.sampled and self.drafter is None))
+
+    def start(self, state_BD: Tensor) -> None:
+        """Begin after the prompts were prefilled."""
+        self.state_BD = state_BD
+        if self.drafter is not None:
+            self.drafter.begin(self.engine)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences alone."""
+        self.state_BD = self.state_BD[list(rows)]
+
+    def run(self, rows: list[SequenceState]) -> PassOutput:
+        """Draft, then run all layers over each sequence's last token and its drafts."""
+        engine = self.engine
+        proposal = Proposal([[] for _ in rows])
+        if self.drafter is not None:
+            proposal = self.drafter.propose(rows, self.state_BD, engine)
+        step = engine.start_step(self._tokens(rows, proposal))
+        hidden_BTD = step.hidden if proposal.hidden is None else proposal.hidden
+        last = engine.num_layers
+        normed_BTD = engine.norm(engine.run_layers(step, hidden_BTD, proposal.layer, last))
+        return PassOutput(
+            engine.head(normed_BTD),
+            proposal.tokens,
+            depths=[last] * len(rows),
+            overhead=[proposal.flops] * len(rows),
+            normed_BTD=normed_BTD,
+        )
+
+    def _tokens(self, rows: list[SequenceState], proposal: Proposal) -> Tensor:
+        """Return last tokens and drafts; sequences with fewer drafts are padded."""
+        longest = max(map(len, proposal.tokens))
+        lines = [
+            [row.context[-1], *drafts, *[0] * (longest - len(drafts))]
+            for row, drafts in zip(rows, proposal.tokens, strict=True)
+        ]
+        return torch.tensor(lines, device=self.state_BD.device)
+
+    def finish(self, rows: list[SequenceState], output: PassOutput, counts: Sequence[int]) -> None:
+        """Hand the states of the confirmed tokens to the drafter."""
+        normed_BTD = output.normed_BTD
+        assert normed_BTD is not None
+        if self.drafter is not None:
+            self.drafter.observe(rows, normed_BTD, counts)
+        if normed_BTD.shape[1] == 1:
+            self.state_BD = normed_BTD[:, 0]
+            return
+        last = torch.tensor(counts, device=normed_BTD.device) - 1
+        self.state_BD = normed_BTD[torch.arange(len(rows), device=last.device), last]
+
+
+class Verifier:
+    """Appends to sequences the tokens that their logits say; knows nothing of the model."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.stopping = StoppingRules(request)
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        names = {type(each).__name__ for each in request.processors}
+        self.scores_only = names <= set(SCORES_ONLY) and all(
+            type(each).__module__ == logits_process.__name__ for each in request.processors
+        )
+        self.plain = not (request.sampled or len(request.processors) or request.keeps_scores)
+
+    def verify(
+        self, rows: list[SequenceState], logits_BTV: Tensor, drafts: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Append to every sequence its accepted drafts and the token that follows them.
+
+        Args:
+            rows: The sequences.
+            logits_BTV: Logits after each sequence's last token, then after each of its drafts.
+            drafts: The draft tokens of each sequence, possibly none.
+
+        Returns:
+            How many tokens each sequence got.
+        """
+        before = [len(row.tokens) for row in rows]
+        places = logits_BTV.argmax(-1).tolist() if self.plain else None
+        going = list(range(len(rows)))
+        for place in range(logits_BTV.shape[1]):
+            active = [rows[index] for index in going]
+            proposed = [
+                drafts[index][place] if place < len(drafts[index]) else None for index in going
+            ]
+            if places is not None:
+                tokens = [places[index][place] for index in going]
+            else:
+                whole = len(going) == len(rows)
+                logits_BV = logits_BTV[:, place] if whole else logits_BTV[going, place]
+                tokens = self._tokens(active, logits_BV, proposed)
+            self._append(active, tokens)
+            going = [
+                index
+                for index, token, draft in zip(going, tokens, proposed, strict=True)
+                if token == draft and not rows[index].done
+            ]
+            if not going:
+                break
+        return [len(row.tokens) - count for row, count in zip(rows, before, strict=True)]
+
+    def _append(self, rows: list[SequenceState], tokens: list[int]) -> None:
+        for row, token in zip(rows, tokens, strict=True):
+            row.append(self.request.pad if row.done else token)
+        if self.request.streamer is not None:
+            self.request.streamer.put(torch.tensor([row.tokens[-1] for row in rows]))
+        keeps = self.request.keeps_scores and self.request.config.output_scores
+        self.stopping.update(rows, tuple(self.scores) if keeps else None)
+
+    def _tokens(
+        self, rows: list[SequenceState], logits_BV: Tensor, drafts: list[int | None]
+    ) -> list[int]:
+        logits_BV = logits_BV.to(torch.float32, copy=True)
+        scores_BV = self._processed(rows, logits_BV)
+        if self.request.keeps_scores:
+            self.scores.append(scores_BV)
+            self.logits.append(logits_BV)
+        if not self.request.sampled:
+            return scores_BV.argmax(-1).tolist()
+        return sample_with_drafts(scores_BV.softmax(-1), drafts, self.request.generator)
+
+    def _processed(self, rows: list[SequenceState], logits_BV: Tensor) -> Tensor:
+        processors = self.request.processors
+        if not len(processors):
+            return logits_BV
+        device = self.request.ids_BT.device
+        if self.scores_only:
+            nothing = torch.empty(len(rows), 0, dtype=torch.long, device=device)
+            return processors(nothing, logits_BV)  # type: ignore[arg-type]
+        groups = groups_of_one_length(rows)
+        parts: list[Tensor] = [
+            _of_rows(processors, group, len(self.request.ids_BT))(
+                torch.tensor([row.ids for row in group], device=device),  # type: ignore[arg-type]
+                part,  # type: ignore[arg-type]
+            )
+            for group, part in zip(groups, logits_BV.split([len(g) for g in groups]), strict=True)
+        ]
+        return torch.cat(parts)
+
+
+def _of_rows(
+    processors: LogitsProcessorList, rows: list[SequenceState], batch: int
+) -> LogitsProcessorList:
+    """Return processors for some sequences of a batch.
+
+    The repetition penalty of recent versions of transformers knows the padding of every prompt.
+    """
+    if len(rows) == batch:
+        return processors
+    found = LogitsProcessorList()
+    for processor in processors:
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(ignored, Tensor) and len(ignored) == batch:
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = ignored[[row.index for row in rows]]
+        found.append(processor)
+    return found
+
+
+def sample_with_drafts(
+    probs_BV: Tensor, drafts: Sequence[int | None], generator: torch.Generator | None = None
+) -> list[int]:
+    """Draw one token for each sequence, accepting its draft as often as that is lossless.
+
+    Args:
+        probs_BV: Distribution of each sequence's next token; changed where a draft is rejected.
+        drafts: The draft of each sequence, or None.
+        generator: Draws on the CPU; None for torch's global generators.
+    """
+    accepted: list[int | None] = [None] * len(drafts)
+    if any(draft is not None for draft in drafts):
+        chances = torch.rand(len(drafts), generator=generator).tolist()
+        for row, draft in enumerate(drafts):
+            if draft is None:
+                continue
+            if chances[row] < float(probs_BV[row, draft]):
+                accepted[row] = draft
+            else:
+                probs_BV[row, draft] = 0.0
+        if None not in accepted:
+            return [draft for draft in accepted if draft is not None]
+    probs_BV = probs_BV if generator is None else probs_BV.cpu()
+    drawn = torch.multinomial(probs_BV, num_samples=1, generator=generator)[:, 0].tolist()
+    return [token if draft is None else draft for token, draft in zip(drawn, accepted, strict=True)]
