@@ -110,7 +110,7 @@ _MODULES = {
     "Record": "deepenough.runs",
     "RunFolder": "deepenough.runs",
     "ShortcutDrafter": "deepenough.decoding.drafters",
-    "Shortcuts": "deepenough.shortcut.shortcuts",
+    "Shortcuts": "deepenough.shortcut.modeling",
     "TopProbability": "deepenough.decoding.early_exit",
     "Tuned": "deepenough.decoding.tuned",
     "UserError": "deepenough.errors",

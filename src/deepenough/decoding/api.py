@@ -43,7 +43,7 @@ from deepenough.decoding.exit_scoring import ExitForwardPass, choose_exits, coun
 from deepenough.decoding.request import SequenceState, check_prompt, make_request
 from deepenough.decoding.verification import decode
 from deepenough.errors import UserError
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.trace import DepthTrace
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from deepenough.decoding.request import SequenceState
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.shortcut import files
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 if TYPE_CHECKING:
     from deepenough.decoding.tuned import Tuned

@@ -43,7 +43,7 @@ from deepenough.decoding.engine import DecodingCosts, Engine, Step
 from deepenough.decoding.request import Request, SequenceState
 from deepenough.decoding.verification import ForwardStrategy, PassOutput
 from deepenough.errors import UserError
-from deepenough.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 KVPropagation = Literal["shortcut", "copy", "deferred"]
 KV_PROPAGATIONS: tuple[KVPropagation, ...] = ("shortcut", "copy", "deferred")

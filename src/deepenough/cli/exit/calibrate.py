@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     from deepenough.decoding.api import early_exit
     from deepenough.decoding.calibration import calibrate
     from deepenough.decoding.early_exit import make_policy
-    from deepenough.shortcut.shortcuts import Shortcuts
+    from deepenough.shortcut.modeling import Shortcuts
 
     shortcuts = Shortcuts.from_pretrained(settings.shortcuts)
     lines = settings.text.read()

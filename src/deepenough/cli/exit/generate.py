@@ -136,7 +136,7 @@ def _accelerated(model: Any, settings: ExitGenerateSettings, options: dict[str, 
 
     from deepenough.decoding.api import early_exit, speculate
     from deepenough.decoding.drafters import LinearDrafter
-    from deepenough.shortcut.shortcuts import Shortcuts
+    from deepenough.shortcut.modeling import Shortcuts
 
     shortcuts = Shortcuts.from_pretrained(settings.shortcuts) if settings.shortcuts else None
     if settings.mode == "exit":
