@@ -19,7 +19,7 @@ from typing import Any
 from record import RESULTS, save_result
 
 from deepenough.config import resolve
-from deepenough.ponder.parity import ParityTraining, train_parity
+from deepenough.ponder.parity import ParityTrainConfig, train_parity
 from deepenough.report import read_run, style
 from deepenough.report.parity import draw_parity
 from deepenough.report.ponder_source import ParityBand, parity_bands
@@ -51,7 +51,7 @@ def main() -> None:
 
 def run_one(arguments: argparse.Namespace, mechanism: str, seed: int) -> Path:
     folder: Path = arguments.runs / f"{mechanism}-{seed}"
-    settings = resolve(ParityTraining, arguments.config)
+    settings = resolve(ParityTrainConfig, arguments.config)
     settings.run = replace(settings.run, folder=str(folder), resume=folder.exists())
     settings.model = replace(settings.model, mechanism=mechanism)
     settings.train = replace(settings.train, seed=seed)
@@ -66,7 +66,7 @@ def figures(folder: Path) -> dict[str, Any]:
     beyond = [band for band in bands if band.beyond]
     records, _ = read_records(folder / "metrics.jsonl")
     rates = [r.values["tokens_per_second"] for r in records if "tokens_per_second" in r.values]
-    settings = resolve(ParityTraining, folder / "config.yaml")
+    settings = resolve(ParityTrainConfig, folder / "config.yaml")
     inputs = settings.train.steps * settings.train.accumulate * settings.data.batch_size
     return {
         "size": settings.data.size,

@@ -31,7 +31,7 @@ from deepenough.ponder import (
     PonderAlbertForSequenceClassification,
     PonderEncoderForSequenceClassification,
 )
-from deepenough.ponder.policies import FixedExit, SampledExit
+from deepenough.ponder.halting import FixedExit, SampledExit
 from deepenough.training.trainer import keep_freed_memory
 
 TEXTS, LENGTH, PASSES, HALT = 32, 64, 12, 0.2

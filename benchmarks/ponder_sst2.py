@@ -25,13 +25,13 @@ from typing import Any
 from record import RESULTS, save_result
 
 from deepenough.config import resolve
-from deepenough.data.classification import ClassificationData, LabelledTexts, open_classification
-from deepenough.data.encoded_examples import EncodedExamples
-from deepenough.ponder import measure as measure
-from deepenough.ponder.evaluation import load_classifier
-from deepenough.ponder.policies import ConfidenceExit, FixedExit, QuantileExit
-from deepenough.ponder.timing import time_exits
-from deepenough.ponder.training import PonderTraining, train
+from deepenough.data.classification import ClassificationConfig, LabelledTexts, open_classification
+from deepenough.data.classification_batches import EncodedExamples
+from deepenough.ponder import evaluation as evaluation
+from deepenough.ponder.config import PonderTrainConfig
+from deepenough.ponder.evaluation import load_classifier, time_exits
+from deepenough.ponder.halting import ConfidenceExit, FixedExit, QuantileExit
+from deepenough.ponder.training import train
 from deepenough.report import style
 from deepenough.report.ponder import draw_passes, draw_ponder_frontier
 from deepenough.report.ponder_halting import draw_halting
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
-    texts = arrange(open_classification(ClassificationData("sst2")), arguments.limit)
+    texts = arrange(open_classification(ClassificationConfig("sst2")), arguments.limit)
     results = []
     records: list[Record] = []
     for seed in range(arguments.seeds):
@@ -82,7 +82,7 @@ def fine_tune(arguments: argparse.Namespace, name: str, seed: int, texts: Labell
     folder = arguments.runs / f"{name}-{seed}"
     if (folder / "model").is_dir():
         return folder
-    settings = resolve(PonderTraining, CONFIG)
+    settings = resolve(PonderTrainConfig, CONFIG)
     settings.run = replace(settings.run, folder=str(folder), resume=folder.exists())
     settings.ponder = replace(settings.ponder, objective=name, exit=EXITS[name])
     settings.train = replace(settings.train, seed=seed)
@@ -98,17 +98,17 @@ def compare(
     """The figures of one seed, and what the pictures need."""
     models = {name: load_classifier(str(folder)) for name, folder in folders.items()}
     encoded: dict[str, EncodedExamples] = {}
-    answers: dict[str, dict[str, measure.AllPasses]] = {CHOOSE: {}, REPORT: {}}
+    answers: dict[str, dict[str, evaluation.AllPasses]] = {CHOOSE: {}, REPORT: {}}
     for name, (model, tokenizer) in models.items():
         for split in answers:
             encoded[split] = EncodedExamples(texts.split(split), tokenizer, MAX_LENGTH, split)
-            answers[split][name] = measure.all_passes(model, encoded[split])
+            answers[split][name] = evaluation.all_passes(model, encoded[split])
     dev = answers[REPORT]
-    full = measure.quality(dev["last"], FixedExit())
+    full = evaluation.quality(dev["last"], FixedExit())
     chosen = {name: choose(answers[CHOOSE]["ponder"], name) for name in THRESHOLDS}
     exits = {name: THRESHOLDS[name](point["setting"]) for name, point in chosen.items()}
     policy = exits[EXITS["ponder"]]
-    pondering = measure.quality(dev["ponder"], policy)
+    pondering = evaluation.quality(dev["ponder"], policy)
     seconds = {"last": math.inf, "ponder": math.inf}
     for _ in range(rounds):
         for name, exit_ in (("last", FixedExit()), ("ponder", policy)):
@@ -119,28 +119,28 @@ def compare(
     for name, own in dev.items():
         stops = policy if name == "ponder" else FixedExit()
         about = {"model": name, "split": REPORT, "evaluation": 1}
-        records += measure.records(own, stops, texts.labels, shown, step=0, about=about)
+        records += evaluation.records(own, stops, texts.labels, shown, step=0, about=about)
     result = {
         "full_depth": full,
         "exit": EXITS["ponder"],
-        "test_full_depth": measure.quality(answers[CHOOSE]["last"], FixedExit()),
+        "test_full_depth": evaluation.quality(answers[CHOOSE]["last"], FixedExit()),
         "test_by_exit": chosen,
         "thresholds": {name: point["setting"] for name, point in chosen.items()},
-        "by_exit": {name: measure.quality(dev["ponder"], each) for name, each in exits.items()},
+        "by_exit": {name: evaluation.quality(dev["ponder"], each) for name, each in exits.items()},
         "pondering": pondering,
         "accuracy_difference": pondering["accuracy"] - full["accuracy"],
         "share_of_layers": pondering["share"],
         "seconds_full_depth": seconds["last"],
         "seconds_pondering": seconds["ponder"],
         "faster": seconds["last"] / seconds["ponder"],
-        "frontier": [r.values for r in records if r.kind == measure.EXIT],
+        "frontier": [r.values for r in records if r.kind == evaluation.EXIT],
     }
     return result, records
 
 
-def choose(answers: measure.AllPasses, policy: str) -> dict[str, Any]:
+def choose(answers: evaluation.AllPasses, policy: str) -> dict[str, Any]:
     """The most accurate threshold within the budget; of equals the one with fewer passes."""
-    points = [point for point in measure.sweep(answers) if point["policy"] == policy]
+    points = [point for point in evaluation.sweep(answers) if point["policy"] == policy]
     within = [point for point in points if point["share"] <= BUDGET] or points[:1]
     return max(within, key=lambda p: (p["accuracy"], -p["passes"]))
 

@@ -32,7 +32,7 @@ from deepenough.lazy.settings import LazySettings
 from deepenough.lazy.training import LazyTraining, make_model
 from deepenough.par.training import ParTraining
 from deepenough.par.training import train as train_par
-from deepenough.ponder.training import PonderTraining
+from deepenough.ponder.config import PonderTrainConfig
 from deepenough.ponder.training import train as train_ponder
 from deepenough.runs import read_records
 
@@ -71,7 +71,7 @@ def labels(tmp_path_factory, reviews, tiny_bert) -> Path:
         "train.warmup": 1,
         "epochs": 0.2,
     }
-    return train_ponder(resolve(PonderTraining, overrides=values)).path
+    return train_ponder(resolve(PonderTrainConfig, overrides=values)).path
 
 
 def small(mechanism: str) -> LazySettings:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepenough.data.classification import ClassificationData, Example, open_classification
+from deepenough.data.classification import ClassificationConfig, Example, open_classification
 from deepenough.errors import UserError
 
 
@@ -17,7 +17,7 @@ def write(folder: Path, name: str, content: str) -> str:
 
 
 def read(path: str, labels: list[str] | None = None, **changes: Any) -> Any:
-    return open_classification(ClassificationData(path, valid_fraction=0.0, **changes), labels)
+    return open_classification(path, ClassificationConfig(valid_fraction=0.0, **changes), labels)
 
 
 def test_csv_tsv_and_jsonl_say_the_same(tmp_path: Path) -> None:
@@ -56,14 +56,14 @@ def test_pairs_are_found_and_columns_can_be_named(tmp_path: Path) -> None:
 def test_a_folder_has_splits_and_else_some_rows_are_held_out(tmp_path: Path) -> None:
     rows = "".join(f"t{i}\t{i % 2}\n" for i in range(40))
     write(tmp_path, "train.tsv", "sentence\tlabel\n" + rows)
-    data = ClassificationData(str(tmp_path), valid_fraction=0.25, limit=10)
-    found = open_classification(data)
+    config = ClassificationConfig(valid_fraction=0.25, limit=10)
+    found = open_classification(str(tmp_path), config)
     train, valid = found.splits["train"], found.splits["valid"]
     assert (len(train), len(valid)) == (10, 11)
     assert not set(train) & set(valid)
     write(tmp_path, "dev.tsv", "sentence\tlabel\nv\t1\n")
     write(tmp_path, "test-labeled.tsv", "sentence\tlabel\nw\t0\n")
-    found = open_classification(data)
+    found = open_classification(str(tmp_path), config)
     assert found.splits["valid"] == [Example("v", None, 1)]
     assert found.splits["test"] == [Example("w", None, 0)]
 
@@ -75,8 +75,7 @@ def test_a_test_split_without_labels_is_left_out(
 ) -> None:
     write(tmp_path, "train.tsv", "sentence\tlabel\na\t0\nb\t1\n")
     write(tmp_path, "test.tsv", test)
-    data = ClassificationData(str(tmp_path), label_column=named, valid_fraction=0)
-    assert list(open_classification(data).splits) == ["train"]
+    assert list(read(str(tmp_path), label_column=named).splits) == ["train"]
     assert caplog.messages == [f"The test split of {tmp_path} has no labels: passed over."]
 
 
@@ -90,7 +89,7 @@ def test_other_splits_need_labels(tmp_path: Path) -> None:
 def test_sst2_by_name(data_dir: Path) -> None:
     if not (data_dir / "sst2").is_dir():
         pytest.skip("DEEPENOUGH_DATA has no sst2")
-    found = open_classification(ClassificationData("sst2"))
+    found = open_classification("sst2", ClassificationConfig())
     assert {split: len(rows) for split, rows in found.splits.items()} == {
         "train": 67349,
         "valid": 872,
@@ -160,17 +159,24 @@ def test_a_models_labels_are_kept_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"dataset": "nowhere"}, "no file or folder nowhere"),
-        ({"dataset": "a.pdf"}, "no file or folder"),
-        ({"batch_size": 0}, "data.batch_size"),
-        ({"valid_fraction": 1.0}, "data.valid_fraction"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"valid_fraction": 1.0}, "valid_fraction must be at least 0 and below 1"),
         ({"num_labels": 3}, "num_labels is 3"),
     ],
 )
 def test_impossible_settings(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     path = write(tmp_path, "a.csv", "text,label\nfine,ham\ngood,spam\n")
     with pytest.raises(UserError, match=said):
-        open_classification(ClassificationData(**({"dataset": path} | changes)))
+        open_classification(path, ClassificationConfig(**changes))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "a.pdf", "folder/nowhere.csv", "../some/where"])
+def test_a_name_that_is_nothing_is_refused_without_asking_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.load_dataset", None)
+    with pytest.raises(UserError, match=f"no file or folder {name}"):
+        read(name)
 
 
 def test_other_files_are_no_tables(tmp_path: Path) -> None:
@@ -195,7 +201,31 @@ def test_rows_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    texts = read("hf:owner/name:part")
-    assert asked == [(("owner/name", "part"), {"streaming": True})]
-    assert texts.labels == ("no", "yes")
-    assert texts.splits["train"] == [Example("a", None, 0), Example("b", None, 1)]
+    for name in ("hf:owner/name:part", "owner/name:part"):
+        texts = read(name)
+        assert asked.pop() == (("owner/name", "part"), {"streaming": True})
+        assert texts.labels == ("no", "yes")
+        assert texts.splits["train"] == [Example("a", None, 0), Example("b", None, 1)]
+
+
+def test_examples_with_secret_labels_or_of_one_class(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "train.tsv").write_text("sentence\tlabel\na\t0\nb\t1\n")
+    (folder / "dev.tsv").write_text("sentence\tlabel\na\t0\n")
+    (folder / "test.tsv").write_text("sentence\tlabel\nc\t-1\n")
+    texts = open_classification(str(folder), ClassificationConfig())
+    assert set(texts.splits) == {"train", "valid"}
+    (folder / "train.tsv").write_text("sentence\tlabel\na\t1\nb\t1\n")
+    with pytest.raises(UserError, match="the same label"):
+        open_classification(str(folder), ClassificationConfig())
+    (tmp_path / "two.csv").write_text("text,label\na,0\nb,1\n")
+    with pytest.raises(UserError, match=r"No training example of .* is left"):
+        open_classification(str(tmp_path / "two.csv"), ClassificationConfig(valid_fraction=0.99))
+
+
+def test_half_a_character_is_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "cut.jsonl"
+    file.write_text('{"text": "good \\ud83d", "label": 0}\n{"text": "bad", "label": 1}\n')
+    texts = open_classification(str(file), ClassificationConfig(valid_fraction=0.0))
+    assert texts.split("train")[0].text == "good ?"

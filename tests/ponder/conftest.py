@@ -1,6 +1,7 @@
 """Tiny encoders of several architectures, and pondering models whose examples differ in depth."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from deepenough.ponder import (
     PonderAlbertForSequenceClassification,
     PonderEncoderForSequenceClassification,
 )
+from deepenough.runs import Record
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60,
@@ -142,3 +144,44 @@ def tokenizer() -> PreTrainedTokenizerFast:
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
         **special,
     )
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, reviews: Path, tiny_bert: Path) -> Path:
+    """Return a run of a small classifier that learned the reviews."""
+    from deepenough.config import resolve
+    from deepenough.ponder.config import PonderTrainConfig
+    from deepenough.ponder.training import train
+
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    values = {
+        "out": str(folder),
+        "data": str(reviews),
+        "dataset.batch_size": 8,
+        "model.encoder": str(tiny_bert),
+        "ponder.pooling": "mean",
+        "ponder.halting_target": 0.4,
+        "train.lr": 0.01,
+        "train.warmup": 5,
+        "train.valid_every": 40,
+        "epochs": 4.0,
+        "head_lr": 1.0,
+    }
+    train(resolve(PonderTrainConfig, overrides=values))
+    return folder
+
+
+@pytest.fixture
+def same_records() -> Callable[[list[Record], list[Record]], None]:
+    """Compare the records of two runs, floats to within a ten-thousandth."""
+
+    def compare(left: list[Record], right: list[Record]) -> None:
+        assert [(r.step, r.kind) for r in left] == [(r.step, r.kind) for r in right]
+        for one, other in zip(left, right, strict=True):
+            numbers = {k: v for k, v in other.values.items() if isinstance(v, float)}
+            rest = {k: v for k, v in other.values.items() if k not in numbers}
+            close = pytest.approx(numbers, rel=1e-4, abs=1e-6)
+            assert {k: v for k, v in one.values.items() if k in numbers} == close
+            assert {k: v for k, v in one.values.items() if k not in numbers} == rest
+
+    return compare

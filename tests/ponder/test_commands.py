@@ -12,7 +12,7 @@ from deepenough.runs import read_records
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, reviews: Path, tiny_bert: Path) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "ponder"
-    words = ["--dataset", str(reviews), "--encoder", str(tiny_bert), "--folder", str(folder)]
+    words = ["--data", str(reviews), "--encoder", str(tiny_bert), "--out", str(folder)]
     sizes = [
         "--batch-size",
         "8",
@@ -34,7 +34,7 @@ def test_eval_prints_and_keeps_the_frontier(run: Path, capsys: pytest.CaptureFix
     assert main(["ponder", "eval", str(run), "--exit.threshold", "0.6"]) == 0
     printed = capsys.readouterr().out
     assert "accuracy" in printed and "passes" in printed
-    assert f"next: deepenough plot {run}" in printed
+    assert f"next: deepenough ponder plot {run}" in printed
     kinds = [record.kind for record in read_records(run / "metrics.jsonl")[0]]
     assert kinds.count("ponder_exit") > 20
     assert main(["plot", str(run)]) == 0
@@ -68,7 +68,7 @@ def test_an_empty_line_has_no_label_and_moves_no_other(
 
 def test_parity_leaves_accuracy_by_difficulty(tmp_path: Path) -> None:
     folder = tmp_path / "parity"
-    words = ["--folder", str(folder), "--size", "8", "--train-nonzero", "4", "--width", "8"]
+    words = ["--out", str(folder), "--size", "8", "--train-nonzero", "4", "--width", "8"]
     assert main(["ponder", "parity", *words, "--steps", "20", "--max-passes", "4"]) == 0
     bands = [r.values for r in read_records(folder / "metrics.jsonl")[0] if r.kind == "parity"]
     assert {band["beyond"] for band in bands} == {True, False}
@@ -77,8 +77,11 @@ def test_parity_leaves_accuracy_by_difficulty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train", "--dataset", "/nowhere.csv"], "no file or folder /nowhere.csv"),
-        (["train", "--halting-target", "1.5", "--dataset", "{reviews}"], "halting target"),
+        (["train", "--data", "/nowhere.csv"], "no file or folder /nowhere.csv"),
+        (
+            ["train", "--halting-target", "1.5", "--data", "{reviews}"],
+            "halting_target must be above 0",
+        ),
         (["eval", "/nowhere"], "/nowhere"),
         (["predict", "{run}", "/nowhere.txt"], "/nowhere.txt cannot be read"),
         (["predict", "{run}", "{file}", "--exit.threshold", "2"], "above 0 and at most 1"),
@@ -96,7 +99,7 @@ def test_bad_input_gets_one_sentence(
     file.write_text("a good film\n", encoding="utf-8")
     given = [word.format(run=run, reviews=reviews, file=file) for word in words]
     if given[0] == "train":
-        given += ["--folder", str(tmp_path / "run")]
+        given += ["--out", str(tmp_path / "run")]
     assert main(["ponder", *given]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("deepenough: error: ") and said in error

@@ -1,18 +1,20 @@
-"""Ponder: classifiers that think as long as the input needs (PonderNet, arXiv 2107.05407)."""
+"""Ponder: classifiers that think as long as the input needs (PonderNet, arXiv 2107.05407).
 
-from transformers import AutoConfig, AutoModelForSequenceClassification
+Importing a model class makes its checkpoints known to `AutoModelForSequenceClassification`.
+"""
 
-from deepenough.ponder.albert import PonderAlbertForSequenceClassification
-from deepenough.ponder.config import PonderAlbertConfig, PonderEncoderConfig
-from deepenough.ponder.encoder import PonderEncoderForSequenceClassification
-from deepenough.ponder.output import PonderOutput
+from typing import TYPE_CHECKING, Any
 
-for _config, _model in (
-    (PonderAlbertConfig, PonderAlbertForSequenceClassification),
-    (PonderEncoderConfig, PonderEncoderForSequenceClassification),
-):
-    AutoConfig.register(_config.model_type, _config)
-    AutoModelForSequenceClassification.register(_config, _model)
+if TYPE_CHECKING:
+    from deepenough.ponder.config import PonderAlbertConfig as PonderAlbertConfig
+    from deepenough.ponder.config import PonderEncoderConfig as PonderEncoderConfig
+    from deepenough.ponder.modeling import (
+        PonderAlbertForSequenceClassification as PonderAlbertForSequenceClassification,
+    )
+    from deepenough.ponder.modeling import (
+        PonderEncoderForSequenceClassification as PonderEncoderForSequenceClassification,
+    )
+    from deepenough.ponder.modeling import PonderOutput as PonderOutput
 
 __all__ = [
     "PonderAlbertConfig",
@@ -21,3 +23,12 @@ __all__ = [
     "PonderEncoderForSequenceClassification",
     "PonderOutput",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the models on first use: the commands of this package must start without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from deepenough.ponder import modeling
+
+    return getattr(modeling, name)

@@ -1,9 +1,15 @@
-"""Hugging Face configs of pondering classifiers: an encoder's config and `PonderSettings`."""
+"""Settings of pondering: of the models (Hugging Face configs) and of the commands.
+
+`PonderConfig` holds what can be chosen about pondering. Its fields are options of `ponder train`
+and, under the same names, attributes of the Hugging Face configs `PonderAlbertConfig` and
+`PonderEncoderConfig`, so that a saved model keeps them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+import typing
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal
 
 from transformers import AlbertConfig, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
@@ -12,15 +18,263 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from deepenough.config import RunConfig, bounded, validate
+from deepenough.data.classification import ClassificationConfig
 from deepenough.errors import UserError
-from deepenough.ponder.settings import PonderSettings, check_settings
+from deepenough.training.config import TrainingConfig
 
-OPTIONS = tuple(field.name for field in fields(PonderSettings))
+HaltingHeadKind = Literal["previous", "answer", "second_cls"]
+Objective = Literal["ponder", "weighted", "last"]
+Pooling = Literal["cls", "mean"]
+Exit = Literal["quantile", "sampled", "confidence", "patience", "fixed"]
+
+
+@dataclass
+class PonderConfig:
+    """Pondering."""
+
+    num_passes: int | None = bounded(None, ge=1)
+    """Most passes over the layers; by default as many as the encoder has. A shared layer may be
+    applied more often than it was in pretraining."""
+
+    objective: Objective = "ponder"
+    """What is trained: `ponder` learns when to halt; `weighted` (PABEE) trains an answer at every
+    pass, later ones weighing more; `last` trains the answer of the last pass alone."""
+
+    halting_head: HaltingHeadKind = "previous"
+    """What the decision to halt is read from: the states of this and the `previous` pass (PALBERT),
+    these and by how much the best `answer` leads, or a `second_cls` token that the model puts after
+    the first."""
+
+    pooling: Pooling = "cls"
+    """What answers are read from: the first token (`cls`) or the `mean` of all."""
+
+    halting_target: float = bounded(0.2, gt=0, lt=1)
+    """Halting probability of the geometric prior: about 1 / (passes wanted on average)."""
+
+    kl_weight: float = bounded(0.5, ge=0)
+    """Weight (beta) of the divergence from the prior."""
+
+    early_gradient: float = bounded(1.0, ge=0, le=1)
+    """Share of the gradient of the heads before the last pass that reaches the encoder. Below 1 the
+    last answer suffers less from the early ones, whose heads learn at full rate all the same."""
+
+    exit: Exit = "quantile"
+    """When to stop in evaluation: once the probability of having halted reaches a threshold
+    (`quantile`), by a draw from the halting distribution (`sampled`), once the probability of the
+    answer reaches a threshold (`confidence`), when `patience` answers in a row agree (PABEE), or
+    after a `fixed` number of passes."""
+
+    exit_threshold: float = bounded(0.5, gt=0, le=1)
+    """Threshold of the `quantile` and `confidence` exits."""
+
+    exit_patience: int = bounded(2, ge=1)
+    """How often in a row an answer must be repeated for the `patience` exit."""
+
+    exit_pass: int | None = bounded(None, ge=1)
+    """Passes of the `fixed` exit; by default all."""
+
+    exit_seed: int | None = None
+    """Seed of the `sampled` exit; a draw is then a function of the seed and the example's number.
+    Without one, torch's generator is used."""
+
+    def check(self) -> None:
+        """Refuse unknown choices, and exits that need halting probabilities nobody trains."""
+        check_choices(self)
+        if self.objective != "ponder" and self.exit in ("quantile", "sampled"):
+            raise UserError(
+                f"A model trained with objective {self.objective!r} has no halting probabilities "
+                f"for the exit {self.exit!r}: choose confidence, patience or fixed."
+            )
+
+    def check_depth(self, depth: int, shared: bool) -> int:
+        """Check all settings for an encoder of `depth` layers; return the number of passes.
+
+        Args:
+            depth: Layers that the encoder applies.
+            shared: Whether they are one layer, which can be applied any number of times.
+        """
+        validate(self)
+        num_passes = depth if self.num_passes is None else self.num_passes
+        if num_passes > depth and not shared:
+            raise UserError(
+                f"num_passes is {num_passes}, but the encoder has {depth} layers, which are not "
+                f"shared: give at most {depth}."
+            )
+        if self.exit_pass is not None and self.exit_pass > num_passes:
+            raise UserError(
+                f"exit_pass must be at most num_passes, {num_passes}: got {self.exit_pass}."
+            )
+        return num_passes
+
+
+OPTIONS = tuple(option.name for option in fields(PonderConfig))
+"""Names of the options of pondering, which the Hugging Face configs share."""
+
+
+def check_choices(config: Any) -> None:
+    """Refuse a value of a `Literal` field that is none of its choices."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        choices, value = typing.get_args(kind), getattr(config, name)
+        if typing.get_origin(kind) is Literal and value not in choices:
+            raise UserError(f"{name} must be one of {', '.join(choices)}: got {value!r}.")
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+@dataclass
+class BaseEncoderConfig:
+    """Encoder."""
+
+    encoder: str = "minilm"
+    """Encoder to start from: minilm, a folder, a hub name, or a config.json for new weights."""
+
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer, also under $DEEPENOUGH_DATA; by default the encoder's
+    own. A folder with only a spiece.model or a vocab.txt is read as ALBERT's or BERT's."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub name."""
+
+    dropout: float | None = bounded(None, ge=0, lt=1)
+    """Dropout inside the encoder; by default its own. Drawing it is slow on a CPU: 0 trains a third
+    faster there, and short fine-tunings hardly need it."""
+
+
+@dataclass
+class PonderTrainConfig(RunConfig):
+    """A classifier that learns when to stop."""
+
+    METHOD: ClassVar[str] = "ponder"
+
+    data: str = "sst2"
+    """Labelled texts: a CSV, TSV or JSONL file, a folder of such files named train, dev and test, a
+    folder of $DEEPENOUGH_DATA (sst2), bAbI (`babi`, one task as `babi:7`), or a `datasets` name
+    (`hf:name`, `hf:name:config`)."""
+
+    epochs: float | None = bounded(3.0, gt=0)
+    """Rounds over the training examples; null to count train.steps instead."""
+
+    head_lr: float = bounded(5.0, gt=0)
+    """Learning rate of the new heads, as a multiple of the encoder's."""
+
+    dataset: ClassificationConfig = field(default_factory=ClassificationConfig)
+    model: BaseEncoderConfig = field(default_factory=BaseEncoderConfig)
+    ponder: PonderConfig = field(default_factory=PonderConfig)
+    train: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(
+            lr=1e-4, warmup=300, schedule="linear", valid_every=1000, save_every=1000
+        )
+    )
+
+
+@dataclass
+class ExitConfig:
+    """When to stop; by default as the model was told to when it was trained."""
+
+    exit: Exit | None = None
+    """quantile, sampled, confidence, patience or fixed."""
+
+    threshold: float | None = bounded(None, gt=0, le=1)
+    """Probability of having halted at which the quantile exit stops, or of the answer at which the
+    confidence exit does."""
+
+    patience: int | None = bounded(None, ge=1)
+    """How often an answer is repeated before the patience exit stops."""
+
+    passes: int | None = bounded(None, ge=1)
+    """Passes of the fixed exit."""
+
+    seed: int | None = None
+    """Seed of the sampled exit."""
+
+    EXITS_OF: ClassVar[dict[str, tuple[Exit, ...]]] = {
+        "threshold": ("quantile", "confidence"),
+        "patience": ("patience",),
+        "passes": ("fixed",),
+        "seed": ("sampled",),
+    }
+    """Which exits read an option."""
+
+    def applied_to(self, trained: PonderConfig) -> PonderConfig:
+        """Return a model's options with the exit asked for here in the place of its own."""
+        given: dict[str, Any] = {
+            "exit": self._kind(trained.exit),
+            "exit_threshold": self.threshold,
+            "exit_patience": self.patience,
+            "exit_pass": self.passes,
+            "exit_seed": self.seed,
+        }
+        return replace(
+            trained, **{name: value for name, value in given.items() if value is not None}
+        )
+
+    def _kind(self, usual: Exit) -> Exit:
+        """Return the exit asked for, by name or by an option that it alone reads."""
+        named = [name for name in self.EXITS_OF if getattr(self, name) is not None]
+        exits = [self.exit] if self.exit else list(self.EXITS_OF[named[0]]) if named else [usual]
+        kind: Exit = usual if usual in exits else exits[0]
+        for name in named:
+            if kind not in self.EXITS_OF[name]:
+                raise UserError(
+                    f"exit.{name} is of use with the exit {' or '.join(self.EXITS_OF[name])}, not "
+                    f"with {kind}: leave it out, or give --exit.exit."
+                )
+        return kind
+
+
+@dataclass
+class PonderEvalConfig:
+    """How well a classifier does, and how many passes it takes."""
+
+    run: str
+    """Folder of a finished training."""
+
+    data: str | None = None
+    """Labelled texts to measure on, named as for training; by default those it was trained with."""
+
+    split: str | None = None
+    """Split of them; by default valid, else test, else train."""
+
+    time: bool = True
+    """Measure seconds as well, with stopping and without."""
+
+    batch_size: int = bounded(32, ge=1)
+    """Examples in one batch when seconds are measured."""
+
+    exit: ExitConfig = field(default_factory=ExitConfig)
+
+
+@dataclass
+class PonderPredictConfig:
+    """Labels of texts as they come."""
+
+    run: str
+    """Folder of a finished training."""
+
+    data: str | None = None
+    """File with a text on every line, the second of a pair after a tab; by default standard
+    input."""
+
+    rows: int = bounded(32, ge=1)
+    """Texts that are worked on at once; a finished one makes room for the next."""
+
+    exit: ExitConfig = field(default_factory=ExitConfig)
+
+
+# -- Hugging Face configs --------------------------------------------------------------------------
+
 NOT_INPUTS = ["passes", "halting", "step_logits", "halt_probabilities", "terms", "trace"]
+HUB_ARGUMENTS = (
+    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder"),
+    *("token", "trust_remote_code"),
+)
+LABEL_ARGUMENTS = ("num_labels", "id2label", "label2id", "problem_type")
 
 
 class PonderAlbertConfig(AlbertConfig):
-    """`AlbertConfig`'s arguments and those of `PonderSettings`.
+    """`AlbertConfig`'s arguments and those of `PonderConfig`.
 
     `num_hidden_layers` keeps its meaning, the passes of the pretrained model; `num_passes` says how
     many are made here.
@@ -43,7 +297,7 @@ class PonderAlbertConfig(AlbertConfig):
 
 
 class PonderEncoderConfig(PreTrainedConfig):
-    """The config of any encoder, as `encoder`, and the arguments of `PonderSettings`."""
+    """The config of any encoder, as `encoder`, and the arguments of `PonderConfig`."""
 
     model_type = "ponder_encoder"
     keys_to_ignore_at_inference = NOT_INPUTS
@@ -68,16 +322,17 @@ class PonderEncoderConfig(PreTrainedConfig):
         _set_options(self, options, shared=False)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
-        """What transformers changes when it changes the vocabulary."""
+        """Return the encoder's config, which transformers changes with the vocabulary."""
         return self.encoder
 
     @property
     def hidden_size(self) -> int:
+        """Width of the encoder."""
         return int(self.encoder.hidden_size)
 
 
 def check_encoder(config: PreTrainedConfig) -> None:
-    """Refuse what is not an encoder: its first token would see nothing of the text."""
+    """Refuse a model that is no encoder: its first token would see nothing of the text."""
     kind = config.model_type
     if kind in (PonderEncoderConfig.model_type, PonderAlbertConfig.model_type):
         raise UserError(f"A checkpoint of {kind!r} ponders already: load it with its own class.")
@@ -97,9 +352,8 @@ def check_encoder(config: PreTrainedConfig) -> None:
 
 
 def check_config(config: PonderAlbertConfig | PonderEncoderConfig) -> None:
-    """Again what is checked when a config is made: transformers may have changed it since."""
-    shared = isinstance(config, PonderAlbertConfig)
-    check_settings(options_of(config), _depth(config), shared)
+    """Check a config once more before a model is made: transformers may have changed it since."""
+    options_of(config).check_depth(_depth(config), isinstance(config, PonderAlbertConfig))
     if config.halting_head == "answer" and config.num_labels == 1:
         raise UserError(
             "halting_head 'answer' reads by how much one label leads, and there is only one: "
@@ -107,21 +361,59 @@ def check_config(config: PonderAlbertConfig | PonderEncoderConfig) -> None:
         )
 
 
-def options_of(config: PonderAlbertConfig | PonderEncoderConfig) -> PonderSettings:
-    return PonderSettings(**{name: getattr(config, name) for name in OPTIONS})
+def options_of(config: PonderAlbertConfig | PonderEncoderConfig) -> PonderConfig:
+    """Return the options of pondering that a model was made with."""
+    return PonderConfig(**{name: getattr(config, name) for name in OPTIONS})
 
 
-def _take_options(kwargs: dict[str, Any]) -> PonderSettings:
-    return PonderSettings(**{name: kwargs.pop(name) for name in OPTIONS if name in kwargs})
+def _take_options(kwargs: dict[str, Any]) -> PonderConfig:
+    return PonderConfig(**{name: kwargs.pop(name) for name in OPTIONS if name in kwargs})
 
 
-def _set_options(config: Any, options: PonderSettings, shared: bool) -> None:
-    options.num_passes = check_settings(options, _depth(config), shared)
+def _set_options(config: Any, options: PonderConfig, shared: bool) -> None:
+    options.num_passes = options.check_depth(_depth(config), shared)
     for name in OPTIONS:
         setattr(config, name, getattr(options, name))
 
 
 def _depth(config: Any) -> int:
-    """How many layers the encoder applies."""
+    """Return how many layers the encoder applies."""
     encoder = getattr(config, "encoder", config)
     return int(encoder.num_hidden_layers * getattr(encoder, "inner_group_num", 1))
+
+
+def read_checkpoint_config(name: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:
+    """Return the config of a checkpoint by name or folder, or the one given as `config`."""
+    given = kwargs.pop("config", None)
+    if isinstance(given, PreTrainedConfig):
+        return given
+    hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
+    config: PreTrainedConfig = AutoConfig.from_pretrained(given or name, **hub)
+    return config
+
+
+def take_config_changes(config: PreTrainedConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Take out of the arguments of `from_pretrained` those that change the config.
+
+    What is left in `kwargs` is for loading: arguments of the hub, dtype, attention.
+    """
+    of_loading = {*HUB_ARGUMENTS, "dtype", "attn_implementation"}
+    changes = {
+        key: kwargs.pop(key)
+        for key in list(kwargs)
+        if key in (*OPTIONS, *LABEL_ARGUMENTS) or (hasattr(config, key) and key not in of_loading)
+    }
+    if "num_labels" in changes and len(changes.get("id2label") or ()) != changes["num_labels"]:
+        # Names of other labels than these: those of the checkpoint are not kept either.
+        changes["id2label"] = changes["label2id"] = None
+    return changes
+
+
+def changed_values(config: PreTrainedConfig, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config with changes, to make another from."""
+    values = config.to_dict()
+    values.pop("model_type", None)
+    # Neither is saved with a config, and both must outlive its change.
+    values["name_or_path"] = config._name_or_path
+    values["attn_implementation"] = config._attn_implementation
+    return {**values, **changes}

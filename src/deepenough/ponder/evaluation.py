@@ -1,118 +1,225 @@
-"""Use of a classifier that ponders: measure it, or let it label texts as they come."""
+"""Measure a classifier that ponders: accuracy against passes for every exit, and seconds.
+
+One run at full depth keeps the answers of all passes and the halting probabilities; every
+threshold, confidence, patience and fixed exit is then replayed on them, because what a pass answers
+does not depend on when others stop. Nothing is run twice for a sweep.
+
+Difficulty of an example: the pass from which on the model's answer no longer changes. An example
+settled at pass 1 could have stopped there; a later one is one the passes were needed for.
+
+Shapes: B examples, N passes, C labels.
+"""
 
 from __future__ import annotations
 
+import shlex
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from deepenough.config import resolve
-from deepenough.data.classification import (
-    ClassificationData,
-    LabelledTexts,
-    open_classification,
-    with_dataset,
-)
-from deepenough.data.encoded_examples import EncodedExamples
+from deepenough.config import resolve, validate
+from deepenough.data.classification import LabelledTexts, open_classification
+from deepenough.data.classification_batches import EncodedExamples, by_length
 from deepenough.errors import UserError
-from deepenough.ponder import measure as measure
-from deepenough.ponder.config import options_of
-from deepenough.ponder.model import PonderClassifier
-from deepenough.ponder.policies import ExitPolicy, FixedExit, make_policy
-from deepenough.ponder.settings import Exit, check_settings
-from deepenough.ponder.texts import Text
-from deepenough.ponder.timing import time_exits, time_records
-from deepenough.ponder.training import PonderTraining, token_limit
-from deepenough.runs import Metrics, RunFolder, model_folder, read_records
+from deepenough.measurement import (
+    ComparedData,
+    ComparedTask,
+    Entry,
+    OperatingPoint,
+    Scores,
+    content_of,
+    share_interval,
+)
+from deepenough.ponder.config import (
+    ExitConfig,
+    PonderEvalConfig,
+    PonderTrainConfig,
+    options_of,
+)
+from deepenough.ponder.halting import (
+    SINGLE_LABEL,
+    ConfidenceExit,
+    FixedExit,
+    HaltingPolicy,
+    PatienceExit,
+    QuantileExit,
+    answer_loss,
+    expected_steps,
+    log_halting,
+    make_policy,
+)
+from deepenough.ponder.inference import PonderOutput, replay, select_pass
+from deepenough.ponder.modeling import PonderClassifier
+from deepenough.ponder.prediction import Text
+from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_records
+from deepenough.trace import DepthTrace
 from deepenough.training.logging import without_bars
+
+THRESHOLDS: tuple[float, ...] = tuple(round(0.05 * step, 2) for step in range(1, 21))
+"""Thresholds of a sweep, from stopping at once to never before the last pass."""
+CONFIDENCES: tuple[float, ...] = (0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99)
+EVAL_BATCH = 64
+NUM_SHOWN = 6
+"""Examples whose halting is recorded pass by pass."""
+
+EXIT, PASSES, EXAMPLE, TIME = "ponder_exit", "ponder_passes", "ponder_example", "ponder_time"
+"""Kinds of the records that `evaluate` writes."""
 
 ALL_PASSES, OWN_EXIT = "all passes", "own exit"
 SPLITS = ("valid", "test", "train")
-EXITS_OF: dict[str, tuple[Exit, ...]] = {
-    "threshold": ("quantile", "confidence"),
-    "patience": ("patience",),
-    "passes": ("fixed",),
-    "seed": ("sampled",),
-}
-"""Which exits read an option."""
+"""Splits in the order in which one is chosen: labelled, and not trained on, first."""
 
 
-@dataclass
-class ExitSettings:
-    """When to stop; by default as the model was told to when it was trained"""
-
-    exit: Exit | None = None
-    """quantile, sampled, confidence, patience or fixed."""
-
-    threshold: float | None = None
-    """Probability of having halted at which the quantile exit stops, or of the answer at which the
-    confidence exit does, in (0, 1]."""
-
-    patience: int | None = None
-    """How often an answer is repeated before the patience exit stops."""
-
-    passes: int | None = None
-    """Passes of the fixed exit."""
-
-    seed: int | None = None
-    """Seed of the sampled exit."""
-
-    def policy(self, model: PonderClassifier) -> ExitPolicy:
-        given: dict[str, Any] = {
-            "exit": self.exit,
-            "exit_threshold": self.threshold,
-            "exit_patience": self.patience,
-            "exit_pass": self.passes,
-            "exit_seed": self.seed,
-        }
-        known = {name: value for name, value in given.items() if value is not None}
-        options = replace(options_of(model.config), **known)
-        options = replace(options, exit=self._kind(options.exit))
-        check_settings(options, model.num_passes, shared=True)
-        return make_policy(options, model.config.problem_type)
-
-    def _kind(self, usual: Exit) -> Exit:
-        """The exit asked for, by name or by an option that it alone reads."""
-        named = [name for name in EXITS_OF if getattr(self, name) is not None]
-        exits = [self.exit] if self.exit else list(EXITS_OF[named[0]]) if named else [usual]
-        kind: Exit = usual if usual in exits else exits[0]
-        for name in named:
-            if kind not in EXITS_OF[name]:
-                raise UserError(
-                    f"exit.{name} is of use with the exit {' or '.join(EXITS_OF[name])}, not with "
-                    f"{kind}: leave it out, or give --exit.exit."
-                )
-        return kind
+# -- answers of all passes, and what a policy makes of them ----------------------------------------
 
 
-@dataclass
-class PonderEvaluation:
-    """How well a classifier does, and how many passes it takes."""
+@dataclass(frozen=True)
+class AllPasses:
+    """What a model says of some examples after every pass."""
 
-    run: str
-    """Folder of a finished training."""
+    step_logits: Tensor
+    """[N, B, C]"""
+    halt_logits: Tensor | None
+    """[B, N - 1], of `lambda_n`; None of a model that has not learned to halt."""
+    labels: Tensor
+    """[B]"""
 
-    dataset: str | None = None
-    """Examples to measure on, named as for training; by default those it was trained with."""
+    @property
+    def num_passes(self) -> int:
+        """N."""
+        return len(self.step_logits)
 
-    split: str | None = None
-    """Split of them; by default valid, else test, else all there are."""
+    @property
+    def answers(self) -> Tensor:
+        """The likeliest label after every pass, [N, B]."""
+        return self.step_logits.argmax(-1)
 
-    exit: ExitSettings = field(default_factory=ExitSettings)
 
-    time: bool = True
-    """Measure seconds as well, with stopping and without."""
+@torch.no_grad()
+def all_passes(
+    model: PonderClassifier, examples: EncodedExamples, accelerator: Accelerator | None = None
+) -> AllPasses:
+    """Run all examples at full depth, each process its share of the batches."""
+    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    num_examples, num_passes = len(examples), model.num_passes
+    step_logits = torch.zeros(num_passes, num_examples, model.num_labels, device=model.device)
+    # Doubled precision keeps a probability near 1 apart from 1 on its way back to a logit.
+    halts = torch.zeros(num_examples, num_passes, dtype=torch.float64, device=model.device)
+    training = model.training
+    model.eval()
+    for rows in by_length(examples.lengths, EVAL_BATCH)[rank::world]:
+        batch = examples.batch(rows, model.device)
+        batch.pop("labels")
+        output = model(**batch, all_passes=True)
+        step_logits[:, rows] = output.step_logits.float()
+        if output.halt_probabilities is not None:
+            halts[rows] = output.halt_probabilities.double()
+    model.train(training)
+    if accelerator is not None and world > 1:  # rows of other processes are zero
+        step_logits = accelerator.reduce(step_logits, reduction="sum")
+        halts = accelerator.reduce(halts, reduction="sum")
+    halt_logits = halts[:, :-1].logit(eps=1e-12).cpu() if model.has_halting else None
+    return AllPasses(step_logits.cpu(), halt_logits, torch.tensor(examples.labels))
 
-    batch_size: int = 32
-    """Examples in one batch when seconds are measured."""
+
+def quality(answers: AllPasses, policy: HaltingPolicy) -> dict[str, float]:
+    """Return loss and accuracy of the answers given, mean passes, and their share of all."""
+    passes = passes_of(answers, policy)
+    logits = select_pass(answers.step_logits, passes)
+    mean = float(passes.double().mean())
+    return {
+        "loss": float(answer_loss(logits, answers.labels, SINGLE_LABEL)),
+        "accuracy": float((logits.argmax(-1) == answers.labels).double().mean()),
+        "passes": mean,
+        "share": mean / answers.num_passes,
+    }
+
+
+def passes_of(answers: AllPasses, policy: HaltingPolicy) -> Tensor:
+    """Return the pass at which each example stops, `[B]`."""
+    numbers = torch.arange(len(answers.labels))
+    return replay(policy, answers.step_logits, answers.halt_logits, numbers)
+
+
+def settled_at(answers: AllPasses) -> Tensor:
+    """Return the pass from which on the answer no longer changes, `[B]`, counted from 1."""
+    differs = answers.answers != answers.answers[-1]
+    position = torch.arange(1, answers.num_passes + 1)[:, None]
+    return (differs * position).amax(0) + 1
+
+
+def sweep(answers: AllPasses, thresholds: Sequence[float] = THRESHOLDS) -> list[dict[str, Any]]:
+    """Return the quality of every threshold, confidence, patience and fixed exit."""
+    policies: list[tuple[str, float, HaltingPolicy]] = []
+    if answers.halt_logits is not None:
+        policies += [("quantile", value, QuantileExit(value)) for value in thresholds]
+    if answers.step_logits.shape[-1] > 1:
+        policies += [("confidence", value, ConfidenceExit(value)) for value in CONFIDENCES]
+    for passes in range(1, answers.num_passes):
+        policies.append(("patience", passes, PatienceExit(passes)))
+    for passes in range(1, answers.num_passes + 1):
+        policies.append(("fixed", passes, FixedExit(passes)))
+    return [
+        {"policy": name, "setting": setting} | quality(answers, policy)
+        for name, setting, policy in policies
+    ]
+
+
+def passes_by(groups: Tensor, num_groups: int, passes: Tensor, num_passes: int) -> list[list[int]]:
+    """Return how many examples of each group (from 0) made 1, 2, ... passes: `[groups][N]`."""
+    cells = groups * num_passes + passes - 1
+    counts = cells.bincount(minlength=num_groups * num_passes)
+    table: list[list[int]] = counts.view(num_groups, num_passes).tolist()
+    return table
+
+
+@torch.no_grad()
+def time_exits(
+    model: PonderClassifier,
+    examples: EncodedExamples,
+    policies: Mapping[str, HaltingPolicy],
+    *,
+    batch_size: int = 32,
+    rounds: int = 3,
+) -> dict[str, dict[str, float]]:
+    """Return seconds, mean passes and accuracy of every policy over all examples.
+
+    The policies take turns, and the fastest round of each counts: a busy machine then slows all
+    alike.
+    """
+    model.eval()
+    batches = [
+        examples.batch(rows, model.device) for rows in by_length(examples.lengths, batch_size)
+    ]
+    labels = torch.cat([batch.pop("labels") for batch in batches])
+    measured: dict[str, dict[str, float]] = {}
+    for _ in range(rounds):
+        for name, policy in policies.items():
+            started = time.perf_counter()
+            outputs = [model(**batch, policy=policy) for batch in batches]
+            seconds = time.perf_counter() - started
+            answers = torch.cat([output.logits for output in outputs]).argmax(-1)
+            measured[name] = {
+                "seconds": min(seconds, measured.get(name, {}).get("seconds", seconds)),
+                "passes": float(torch.cat([output.passes for output in outputs]).double().mean()),
+                "accuracy": float((answers == labels).double().mean()),
+            }
+    return measured
+
+
+# -- a finished run --------------------------------------------------------------------------------
 
 
 def load_classifier(folder: str) -> tuple[PonderClassifier, Any]:
-    """The model and the tokenizer of a finished run, or of a folder in Hugging Face form."""
+    """Return the model and tokenizer of a finished run, or of a folder in Hugging Face form."""
     path = model_folder(folder)
     try:
         with without_bars():
@@ -129,39 +236,75 @@ def load_classifier(folder: str) -> tuple[PonderClassifier, Any]:
     return model.eval(), tokenizer
 
 
+class FinishedRun:
+    """A classifier that was trained, and the settings of its training if they are there."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.model, self.tokenizer = load_classifier(run)
+        self.folder = RunFolder(model_folder(run).parent)
+        self.trained: PonderTrainConfig | None = None
+        if self.folder.config.is_file():
+            self.trained = resolve(PonderTrainConfig, self.folder.config)
+        names: Any = self.model.config.id2label
+        self.labels = [names[number] for number in range(self.model.num_labels)]
+
+    def policy(self, exit: ExitConfig) -> HaltingPolicy:
+        """Return the policy asked for, by default the one that the model was trained with."""
+        options = exit.applied_to(options_of(self.model.config))
+        options.check_depth(self.model.num_passes, shared=True)
+        return make_policy(options, self.model.config.problem_type)
+
+    def open_texts(self, data: str | None) -> LabelledTexts:
+        """Return other examples, read as those of training were, or those of training again."""
+        if self.trained is None and data is None:
+            raise UserError("Nothing tells what the model was trained on: give --data.")
+        trained = self.trained or PonderTrainConfig(data="")
+        if data is None or data == trained.data:
+            return open_classification(trained.data, trained.dataset, self.labels)
+        return open_classification(data, trained.dataset.for_other_data(), self.labels)
+
+    @property
+    def token_limit(self) -> int:
+        """Tokens at which texts are cut, as in training."""
+        dataset = (self.trained or PonderTrainConfig()).dataset
+        return dataset.token_limit(self.model.max_length)
+
+
 def predict(
     run: str,
     texts: Iterable[Text],
-    exit: ExitSettings | None = None,
+    exit: ExitConfig | None = None,
     *,
     truncate: bool = True,
     rows: int = 32,
 ) -> Iterator[dict[str, Any]]:
-    """Label, probability and passes of each text, in their order, as they are decided; a text that
-    is empty has no label."""
-    model, tokenizer = load_classifier(run)
-    policy = (exit or ExitSettings()).policy(model)
-    config = RunFolder(model_folder(run).parent).config
-    limit = None
-    if truncate and config.is_file():  # as in training, and so as it was measured
-        limit = token_limit(model, resolve(PonderTraining, config).data)
+    """Yield label, probability and passes of each text, in their order, as they are decided.
+
+    An empty text has no label and takes no pass.
+    """
+    finished = FinishedRun(run)
+    policy = finished.policy(exit or ExitConfig())
+    limit = finished.token_limit if truncate and finished.trained else None
     empty: deque[int] = deque()  # places of the texts that the model is not asked about
+    nothing = {"label": None, "probability": None, "passes": 0}
+    said = _not_empty(texts, empty)
     place = 0
-    said = _saying_something(texts, empty)
-    for answer in model.predict(said, tokenizer, policy, truncate, rows, limit):
+    for answer in finished.model.predict(said, finished.tokenizer, policy, truncate, rows, limit):
         while empty and empty[0] == place:
-            yield _answer(None, None, 0)
+            yield nothing
             place = empty.popleft() + 1
-        yield _answer(answer.label, answer.probability, answer.passes)
+        yield {
+            "label": answer.label,
+            "probability": answer.probability,
+            "passes": answer.passes,
+        }
         place += 1
-    yield from (_answer(None, None, 0) for _ in empty)
+    yield from (nothing for _ in empty)
 
 
-def _answer(label: Any, probability: Any, passes: int) -> dict[str, Any]:
-    return {"label": label, "probability": probability, "passes": passes}
-
-
-def _saying_something(texts: Iterable[Text], empty: deque[int]) -> Iterator[Text]:
+def _not_empty(texts: Iterable[Text], empty: deque[int]) -> Iterator[Text]:
+    """Yield the texts that say something, and note the places of the others."""
     for place, text in enumerate(texts):
         if all(part.strip() for part in ([text] if isinstance(text, str) else text)):
             yield text
@@ -169,68 +312,192 @@ def _saying_something(texts: Iterable[Text], empty: deque[int]) -> Iterator[Text
             empty.append(place)
 
 
-def evaluate(
-    run: str, data: str | None = None, settings: PonderEvaluation | None = None
-) -> dict[str, Any]:
-    """Accuracy and passes with the exit asked for, and seconds beside those of all passes.
+def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
+    """Return accuracy and passes with the exit asked for, and seconds beside those of all passes.
 
-    The whole frontier, and all that the pictures need, goes into the run's metrics.jsonl.
+    The whole frontier, and all that the figures need, goes into the run's metrics.jsonl.
     """
-    settings = settings or PonderEvaluation(run, data)
-    if settings.batch_size < 1:
-        raise UserError(f"batch_size must be at least 1: got {settings.batch_size}.")
-    model, tokenizer = load_classifier(run)
-    policy = settings.exit.policy(model)
-    folder = RunFolder(model_folder(run).parent)
-    names: Any = model.config.id2label
-    labels = [names[number] for number in range(model.num_labels)]
-    texts, trained_on = _texts(folder, settings.dataset, labels)
-    split = settings.split or next(name for name in SPLITS if name in texts.splits)
+    validate(config)
+    finished = FinishedRun(config.run)
+    model, policy = finished.model, finished.policy(config.exit)
+    texts = finished.open_texts(config.data)
+    split = config.split or next(name for name in SPLITS if name in texts.splits)
     rows = texts.split(split)
-    examples = EncodedExamples(rows, tokenizer, token_limit(model, trained_on), split)
-    answers = measure.all_passes(model, examples)
-    values: dict[str, Any] = {"split": split, "examples": len(rows)}
-    values |= measure.quality(answers, policy)
-    step, number = _place(folder)
-    about = {
-        "model": model.config.objective,
-        "data": texts.name,
-        "split": split,
-        "evaluation": number,
-    }
+    examples = EncodedExamples(rows, finished.tokenizer, finished.token_limit, split)
+    answers = all_passes(model, examples)
+    values: dict[str, Any] = {"split": split, "examples": len(rows)} | quality(answers, policy)
+    step, number = _place(finished.folder)
+    about = {"model": model.config.objective, "data": texts.name, "split": split}
+    about["evaluation"] = number
     shown = [f"{row.text} | {row.pair}" if row.pair else row.text for row in rows]
-    records = measure.records(answers, policy, labels, shown, step=step, about=about)
-    if settings.time:
+    found = records(answers, policy, finished.labels, shown, step=step, about=about)
+    if config.time:
         policies = {OWN_EXIT: policy, ALL_PASSES: FixedExit()}
-        timed = time_exits(model, examples, policies, batch_size=settings.batch_size)
-        records += time_records(timed, step=step, about=about)
+        timed = time_exits(model, examples, policies, batch_size=config.batch_size)
+        for name, measured in timed.items():
+            found.append(Record(step, TIME, about | {"policy": name} | measured))
         values["seconds"] = timed[OWN_EXIT]["seconds"]
         values["seconds_all_passes"] = timed[ALL_PASSES]["seconds"]
-    if folder.is_run():
-        metrics = Metrics(folder.metrics)
-        for record in records:
+    if finished.folder.is_run():
+        metrics = Metrics(finished.folder.metrics)
+        for record in found:
             metrics.append(record)
     return values
 
 
-def _texts(
-    folder: RunFolder, dataset: str | None, labels: Sequence[str]
-) -> tuple[LabelledTexts, ClassificationData]:
-    """The examples to measure on, and the settings that the training had for its own."""
-    data = ClassificationData()
-    if folder.config.is_file():
-        data = resolve(PonderTraining, folder.config).data
-    elif dataset is None:
-        raise UserError("Nothing tells what the model was trained on: give --dataset.")
-    if dataset is not None and dataset != data.dataset:
-        data = with_dataset(data, dataset)
-    return open_classification(data, labels), data
-
-
 def _place(folder: RunFolder) -> tuple[int, int]:
-    """The step of the run's last record, and the number of this evaluation among its own."""
+    """Return the step of the run's last record, and the number of this evaluation of it."""
     if not folder.metrics.is_file():
         return 0, 1
-    records, _ = read_records(folder.metrics)
-    step = max((record.step for record in records), default=0)
-    return step, 1 + max((record.values.get("evaluation", 0) for record in records), default=0)
+    known, _ = read_records(folder.metrics)
+    step = max((record.step for record in known), default=0)
+    return step, 1 + max((record.values.get("evaluation", 0) for record in known), default=0)
+
+
+def records(
+    answers: AllPasses,
+    policy: HaltingPolicy,
+    labels: Sequence[str],
+    texts: Sequence[str],
+    *,
+    step: int,
+    about: dict[str, Any],
+    thresholds: Sequence[float] = THRESHOLDS,
+) -> list[Record]:
+    """Return everything the figures need; `about` says in each what was measured: model, split."""
+    about = about | {"num_passes": answers.num_passes}
+    found = [Record(step, EXIT, about | point) for point in sweep(answers, thresholds)]
+    passes = passes_of(answers, policy)
+    numbers = [str(number) for number in range(1, answers.num_passes + 1)]
+    tables = {
+        "label": (list(labels), answers.labels),
+        "difficulty": (numbers, settled_at(answers) - 1),
+    }
+    for by, (names, groups) in tables.items():
+        counts = passes_by(groups, len(names), passes, answers.num_passes)
+        found.append(Record(step, PASSES, about | {"by": by, "groups": names, "counts": counts}))
+    if answers.halt_logits is not None:
+        log_p = log_halting(answers.halt_logits, answers.num_passes)
+        for row in spread(expected_steps(log_p), NUM_SHOWN):
+            values = _example(answers, row, labels, texts[row])
+            halting = {"halting": _rounded(log_p[row].exp()), "passes": int(passes[row])}
+            found.append(Record(step, EXAMPLE, about | values | halting))
+    return found
+
+
+def spread(values: Tensor, num: int) -> list[int]:
+    """Return `num` rows from the lowest value to the highest, evenly by rank."""
+    order = values.argsort(stable=True)
+    places = torch.linspace(0, len(order) - 1, min(num, len(order))).round().long()
+    rows: list[int] = order[places].tolist()
+    return rows
+
+
+def _example(answers: AllPasses, row: int, labels: Sequence[str], text: str) -> dict[str, Any]:
+    """Return what would be answered of one example after every pass."""
+    probabilities = answers.step_logits[:, row].softmax(-1)
+    return {
+        "text": text,
+        "label": labels[int(answers.labels[row])],
+        "answers": [labels[int(number)] for number in probabilities.argmax(-1)],
+        "confidence": _rounded(probabilities.amax(-1)),
+    }
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 6) for value in values.tolist()]
+
+
+# -- comparison ------------------------------------------------------------------------------------
+
+COMPARED_EXAMPLES, COMPARED_BATCH = 512, 32
+POLICIES: dict[str, tuple[Callable[[Any], HaltingPolicy], str]] = {
+    "threshold": (QuantileExit, "--exit.exit quantile --exit.threshold {value:g}"),
+    "confidence": (ConfidenceExit, "--exit.exit confidence --exit.threshold {value:g}"),
+    "passes": (FixedExit, "--exit.exit fixed --exit.passes {value}"),
+}
+"""Policies of operating points, and how `ponder eval` is told the same."""
+
+
+class PonderCandidate:
+    """A classifier in a comparison: accuracy, over ways of stopping."""
+
+    mechanism = "ponder"
+
+    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+        self.name, self.entry = name, entry
+        finished = FinishedRun(entry.run)
+        self.model = finished.model
+        texts = finished.open_texts(data.data)
+        split = data.split or next(split for split in SPLITS if split in texts.splits)
+        rows = texts.split(split)[: data.limit or COMPARED_EXAMPLES]
+        examples = EncodedExamples(rows, finished.tokenizer, finished.token_limit, split)
+        size = data.batch_size or COMPARED_BATCH
+        self.batches = [
+            examples.batch(part, self.model.device) for part in by_length(examples.lengths, size)
+        ]
+        self.labels: Tensor = torch.cat([batch.pop("labels") for batch in self.batches])
+        detail = {"examples": len(rows), "batch_size": size, "labels": finished.labels}
+        detail["content"] = content_of((row.text, row.pair, row.label) for row in rows)
+        self.where = f" --split {split}"
+        if finished.trained is None or texts.name != finished.trained.data:
+            self.where = f" --data {shlex.quote(texts.name)}{self.where}"
+        self.task = ComparedTask(
+            "classification", texts.name, split, "example", "accuracy", True, detail
+        )
+
+    def points(self) -> Sequence[OperatingPoint]:
+        """Return fixed depths, then the thresholds of halting and of confidence."""
+        last, grid = self.model.num_passes, self.entry.grid
+        usual = sorted({last, (last + 1) // 2, max(1, last // 4)}, reverse=True)
+        fixed = usual if grid.passes is None else grid.passes
+        if too_many := [n for n in fixed if n > last]:
+            raise UserError(
+                f"{self.entry.run} makes {last} passes, so that {too_many[0]} cannot be compared: "
+                "lower grid.passes."
+            )
+        found = [
+            OperatingPoint(f"{n} pass{'es' * (n > 1)}", {"passes": n}, "fixed depth") for n in fixed
+        ]
+        if self.model.has_halting:
+            values = [0.95, 0.8, 0.5] if grid.threshold is None else grid.threshold
+            found += [OperatingPoint(f"halt {v:g}", {"threshold": v}) for v in values]
+        values = [0.99, 0.9] if grid.confidence is None else grid.confidence
+        found += [OperatingPoint(f"sure {v:g}", {"confidence": v}, "confidence") for v in values]
+        for point in found:
+            _policy(point)  # refused before the first is measured
+        run = f"{shlex.quote(self.entry.run)}{self.where}"
+        return [replace(point, command=_command(run, point)) for point in found]
+
+    @torch.inference_mode()
+    def run(self, point: OperatingPoint) -> list[PonderOutput]:
+        """Answer all examples; this is what is timed."""
+        policy = _policy(point)
+        return [self.model(**batch, policy=policy) for batch in self.batches]
+
+    def judge(self, point: OperatingPoint, answers: list[PonderOutput]) -> Scores:
+        """Return the accuracy of the answers, and their cost by the trace."""
+        logits = [output.logits for output in answers if output.logits is not None]
+        right = torch.cat(logits).argmax(-1) == self.labels
+        trace = DepthTrace.join([output.trace for output in answers if output.trace is not None])
+        return Scores(
+            quality=share_interval(int(right.sum()), len(right)),
+            units=len(right),
+            layers=trace.mean_blocks,
+            flops=trace.total_flops,
+        )
+
+
+def open_candidate(entry: Entry, name: str, data: ComparedData) -> PonderCandidate:
+    """Return a finished run as `deepenough compare` measures it."""
+    return PonderCandidate(entry, name, data)
+
+
+def _command(run: str, point: OperatingPoint) -> str:
+    ((kind, value),) = point.settings.items()
+    return f"deepenough ponder eval {run} {POLICIES[kind][1].format(value=value)}"
+
+
+def _policy(point: OperatingPoint) -> HaltingPolicy:
+    ((kind, value),) = point.settings.items()
+    return POLICIES[kind][0](value)

@@ -1,89 +1,245 @@
-"""Train a classifier that ponders on labelled texts; the baselines differ only in `objective`."""
+"""Train a classifier that ponders on labelled texts.
+
+The baselines are the same model with another objective: `last` is plain fine-tuning at full depth,
+`weighted` is PABEE.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 
+from deepenough.config import validate
 from deepenough.data.classification import (
-    ClassificationData,
+    ClassificationConfig,
     LabelledTexts,
     open_classification,
 )
-from deepenough.data.encoded_examples import EncodedExamples
+from deepenough.data.classification_batches import EncodedExamples, LengthBatches
+from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
-from deepenough.ponder.classify import ClassificationTask
-from deepenough.ponder.model import PonderClassifier
-from deepenough.ponder.new_model import EncoderSettings, make_classifier
-from deepenough.ponder.settings import PonderSettings
+from deepenough.hf.loading import load
+from deepenough.ponder.config import (
+    OPTIONS,
+    BaseEncoderConfig,
+    PonderAlbertConfig,
+    PonderConfig,
+    PonderTrainConfig,
+)
+from deepenough.ponder.evaluation import all_passes, quality
+from deepenough.ponder.modeling import (
+    PonderAlbertForSequenceClassification,
+    PonderClassifier,
+    PonderEncoderForSequenceClassification,
+)
 from deepenough.runs import RunFolder
-from deepenough.training.config import RunSettings, TrainingConfig
+from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import make_accelerator
+from deepenough.training.logging import without_bars
+from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
 from deepenough.training.trainer import check_folder, training
 
+ALBERT = "albert"
 
-@dataclass
-class PonderTraining:
-    """A classifier that learns when to stop."""
 
-    run: RunSettings = field(default_factory=RunSettings)
-    data: ClassificationData = field(default_factory=ClassificationData)
-    model: EncoderSettings = field(default_factory=EncoderSettings)
-    ponder: PonderSettings = field(default_factory=PonderSettings)
-    train: TrainingConfig = field(
-        default_factory=lambda: TrainingConfig(
-            lr=1e-4, warmup=300, schedule="linear", valid_every=1000, save_every=1000
-        )
+def train(config: PonderTrainConfig, texts: LabelledTexts | None = None) -> RunFolder:
+    """Train a classifier and return its run folder.
+
+    Args:
+        config: All settings.
+        texts: Examples to train on in the place of `config.data`.
+    """
+    validate(config)
+    accelerator = make_accelerator(config.train)
+    check_folder(config, accelerator)
+    texts = texts or open_classification(config.data, config.dataset)
+    torch.manual_seed(config.train.seed)
+    model, tokenizer = make_classifier(config.model, config.ponder, texts.labels)
+    limit = config.dataset.token_limit(model.max_length)
+    examples = {
+        split: EncodedExamples(rows, tokenizer, limit, split)
+        for split, rows in texts.splits.items()
+    }
+    task = ClassificationTask(
+        model, tokenizer, examples, config.dataset, config.train, accelerator, config.head_lr
     )
-    epochs: float | None = 3.0
-    """Rounds over the training examples; null to count train.steps instead."""
-
-    head_lr: float = 5.0
-    """Learning rate of the new heads, as a multiple of the encoder's."""
-
-
-def train(settings: PonderTraining, texts: LabelledTexts | None = None) -> RunFolder:
-    """Train a classifier on labelled texts, those of the settings unless they are given."""
-    settings.train.check()
-    if settings.epochs is not None and not settings.epochs > 0:
-        raise UserError(f"epochs must be above 0: got {settings.epochs}.")
-    if not settings.head_lr > 0:
-        raise UserError(f"head_lr must be above 0: got {settings.head_lr}.")
-    accelerator = make_accelerator(settings.train)
-    check_folder(settings.run, accelerator)
-    texts = texts or open_classification(settings.data)
-    torch.manual_seed(settings.train.seed)
-    model, tokenizer = make_classifier(settings.model, settings.ponder, texts.labels)
-    settings, task = _task(settings, model, tokenizer, texts, accelerator)
-    with training(settings, task, accelerator) as trainer:
+    if config.epochs is not None:
+        task.train = config.train.for_epochs(config.epochs, len(task.batches))
+        config = replace(config, train=task.train)
+    with training(config, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
 
 
-def _task(
-    settings: PonderTraining,
-    model: PonderClassifier,
-    tokenizer: Any,
-    texts: LabelledTexts,
-    accelerator: Accelerator,
-) -> tuple[PonderTraining, ClassificationTask]:
-    """The task, and the settings with the number of steps it takes."""
-    examples = {
-        split: EncodedExamples(rows, tokenizer, token_limit(model, settings.data), split)
-        for split, rows in texts.splits.items()
+class ClassificationTask(PlainTask):
+    """Classification of texts as a task of the training loop."""
+
+    unit = "examples"
+
+    def __init__(
+        self,
+        model: PonderClassifier,
+        tokenizer: Any,
+        examples: Mapping[str, EncodedExamples],
+        data: ClassificationConfig,
+        train: TrainingConfig,
+        accelerator: Accelerator,
+        head_lr: float = 1.0,
+    ) -> None:
+        self.model, self.tokenizer, self.examples = model, tokenizer, examples
+        self.data, self.train, self.head_lr = data, train, head_lr
+        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+        self.batches = LengthBatches(examples["train"].lengths, data.batch_size, train.seed)
+        if self.batches.batch_size % self.world_size:
+            raise UserError(
+                f"A batch of {self.batches.batch_size} examples cannot be dealt to "
+                f"{self.world_size} processes: make dataset.batch_size a multiple of them."
+            )
+        self.terms: dict[str, float] = {}
+
+    def parameters(self) -> dict[str, list[dict[str, Any]]]:
+        """Return parameter groups: matrices decay, vectors do not; heads may learn faster."""
+        encoder = {id(parameter) for parameter in self.model.encoder_model.parameters()}
+        groups: list[dict[str, Any]] = []
+        for is_head in (False, True):
+            own = [p for p in self.model.parameters() if (id(p) not in encoder) == is_head]
+            scale = self.head_lr if is_head else 1.0
+            matrices = {"params": [p for p in own if p.dim() > 1], "lr_scale": scale}
+            vectors = {"params": [p for p in own if p.dim() <= 1], "lr_scale": scale}
+            groups += [matrices, vectors | {"weight_decay": 0.0}]
+        return {WEIGHTS: [group for group in groups if group["params"]]}
+
+    def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        """Return the loss of this process's share of a batch."""
+        rows = self.batches.rows(step * self.train.accumulate + micro)
+        # Every other one: neighbours are of a length, so processes get like work.
+        own = rows[self.rank :: self.world_size]
+        output = model(**self.examples["train"].batch(own, self.model.device))
+        self.terms = {name: float(term.detach()) for name, term in output.terms.items()}
+        return BatchLoss(output.loss, output.terms["task"], len(own))
+
+    def train_values(self) -> dict[str, Any]:
+        """Return the terms of the last loss."""
+        return self.terms
+
+    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+        """Return loss, accuracy and mean passes with the exit of the model's own settings."""
+        examples = self.examples.get(split)
+        if examples is None or not len(examples):
+            return {}
+        return quality(all_passes(self.model, examples, accelerator), self.model.exit_policy())
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must not change between a checkpoint and the run that goes on from it."""
+        config = self.model.config
+        return {
+            "model": {"architecture": config.model_type, "head_lr": self.head_lr}
+            | {name: getattr(config, name) for name in OPTIONS if not name.startswith("exit")},
+            "data": {"batch_size": self.data.batch_size, "max_length": self.data.max_length}
+            | {split: _content(examples) for split, examples in self.examples.items()},
+            "train": self.train.identity(),
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write model and tokenizer in Hugging Face form."""
+        with without_bars():
+            self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def _content(examples: EncodedExamples) -> str:
+    """Return what tells one set of examples from another."""
+    digest = hashlib.blake2b(digest_size=8)
+    for ids, label in zip(examples.columns["input_ids"], examples.labels, strict=True):
+        digest.update(repr((ids, label)).encode())
+    return f"{len(examples)} examples ({digest.hexdigest()})"
+
+
+# -- a new model -----------------------------------------------------------------------------------
+
+
+def make_classifier(
+    encoder: BaseEncoderConfig, ponder: PonderConfig, labels: Sequence[str]
+) -> tuple[PonderClassifier, Any]:
+    """Return a new model, over an encoder's weights or a config alone, and its tokenizer.
+
+    Weights that are new are drawn from torch's generator.
+    """
+    options: dict[str, Any] = asdict(ponder) | {
+        "num_labels": len(labels),
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: number for number, label in enumerate(labels)},
+        "problem_type": "single_label_classification",
     }
-    task = ClassificationTask(
-        model, tokenizer, examples, settings.data, settings.train, accelerator, settings.head_lr
-    )
-    if settings.epochs is not None:
-        task.train = settings.train.for_epochs(settings.epochs, len(task.batches))
-        settings = replace(settings, train=task.train)
-    return settings, task
+    base: Any
+    if encoder.encoder.endswith(".json"):
+        config, tokenizer = _read_config(encoder.encoder), None
+        base = None if config.model_type == ALBERT else AutoModel.from_config(config)
+    else:
+        base, tokenizer = load(encoder.encoder, kind="encoder", revision=encoder.revision)
+        config = base.config
+    if encoder.tokenizer is not None:
+        tokenizer = _load_tokenizer(encoder.tokenizer, config.model_type)
+    if tokenizer is None:
+        raise UserError(
+            f"The config {encoder.encoder} comes without a tokenizer: give model.tokenizer."
+        )
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"The tokenizer has {len(tokenizer)} tokens, but the encoder's vocabulary only "
+            f"{config.vocab_size}: give the tokenizer that belongs to it."
+        )
+    model: PonderClassifier
+    if config.model_type == ALBERT:
+        model = _albert(config, base, options)
+    else:
+        model = PonderEncoderForSequenceClassification.from_encoder(base, **options)
+    if encoder.dropout is not None:
+        for part in model.encoder_model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = encoder.dropout
+    return model, tokenizer
 
 
-def token_limit(model: PonderClassifier, data: ClassificationData) -> int:
-    """Tokens at which texts are cut: as asked for, but no more than the model can read."""
-    return min(data.max_length, model.max_length or data.max_length)
+def _albert(config: PreTrainedConfig, base: Any, options: dict[str, Any]) -> PonderClassifier:
+    values = {key: value for key, value in config.to_dict().items() if key not in options}
+    values.pop("model_type", None)
+    model = PonderAlbertForSequenceClassification(PonderAlbertConfig(**values, **options))
+    if base is not None:
+        model.albert.load_state_dict(base.state_dict())
+    return model
+
+
+def _read_config(name: str) -> PreTrainedConfig:
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(f"There is no config file {name}: give one that AutoConfig reads.")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"The config {name} cannot be read: {reason}.") from error
+    return config
+
+
+def _load_tokenizer(name: str, model_type: str) -> Any:
+    """Load a tokenizer by folder or hub name, or from a bare vocabulary of BERT or ALBERT."""
+    place = next((str(path) for path in candidates(name) if path.is_dir()), name)
+    folder = Path(place)
+    bare = folder.is_dir() and not (folder / "tokenizer_config.json").is_file()
+    try:
+        if bare:  # nothing there says whose tokenizer it is, so the encoder does
+            config = AutoConfig.for_model(model_type)
+            return AutoTokenizer.from_pretrained(place, config=config)
+        return AutoTokenizer.from_pretrained(place)
+    except Exception as error:  # transformers and the hub's client raise many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"The tokenizer {name} cannot be loaded: {reason}.") from error

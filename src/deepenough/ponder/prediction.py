@@ -1,4 +1,4 @@
-"""From texts to answers in one call: the tokenizer's part, and what it must not be given.
+"""From texts to answers in one call: `model.predict` and `model.ponder`.
 
 Shapes: B texts, N passes, C labels.
 """
@@ -15,13 +15,17 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from deepenough.errors import UserError
-from deepenough.ponder.distribution import expected_steps, log_geometric
-from deepenough.ponder.loss import MULTI_LABEL, REGRESSION
-from deepenough.ponder.policies import ExitPolicy
-from deepenough.ponder.stream import Stream, StreamAnswer
+from deepenough.ponder.halting import (
+    MULTI_LABEL,
+    REGRESSION,
+    HaltingPolicy,
+    expected_steps,
+    log_geometric,
+)
+from deepenough.ponder.inference import ContinuousBatcher, StreamedAnswer
 
 if TYPE_CHECKING:
-    from deepenough.ponder.model import PonderClassifier
+    from deepenough.ponder.modeling import PonderClassifier
 
 Text = str | tuple[str, str]
 """A text, or a text and its pair."""
@@ -32,6 +36,8 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class Prediction:
+    """The answer to one text."""
+
     label: str | list[str] | list[float]
     """The likeliest label; the labels that apply, where there can be several; the numbers of a
     regression."""
@@ -44,7 +50,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Pondering:
-    """All that a model thinks of some texts, at every pass."""
+    """All that a model computes of some texts, at every pass."""
 
     logits: Tensor
     """`[B, C]`, each row of the pass at which that text halts."""
@@ -65,7 +71,7 @@ class Pondering:
 
 
 class ReadsTexts:
-    """Calls that take texts; for models that ponder."""
+    """Methods of pondering classifiers that take texts."""
 
     @torch.no_grad()
     def ponder(
@@ -73,14 +79,21 @@ class ReadsTexts:
         texts: Sequence[Text],
         tokenizer: Any = None,
         labels: Sequence[Any] | Tensor | None = None,
-        policy: ExitPolicy | None = None,
+        policy: HaltingPolicy | None = None,
         truncate: bool = False,
         batch_size: int = 32,
     ) -> Pondering:
-        """Logits, halting probabilities, model and target distributions and passes of some texts.
+        """Return answers, halting probabilities and distributions of some texts at every pass.
 
-        All passes are made, so that all can be told; use `predict` for answers alone. The
-        tokenizer is the one saved with the model if none is given.
+        All passes are made, so that all can be told; use `predict` for answers alone.
+
+        Args:
+            texts: At least one text, or pairs of texts.
+            tokenizer: By default the one saved with the model.
+            labels: Wanted answers; the result then has a loss.
+            policy: Replaces the exit of the model's config.
+            truncate: Cut texts that are too long instead of refusing them.
+            batch_size: Texts in one batch.
         """
         model = cast("PonderClassifier", self)
         if isinstance(texts, str) or not len(texts):
@@ -95,20 +108,12 @@ class ReadsTexts:
             outputs = []
             for start in range(0, len(texts), batch_size):
                 part = slice(start, start + batch_size)
-                batch = tokenizer.pad(
-                    {key: [row[key] for row in encodings[part]] for key in encodings[0]},
-                    return_tensors="pt",
-                ).to(model.device)
+                columns = {key: [row[key] for row in encodings[part]] for key in encodings[0]}
+                batch = tokenizer.pad(columns, return_tensors="pt").to(model.device)
                 numbers = torch.arange(start, start + len(batch["input_ids"]), device=model.device)
-                wanted = None if labels is None else labels[part]
+                own = None if labels is None else labels[part]
                 outputs.append(
-                    model(
-                        **batch,
-                        labels=wanted,
-                        policy=policy,
-                        all_passes=True,
-                        example_ids=numbers,
-                    )
+                    model(**batch, labels=own, policy=policy, all_passes=True, example_ids=numbers)
                 )
         finally:
             model.train(training)
@@ -118,14 +123,23 @@ class ReadsTexts:
         self,
         texts: Iterable[Text],
         tokenizer: Any = None,
-        policy: ExitPolicy | None = None,
+        policy: HaltingPolicy | None = None,
         truncate: bool = False,
         rows: int = 32,
         max_length: int | None = None,
     ) -> Iterator[Prediction]:
-        """Answers in the order of the texts, which may be endless: examples stop when they are
-        decided, and the next ones take their rows. `max_length` is where texts are cut, by default
-        what the model takes."""
+        """Yield answers in the order of the texts, which may be endless.
+
+        Examples stop when they are decided, and the next ones take their rows.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            tokenizer: By default the one saved with the model.
+            policy: Replaces the exit of the model's config.
+            truncate: Cut texts that are too long instead of refusing them.
+            rows: Texts that are worked on at once.
+            max_length: Tokens at which texts are cut; by default what the model takes.
+        """
         model = cast("PonderClassifier", self)
         own = tokenizer or _own_tokenizer(model)
         encodings = encode(model, texts, own, truncate, max_length, min(rows, CHUNK))
@@ -135,12 +149,12 @@ class ReadsTexts:
     def stream(
         self,
         encodings: Iterable[Mapping[str, Any]],
-        policy: ExitPolicy | None = None,
+        policy: HaltingPolicy | None = None,
         rows: int = 32,
-    ) -> Iterator[StreamAnswer]:
-        """The same for inputs that a tokenizer has read, one mapping each, without padding."""
+    ) -> Iterator[StreamedAnswer]:
+        """Yield the same for what a tokenizer returns, one mapping a text, without padding."""
         model = cast("PonderClassifier", self)
-        return Stream(model, rows, policy or model.exit_policy()).run(encodings)
+        return ContinuousBatcher(model, rows, policy or model.exit_policy()).run(encodings)
 
 
 def encode(
@@ -151,7 +165,7 @@ def encode(
     max_length: int | None = None,
     at_once: int = CHUNK,
 ) -> Iterator[dict[str, list[int]]]:
-    """What the tokenizer makes of each text; empty and too long ones are refused by number."""
+    """Yield the tokens of each text; empty and too long texts are refused by number."""
     source, number = iter(texts), 0
     limit = min((n for n in (model.max_length, max_length) if n is not None), default=None)
     while chunk := list(islice(source, max(1, at_once))):
@@ -195,7 +209,7 @@ def _own_tokenizer(model: PonderClassifier) -> Any:
         ) from error
 
 
-def _prediction(model: PonderClassifier, answer: StreamAnswer) -> Prediction:
+def _prediction(model: PonderClassifier, answer: StreamedAnswer) -> Prediction:
     names: Any = model.config.id2label
     logits, problem = answer.logits.float(), model.config.problem_type
     label: Any
@@ -214,6 +228,8 @@ def _prediction(model: PonderClassifier, answer: StreamAnswer) -> Prediction:
 
 
 def _join(model: PonderClassifier, outputs: list[Any]) -> Pondering:
+    """Return the outputs of several batches as one."""
+
     def together(name: str, dim: int = 0) -> Any:
         parts = [output[name] for output in outputs]
         return None if parts[0] is None else torch.cat(parts, dim)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.data.length_batches import LengthBatches, by_length
+from deepenough.data.classification_batches import LengthBatches, by_length
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=200)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deepenough.data.babi import read_stories
-from deepenough.data.classification import ClassificationData, Example, open_classification
+from deepenough.data.classification import ClassificationConfig, Example, open_classification
+from deepenough.data.example_files import read_stories
 from deepenough.errors import UserError
 
 TASK_1 = """1 Mary moved to the bathroom.
@@ -44,10 +44,10 @@ def test_a_question_is_about_all_statements_before_it(babi: Path) -> None:
 
 
 def test_by_name_as_classification(babi: Path) -> None:
-    found = open_classification(ClassificationData("babi:1", valid_fraction=0.0))
+    found = open_classification("babi:1", ClassificationConfig(valid_fraction=0.0))
     assert found.labels == ("bathroom", "garden", "hallway")
     assert found.splits["test"][2] == Example("Sandra moved to the garden.", "Where is Sandra?", 1)
-    found = open_classification(ClassificationData("babi:1,19", valid_fraction=0.0))
+    found = open_classification("babi:1,19", ClassificationConfig(valid_fraction=0.0))
     assert found.labels == ("bathroom", "garden", "hallway", "s,e")
 
 
@@ -57,7 +57,7 @@ def test_by_name_as_classification(babi: Path) -> None:
 )
 def test_what_is_not_there_is_refused(babi: Path, name: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        open_classification(ClassificationData(name))
+        open_classification(name, ClassificationConfig())
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 def test_all_real_tasks(data_dir: Path) -> None:
     if not (data_dir / "babi").is_dir():
         pytest.skip("DEEPENOUGH_DATA has no babi")
-    found = open_classification(ClassificationData("babi"))
+    found = open_classification("babi", ClassificationConfig())
     assert len(found.splits["test"]) == 20 * 1000
-    one = open_classification(ClassificationData("babi:1", valid_fraction=0.1))
+    one = open_classification("babi:1", ClassificationConfig(valid_fraction=0.1))
     assert len(one.splits["train"]) + len(one.splits["valid"]) == 1000
     assert len(one.labels) == 6

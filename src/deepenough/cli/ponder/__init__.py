@@ -1,1 +1,0 @@
-"""`deepenough ponder ...`: classifiers that think as long as the input needs."""

@@ -1,0 +1,516 @@
+"""Classifiers that ponder: ALBERT, or any encoder, that answers and may halt after each pass.
+
+Training makes all passes and weighs their answers by the halting distribution; evaluation stops
+each example where the exit policy says so (`inference.py`).
+
+`PonderAlbertForSequenceClassification` applies one shared layer as often as an example needs
+(ALBERT, arXiv 1909.11942; PALBERT, arXiv 2204.03276). Its names are those of
+`AlbertForSequenceClassification`, so that its checkpoints, and those of plain ALBERT, load as they
+are; only the halting head is new. Because the layer is shared, a model can make more passes than it
+was pretrained with, or fewer.
+
+`PonderEncoderForSequenceClassification` runs the layers of any encoder one after the other. Each
+pass is another layer with representations of its own, so each has a classifier and a halting head
+of its own (but for the baseline of the last pass alone, which trains a single classifier).
+
+Shapes: B examples, R of them running, N passes, T tokens, D width, C labels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AlbertModel,
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers import initialization as init
+
+from deepenough.errors import UserError
+from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.layer_stack import LayerStack
+from deepenough.hf.layouts import LAYOUTS, register
+from deepenough.ponder.config import (
+    LABEL_ARGUMENTS,
+    OPTIONS,
+    PonderAlbertConfig,
+    PonderEncoderConfig,
+    changed_values,
+    check_config,
+    check_encoder,
+    options_of,
+    read_checkpoint_config,
+    take_config_changes,
+)
+from deepenough.ponder.halting import (
+    HaltingHead,
+    HaltingPolicy,
+    PonderLoss,
+    answer_loss,
+    check_labels,
+    fixed_loss,
+    log_halting,
+    make_policy,
+    ponder_loss,
+    problem_type,
+)
+from deepenough.ponder.inference import (
+    EncoderInputs,
+    PonderOutput,
+    check_policy,
+    replay,
+    run_batch,
+    select_pass,
+)
+from deepenough.ponder.prediction import ReadsTexts
+
+OF_THE_CLASSIFIER = (*OPTIONS, *LABEL_ARGUMENTS, "classifier_dropout")
+
+# -- what all architectures have in common ---------------------------------------------------------
+
+
+class StackFlops:
+    """FLOPs of one example in a batch padded to a length; multiply-adds count as two.
+
+    Matrix products only, in closed form, and equal to torch's own `FlopCounterMode` on the
+    architectures that the tests name. An encoder whose attention does more than compare queries
+    with keys (DeBERTa's disentangled terms) costs somewhat more than is told here.
+    """
+
+    def __init__(self, stack: LayerStack, width: int) -> None:
+        known = {layer: linear_flops(layer) for layer in dict.fromkeys(stack.layers)}
+        self._layers = [known[layer] for layer in stack.layers]
+        self._width = width
+        self._stack = stack
+
+    def begin(self, length: int) -> int:
+        """Return the FLOPs of what the encoder does before its first layer."""
+        return length * 2 * sum(part.weight.numel() for part in self._stack.preparing)
+
+    def layer(self, index: int, length: int) -> int:
+        """Return the FLOPs of one pass: linear maps of all tokens, and attention between them."""
+        return length * self._layers[index] + 4 * length * length * self._width
+
+
+def linear_flops(module: nn.Module) -> int:
+    """Return the FLOPs of all linear maps in a module, each applied once to one vector."""
+    maps = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    return 2 * sum(part.weight.numel() for part in maps)
+
+
+class ClassifierHead(nn.Module):
+    """Dense, tanh, dropout, labels: the classification head of BERT with its pooler."""
+
+    def __init__(self, width: int, num_labels: int, dropout: float) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(width, num_labels)
+
+    def forward(self, pooled_RD: Tensor) -> Tensor:
+        """Return logits `[R, C]`."""
+        logits: Tensor = self.out(self.dropout(self.dense(pooled_RD).tanh()))
+        return logits
+
+
+class PassReading(NamedTuple):
+    """What the heads read from the states after a pass."""
+
+    logits: Tensor
+    """`[R, C]`"""
+    halt_logit: Tensor | None
+    """`[R]`, the logit of `lambda_n`; None at the last pass, and in models that do not halt."""
+    summary: Tensor
+    """`[R, D]`: what the halting head of the next pass reads as `h_(n-1)`."""
+
+
+class PonderClassifier(ReadsTexts, PreTrainedModel):
+    """A pondering classifier; subclasses say what its encoder and its classification heads are."""
+
+    config: PonderAlbertConfig | PonderEncoderConfig
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    accepts_loss_kwargs = False  # the loss is a mean, which a trainer divides when it accumulates
+
+    def __init__(self, config: PonderAlbertConfig | PonderEncoderConfig) -> None:
+        super().__init__(config)
+        check_config(config)
+        assert config.num_labels is not None and config.num_passes is not None
+        self.num_labels: int = config.num_labels
+        self.num_passes: int = config.num_passes
+        self.halting = nn.ModuleList()
+        self._parts: tuple[Adapter, LayerStack, StackFlops] | None = None
+
+    # -- what architectures differ in --------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def encoder_model(self) -> PreTrainedModel:
+        """The encoder, as `hf.adapter.adapt` takes it."""
+
+    @abstractmethod
+    def _classifier(self, index: int) -> nn.Module:
+        """Return the head from a pooled state `[R, D]` to logits `[R, C]` after pass `index`."""
+
+    def _layers(self, adapter: Adapter) -> list[nn.Module]:
+        """Return the layers in the order they are applied, one a pass."""
+        return adapter.layers[: self.num_passes]
+
+    # -- the encoder as single steps ---------------------------------------------------------
+
+    @property
+    def adapter(self) -> Adapter:
+        """The encoder's parts, whatever its architecture."""
+        return self._find_parts()[0]
+
+    @property
+    def stack(self) -> LayerStack:
+        """The encoder's layers as single steps."""
+        return self._find_parts()[1]
+
+    @property
+    def flops(self) -> StackFlops:
+        """What these steps cost."""
+        return self._find_parts()[2]
+
+    def _find_parts(self) -> tuple[Adapter, LayerStack, StackFlops]:
+        encoder = self.encoder_model
+        if self._parts is None or self._parts[0].model is not encoder:
+            adapter = adapt(encoder)
+            stack = LayerStack(adapter.trunk, self._layers(adapter))
+            self._parts = adapter, stack, StackFlops(stack, adapter.width)
+        return self._parts
+
+    @property
+    def has_halting(self) -> bool:
+        """Whether the model has learned when to halt; baselines have not."""
+        return self.config.objective == "ponder"
+
+    def _halting_head(self, index: int) -> nn.Module | None:
+        """Return the head of pass `index`; the last pass halts whatever a head would say."""
+        if not self.has_halting or index == self.num_passes - 1:
+            return None
+        return self.halting[min(index, len(self.halting) - 1)]
+
+    def summary(self, hidden_RTD: Tensor, mask_RT: Tensor | None) -> Tensor:
+        """Return the pooled state of each text, `[R, D]`: of its first token, or the mean."""
+        if self.config.pooling == "cls":
+            return self.adapter.final_norm(hidden_RTD[:, 0])
+        normed = self.adapter.final_norm(hidden_RTD)
+        if mask_RT is None:
+            return normed.mean(1)
+        weights = mask_RT.to(normed.dtype)
+        return (normed * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+
+    def read(
+        self, index: int, hidden_RTD: Tensor, mask_RT: Tensor | None, before_RD: Tensor
+    ) -> PassReading:
+        """Return what the heads say after pass `index`; `before_RD` is the summary before it."""
+        share = self.config.early_gradient
+        if share < 1 and index < self.num_passes - 1 and self.training:
+            hidden_RTD = share * hidden_RTD + (1 - share) * hidden_RTD.detach()
+            before_RD = share * before_RD + (1 - share) * before_RD.detach()
+        now = self.summary(hidden_RTD, mask_RT)
+        logits: Tensor = self._classifier(index)(now)
+        head = self._halting_head(index)
+        if head is None:
+            return PassReading(logits, None, now)
+        second = self.config.halting_head == "second_cls"
+        about = self.adapter.final_norm(hidden_RTD[:, 1]) if second else now
+        return PassReading(logits, head(about, before_RD, logits), now)
+
+    def head_flops(self, index: int) -> int:
+        """Return the FLOPs of the heads, for one example after pass `index`."""
+        head = self._halting_head(index)
+        return linear_flops(self._classifier(index)) + (linear_flops(head) if head else 0)
+
+    # -- the forward pass --------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | Sequence[Any] | None = None,
+        policy: HaltingPolicy | None = None,
+        all_passes: bool | None = None,
+        example_ids: Tensor | None = None,
+        return_dict: bool | None = None,
+    ) -> PonderOutput | tuple[Any, ...]:
+        """Classify texts.
+
+        Args:
+            input_ids: Token ids `[B, T]`.
+            attention_mask: 0 at padding, `[B, T]`.
+            token_type_ids: 1 at the second text of a pair, where the encoder knows that.
+            labels: Wanted answers; the output then has a loss.
+            policy: Replaces the exit of the config.
+            all_passes: Make every pass and return the answers and the loss of all, which training
+                does. Else examples stop, and a loss is that of their answers.
+            example_ids: Number the examples for draws with a seed; by default from 0.
+            return_dict: False returns a tuple, as in transformers.
+        """
+        inputs = self.prepare(input_ids, attention_mask, token_type_ids)
+        policy = policy or self.exit_policy()
+        check_policy(self, policy)
+        if example_ids is None:
+            example_ids = torch.arange(len(inputs), device=inputs.input_ids.device)
+        problem = None
+        if labels is not None:
+            labels = torch.as_tensor(labels, device=inputs.input_ids.device)
+            problem = self._problem_type(labels)
+            check_labels(labels, len(inputs), self.num_labels, problem)
+        if all_passes is None:
+            all_passes = self.training
+        if all_passes:
+            output = self._run_all(inputs, labels, problem, policy, example_ids)
+        else:
+            output = run_batch(self, inputs, policy, example_ids)
+            if labels is not None and problem is not None and output.logits is not None:
+                output.loss = answer_loss(output.logits, labels, problem)
+        return output if return_dict is not False else output.to_tuple()
+
+    def prepare(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> EncoderInputs:
+        """Return inputs as the encoder reads them, with the second `[CLS]` where there is one."""
+        accepted = inspect.signature(self.adapter.trunk.forward).parameters
+        if "token_type_ids" not in accepted:
+            token_type_ids = None  # the encoder does not tell a text from its pair
+        inputs = EncoderInputs(input_ids, attention_mask, token_type_ids)
+        inputs.check(self.max_length)
+        return inputs.with_second_cls() if self.config.halting_head == "second_cls" else inputs
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest text in tokens, those that the tokenizer adds included."""
+        limit = self.adapter.max_length
+        own = self.config.halting_head == "second_cls"
+        return None if limit is None else limit - own
+
+    @property
+    def pad_token_id(self) -> int:
+        """The encoder's padding token, 0 where it has none."""
+        return int(getattr(self.encoder_model.config, "pad_token_id", None) or 0)
+
+    def exit_policy(self) -> HaltingPolicy:
+        """Return the policy that the config asks for."""
+        return make_policy(options_of(self.config), self.config.problem_type)
+
+    def _run_all(
+        self,
+        inputs: EncoderInputs,
+        labels: Tensor | None,
+        problem: str | None,
+        policy: HaltingPolicy,
+        example_ids: Tensor,
+    ) -> PonderOutput:
+        step_logits, halt_logits = self._all_readings(inputs)
+        output = PonderOutput(step_logits=step_logits)
+        log_p = None
+        if halt_logits is not None:
+            log_p = log_halting(halt_logits, self.num_passes)
+            output.halting = log_p.exp()
+            output.halt_probabilities = nn.functional.pad(halt_logits.sigmoid(), (0, 1), value=1.0)
+        if labels is not None and problem is not None:
+            terms = self._loss(step_logits, log_p, labels, problem)
+            output.loss, output.terms = terms.total, {"task": terms.task, "kl": terms.kl}
+        with torch.no_grad():
+            output.passes = replay(policy, step_logits, halt_logits, example_ids)
+        output.logits = select_pass(step_logits, output.passes)
+        return output
+
+    def _all_readings(self, inputs: EncoderInputs) -> tuple[Tensor, Tensor | None]:
+        """Return logits of all passes `[N, B, C]`, and of halting before the last `[B, N - 1]`."""
+        calls = self.stack.begin(**inputs.as_arguments())
+        hidden = calls[0].hidden
+        before = self.summary(hidden, inputs.attention_mask)
+        readings: list[PassReading] = []
+        for index in range(self.num_passes):
+            hidden = self.stack.run(index, hidden, calls)
+            readings.append(self.read(index, hidden, inputs.attention_mask, before))
+            before = readings[-1].summary
+        step_logits = torch.stack([reading.logits for reading in readings])
+        if not self.has_halting:
+            return step_logits, None
+        halts = [r.halt_logit.float() for r in readings if r.halt_logit is not None]
+        empty = step_logits.new_empty(len(inputs), 0, dtype=torch.float32)
+        return step_logits, torch.stack(halts, -1) if halts else empty
+
+    def _loss(
+        self, step_logits: Tensor, log_p: Tensor | None, labels: Tensor, problem: str
+    ) -> PonderLoss:
+        config = self.config
+        if log_p is not None:
+            return ponder_loss(
+                step_logits, log_p, labels, problem, config.halting_target, config.kl_weight
+            )
+        weights = torch.arange(1.0, self.num_passes + 1)  # PABEE: later answers weigh more
+        if config.objective == "last":
+            weights[:-1] = 0.0
+        return fixed_loss(step_logits, weights / weights.sum(), labels, problem)
+
+    def _problem_type(self, labels: Tensor) -> str:
+        """Return the kind of task; the first labels decide it where the config does not."""
+        if self.config.problem_type is None:
+            self.config.problem_type = problem_type(labels, self.num_labels)
+        return self.config.problem_type
+
+    # -- what transformers asks of a model ---------------------------------------------------
+
+    def _add_halting(self, num_heads: int) -> None:
+        if self.has_halting:
+            self.halting.extend(
+                HaltingHead(self.config.halting_head, self.config.hidden_size)
+                for _ in range(num_heads)
+            )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, HaltingHead):
+            target = self.config.halting_target
+            # A new model halts as the prior does: the divergence starts near 0.
+            init.constant_(module.bias, math.log(target) - math.log1p(-target))
+            if module.lead is not None:
+                init.zeros_(module.lead)
+
+
+# -- architectures ---------------------------------------------------------------------------------
+
+
+class PonderAlbertForSequenceClassification(PonderClassifier):
+    """ALBERT that applies its shared layer as often as an example needs."""
+
+    config_class = PonderAlbertConfig
+    config: PonderAlbertConfig
+    base_model_prefix = "albert"
+
+    def __init__(self, config: PonderAlbertConfig) -> None:
+        super().__init__(config)
+        self.albert = AlbertModel(config)
+        self.dropout = nn.Dropout(config.classifier_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
+        self._add_halting(1)
+        self.post_init()
+
+    @property
+    def encoder_model(self) -> PreTrainedModel:
+        """The ALBERT inside."""
+        return self.albert
+
+    def _layers(self, adapter: Adapter) -> list[nn.Module]:
+        return [adapter.layers[0]] * self.num_passes
+
+    def _classifier(self, index: int) -> nn.Module:
+        pooler, tanh = self.albert.pooler, self.albert.pooler_activation
+        return nn.Sequential(pooler, tanh, self.dropout, self.classifier)
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Load a pondering ALBERT, or any ALBERT checkpoint, by name or folder.
+
+        Arguments of the config change it.
+        """
+        config = read_checkpoint_config(name, kwargs)
+        if config.model_type not in ("albert", PonderAlbertConfig.model_type):
+            raise UserError(
+                f"{name} is a checkpoint of {config.model_type!r}, and this class ponders with "
+                "ALBERT: give an ALBERT checkpoint, or use PonderEncoderForSequenceClassification."
+            )
+        changes = take_config_changes(config, kwargs)
+        kwargs["config"] = PonderAlbertConfig(**changed_values(config, changes))
+        return super().from_pretrained(name, *args, **kwargs)
+
+
+class PonderEncoderForSequenceClassification(PonderClassifier):
+    """Any encoder that runs as many of its layers as an example needs."""
+
+    config_class = PonderEncoderConfig
+    config: PonderEncoderConfig
+    base_model_prefix = "trunk"
+
+    def __init__(self, config: PonderEncoderConfig) -> None:
+        super().__init__(config)
+        self.trunk = _without_pooler(AutoModel.from_config(config.encoder))
+        num_heads = 1 if config.objective == "last" else self.num_passes
+        self.classifiers = nn.ModuleList(
+            ClassifierHead(config.hidden_size, self.num_labels, config.classifier_dropout)
+            for _ in range(num_heads)
+        )
+        self._add_halting(self.num_passes - 1)
+        self.post_init()
+
+    @property
+    def encoder_model(self) -> PreTrainedModel:
+        """The encoder inside."""
+        return self.trunk
+
+    def _classifier(self, index: int) -> nn.Module:
+        return self.classifiers[min(index, len(self.classifiers) - 1)]
+
+    @classmethod
+    def from_encoder(cls, encoder: PreTrainedModel, **options: Any) -> Any:
+        """Make a new classifier over an encoder that is already loaded, which becomes part of it.
+
+        `options` are those of `PonderEncoderConfig`. The encoder's weights are trained with the
+        rest, and a pooler of its own is dropped.
+        """
+        base: Any = encoder.base_model
+        check_encoder(base.config)
+        options = {"attn_implementation": base.config._attn_implementation, **options}
+        model: Any = cls(PonderEncoderConfig(encoder=base.config, **options))
+        model.trunk = _without_pooler(base).requires_grad_(True)
+        return model.to(device=base.device, dtype=base.dtype)
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Load a pondering model, or any encoder, by name or folder.
+
+        Arguments of the config change it. Of an encoder, the labels' names are kept if it was a
+        classifier.
+        """
+        config = read_checkpoint_config(name, kwargs)
+        changes = take_config_changes(config, kwargs)
+        if isinstance(config, PonderEncoderConfig):
+            kwargs["config"] = PonderEncoderConfig(**changed_values(config, changes))
+            return super().from_pretrained(name, *args, **kwargs)
+        check_encoder(config)
+        own = {key: config.to_dict().get(key) for key in LABEL_ARGUMENTS}
+        own |= {key: changes.pop(key) for key in OF_THE_CLASSIFIER if key in changes}
+        own |= {key: kwargs.pop(key) for key in OF_THE_CLASSIFIER if key in kwargs}
+        encoder_config = type(config)(**changed_values(config, changes))
+        encoder = AutoModel.from_pretrained(name, *args, config=encoder_config, **kwargs)
+        known = {key: value for key, value in own.items() if value is not None}
+        return cls.from_encoder(encoder, **known).eval()
+
+
+def _without_pooler(encoder: Any) -> Any:
+    """Drop the pooler: weights that nothing uses stop distributed training."""
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None
+    return encoder
+
+
+register(PonderAlbertConfig.model_type, LAYOUTS["albert"])
+for _config, _model in (
+    (PonderAlbertConfig, PonderAlbertForSequenceClassification),
+    (PonderEncoderConfig, PonderEncoderForSequenceClassification),
+):
+    AutoConfig.register(_config.model_type, _config)
+    AutoModelForSequenceClassification.register(_config, _model)

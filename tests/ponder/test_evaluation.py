@@ -1,0 +1,242 @@
+"""Measurement of a classifier: cases worked by hand, a trained run, other examples."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepenough.__main__ import main
+from deepenough.data.classification import Example
+from deepenough.data.classification_batches import EncodedExamples
+from deepenough.errors import UserError
+from deepenough.ponder.config import ExitConfig, PonderEvalConfig
+from deepenough.ponder.evaluation import (
+    CONFIDENCES,
+    AllPasses,
+    FinishedRun,
+    all_passes,
+    evaluate,
+    load_classifier,
+    passes_by,
+    passes_of,
+    predict,
+    quality,
+    records,
+    settled_at,
+    spread,
+    sweep,
+)
+from deepenough.ponder.halting import ConfidenceExit, FixedExit, PatienceExit, QuantileExit
+from deepenough.runs import read_records
+
+# Answers of four examples after three passes; the right one is always 1.
+ANSWERS = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0], [1, 1, 0, 1]])
+LAMBDAS = torch.tensor([[0.6, 0.5], [0.1, 0.8], [0.2, 0.2], [0.5, 0.9]])
+
+
+@pytest.fixture
+def answers() -> AllPasses:
+    logits = torch.nn.functional.one_hot(ANSWERS, 2) * 2.0
+    return AllPasses(logits, LAMBDAS.logit(), torch.ones(4, dtype=torch.long))
+
+
+def test_where_examples_stop(answers: AllPasses) -> None:
+    assert passes_of(answers, QuantileExit(0.5)).tolist() == [1, 2, 3, 1]
+    assert passes_of(answers, QuantileExit(1.0)).tolist() == [3, 3, 3, 3]
+    assert passes_of(answers, PatienceExit(1)).tolist() == [2, 3, 2, 3]
+    assert passes_of(answers, FixedExit(2)).tolist() == [2, 2, 2, 2]
+
+
+def test_quality_is_that_of_the_answers_given(answers: AllPasses) -> None:
+    values = quality(answers, QuantileExit(0.5))
+    assert values["accuracy"] == 0.75  # the third is wrong at every pass
+    assert values["passes"] == pytest.approx(7 / 4)
+    assert values["share"] == pytest.approx(7 / 12)
+    right, wrong = 0.126928, 2.126928  # -log softmax of 2 and of 0
+    assert values["loss"] == pytest.approx((3 * right + wrong) / 4, abs=1e-5)
+
+
+def test_difficulty_is_the_pass_from_which_the_answer_stays(answers: AllPasses) -> None:
+    assert settled_at(answers).tolist() == [1, 2, 1, 3]
+
+
+def test_the_sweep_has_every_way_once(answers: AllPasses) -> None:
+    points = sweep(answers, thresholds=(0.5, 1.0))
+    ways = [(point["policy"], point["setting"]) for point in points]
+    assert ways == [
+        *[("quantile", 0.5), ("quantile", 1.0)],
+        *[("confidence", value) for value in CONFIDENCES],
+        *[("patience", 1), ("patience", 2)],
+        *[("fixed", 1), ("fixed", 2), ("fixed", 3)],
+    ]
+    for point in points:
+        if point["policy"] == "fixed":
+            expected = (ANSWERS[int(point["setting"]) - 1] == 1).double().mean()
+            assert point["accuracy"] == pytest.approx(float(expected))
+    baseline = AllPasses(answers.step_logits, None, answers.labels)
+    assert {point["policy"] for point in sweep(baseline)} == {"confidence", "patience", "fixed"}
+
+
+def test_passes_by_group() -> None:
+    groups, passes = torch.tensor([0, 1, 1, 2]), torch.tensor([1, 3, 3, 2])
+    assert passes_by(groups, 4, passes, 3) == [[1, 0, 0], [0, 0, 2], [0, 1, 0], [0, 0, 0]]
+
+
+def test_chosen_examples_span_the_whole_range() -> None:
+    values = torch.tensor([5.0, 1.0, 9.0, 3.0, 7.0])
+    assert spread(values, 3) == [1, 0, 2]
+    assert spread(values, 9) == [1, 3, 0, 4, 2]
+
+
+def test_records_hold_what_pictures_need(answers: AllPasses) -> None:
+    found = records(
+        answers, QuantileExit(0.5), ["no", "yes"], list("abcd"), step=7, about={"model": "ponder"}
+    )
+    assert all(r.step == 7 and r.values["num_passes"] == 3 for r in found)
+    tables = {r.values["by"]: r.values for r in found if r.kind == "ponder_passes"}
+    assert tables["label"]["counts"] == [[0, 0, 0], [2, 1, 1]]
+    assert tables["difficulty"]["counts"] == [[1, 0, 1], [0, 1, 0], [1, 0, 0]]
+    shown = [r.values for r in found if r.kind == "ponder_example"]
+    assert [example["text"] for example in shown] == ["d", "a", "b", "c"]  # by expected passes
+    first = shown[1]
+    assert first["halting"] == pytest.approx([0.6, 0.2, 0.2], abs=1e-5)
+    assert first["answers"] == ["yes"] * 3 and first["passes"] == 1
+    assert all(r.to_json() for r in found)
+
+
+def test_evaluate_writes_the_whole_frontier(trained: Path) -> None:
+    values = evaluate(PonderEvalConfig(str(trained)))
+    assert values["split"] == "valid" and values["examples"] == 40
+    assert values["accuracy"] > 0.9 and values["seconds"] > 0
+    evaluate(PonderEvalConfig(str(trained), time=False))
+    records, _ = read_records(trained / "metrics.jsonl")
+    first = [record for record in records if record.values.get("evaluation") == 1]
+    again = [record for record in records if record.values.get("evaluation") == 2]
+    kinds = [record.kind for record in first]
+    assert [record.kind for record in again] == [k for k in kinds if k != "ponder_time"]
+    exits = [record.values for record in first if record.kind == "ponder_exit"]
+    assert {point["policy"] for point in exits} == {"quantile", "confidence", "patience", "fixed"}
+    full = next(p for p in exits if p["policy"] == "fixed" and p["setting"] == 3)
+    assert full["passes"] == 3.0 and full["share"] == 1.0
+    assert next(p for p in exits if p["policy"] == "quantile" and p["setting"] == 1.0) == {
+        **full,
+        "policy": "quantile",
+        "setting": 1.0,
+    }
+    tables = {r.values["by"]: r.values for r in first if r.kind == "ponder_passes"}
+    for table in tables.values():
+        assert sum(map(sum, table["counts"])) == 40
+    examples = [record.values for record in first if record.kind == "ponder_example"]
+    assert all(abs(sum(example["halting"]) - 1) < 1e-4 for example in examples)
+
+
+def test_what_is_replayed_is_what_really_stops(trained: Path) -> None:
+    """The quality of the sweep is that of inference that leaves the batch."""
+    records, _ = read_records(trained / "metrics.jsonl")
+    if not any(record.kind == "ponder_time" for record in records):
+        evaluate(PonderEvalConfig(str(trained)))
+        records, _ = read_records(trained / "metrics.jsonl")
+    timed = {r.values["policy"]: r.values for r in records if r.kind == "ponder_time"}
+    exits = [record.values for record in records if record.kind == "ponder_exit"]
+    half = next(p for p in exits if p["policy"] == "quantile" and p["setting"] == 0.5)
+    assert timed["own exit"]["passes"] == pytest.approx(half["passes"])
+    assert timed["own exit"]["accuracy"] == pytest.approx(half["accuracy"])
+    assert timed["all passes"]["passes"] == 3.0
+
+
+def test_predictions_stream(trained: Path) -> None:
+    asked = 0
+
+    def endless() -> Any:
+        nonlocal asked
+        while True:
+            asked += 1
+            yield "a very good film" if asked % 2 else "so awful a plot"
+
+    answers = predict(str(trained), endless(), rows=4)
+    found = [next(answers) for _ in range(6)]
+    assert [answer["label"] for answer in found] == ["1", "0"] * 3
+    assert all(0.5 < answer["probability"] <= 1 and 1 <= answer["passes"] <= 3 for answer in found)
+    assert asked < 2000
+    fixed = predict(str(trained), ["good"], ExitConfig(exit="fixed", passes=2))
+    assert next(fixed)["passes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("exit_", "said"),
+    [
+        (ExitConfig(threshold=0.0), "threshold"),
+        (ExitConfig(threshold=1.5), "threshold"),
+        (ExitConfig(exit="fixed", passes=4), "exit_pass"),
+        (ExitConfig(exit="patience", patience=0), "patience"),
+    ],
+)
+def test_impossible_exits_are_refused(trained: Path, exit_: ExitConfig, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        next(predict(str(trained), ["good"], exit_))
+
+
+def test_other_examples_and_a_folder_without_a_run(trained: Path, tmp_path: Path) -> None:
+    path = tmp_path / "more.jsonl"
+    rows = [{"text": "very good", "label": 1}, {"text": "very bad", "label": "0"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = evaluate(PonderEvalConfig(str(trained / "model"), str(path)))
+    assert values["examples"] == 2
+    path.write_text('{"text": "good", "label": 2}\n')
+    with pytest.raises(UserError, match=r"2 in row 1 of more\.jsonl"):
+        evaluate(PonderEvalConfig(str(trained), str(path)))
+    with pytest.raises(UserError, match="has no split 'test'"):
+        evaluate(PonderEvalConfig(str(trained), split="test"))
+    with pytest.raises(UserError, match="no model"):
+        evaluate(PonderEvalConfig(str(tmp_path)))
+
+
+def test_processes_share_the_measuring(trained: Path) -> None:
+    class Share:
+        """One of two processes, whose sums with the other are made later."""
+
+        num_processes = 2
+
+        def __init__(self, process_index: int) -> None:
+            self.process_index = process_index
+            self.parts: list[torch.Tensor] = []
+
+        def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+            assert reduction == "sum"
+            self.parts.append(tensor)
+            return tensor
+
+    model, tokenizer = load_classifier(str(trained))
+    rows = [Example("a very good film " * (1 + n % 5), None, 0) for n in range(130)]
+    examples = EncodedExamples(rows, tokenizer, 16)
+    alone = all_passes(model, examples)
+    shares = [Share(0), Share(1)]
+    for share in shares:
+        all_passes(model, examples, share)  # type: ignore[arg-type]
+    logits, halts = (sum(parts) for parts in zip(*(share.parts for share in shares), strict=True))
+    torch.testing.assert_close(logits, alone.step_logits)
+    torch.testing.assert_close(halts[:, :-1].logit(), alone.halt_logits)
+
+
+def test_an_option_names_its_exit(trained: Path) -> None:
+    finished = FinishedRun(str(trained))
+    assert isinstance(finished.policy(ExitConfig(passes=1)), FixedExit)
+    assert isinstance(finished.policy(ExitConfig(patience=1)), PatienceExit)
+    assert isinstance(finished.policy(ExitConfig(threshold=0.7)), QuantileExit)
+    assert isinstance(finished.policy(ExitConfig("confidence", 0.7)), ConfidenceExit)
+    with pytest.raises(UserError, match=r"exit\.passes is of use with the exit fixed, not"):
+        finished.policy(ExitConfig("confidence", passes=2))
+    with pytest.raises(UserError, match=r"leave it out, or give --exit\.exit"):
+        finished.policy(ExitConfig(patience=1, passes=2))
+
+
+def test_a_line_that_is_not_utf8_is_labelled(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = io.TextIOWrapper(io.BytesIO(b"good caf\xe9\r\nbad\n"))
+    monkeypatch.setattr("sys.stdin", given)
+    assert main(["ponder", "predict", str(trained)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
