@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,15 @@ def test_records_hold_what_pictures_need(answers: AllPasses) -> None:
     assert all(r.to_json() for r in found)
 
 
-def test_evaluate_writes_the_whole_frontier(trained: Path) -> None:
-    values = evaluate(PonderEvalConfig(str(trained)))
+def test_evaluate_writes_the_whole_frontier(trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (run / "metrics.jsonl").write_text("")  # other tests measure the same run
+    values = evaluate(PonderEvalConfig(str(run)))
     assert values["split"] == "valid" and values["examples"] == 40
     assert values["accuracy"] > 0.9 and values["seconds"] > 0
-    evaluate(PonderEvalConfig(str(trained), time=False))
-    records, _ = read_records(trained / "metrics.jsonl")
+    evaluate(PonderEvalConfig(str(run), time=False))
+    records, _ = read_records(run / "metrics.jsonl")
     first = [record for record in records if record.values.get("evaluation") == 1]
     again = [record for record in records if record.values.get("evaluation") == 2]
     kinds = [record.kind for record in first]
