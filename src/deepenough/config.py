@@ -149,13 +149,13 @@ class Option:
 
     @property
     def help(self) -> str:
-        """Its text, its range, and whether it must be given."""
+        """Return its text, its range, and whether it must be given."""
         range_text = f" ({_range_text(self.bounds)})" if self.bounds else ""
         return self.text + range_text + (" Must be given." if self.default is MISSING else "")
 
 
 def options(cls: type, prefix: str = "", section: str = "", defaults: Any = None) -> list[Option]:
-    """All options of a settings class in order, those of nested sections after its own."""
+    """Return all options of a settings class in order, those of nested sections after its own."""
     hints, texts = typing.get_type_hints(cls), _field_texts(cls)
     own: list[Option] = []
     nested: list[Option] = []
@@ -177,14 +177,14 @@ def resolve(
     yaml_path: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> S:
-    """The settings from defaults, then the YAML file, then `overrides` (nested or dotted names)."""
+    """Return the settings from defaults, the YAML file and `overrides` (nested or dotted names)."""
     values = read_yaml(cls, yaml_path) if yaml_path is not None else {}
     values |= _flatten(cls, overrides or {}, "the given settings")
     return build(cls, convert(make_parser(cls), cls, values))
 
 
 def read_yaml(cls: type, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The values of a settings file by dotted name; UserError for a key `cls` does not have."""
+    """Return the values of a settings file by dotted name; a key that `cls` lacks is refused."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -211,7 +211,7 @@ def read_yaml(cls: type, path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def make_parser(cls: type, **kwargs: Any) -> ArgumentParser:
-    """A parser with one flag for every option of `cls`, grouped by section."""
+    """Return a parser with one flag for every option of `cls`, grouped by section."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, print_config=None, **kwargs)
@@ -240,7 +240,7 @@ def convert(
 
 
 def build(cls: type[S], namespace: Namespace) -> S:
-    """The settings object from checked values."""
+    """Return the settings object from checked values."""
     for option in options(cls):
         value = namespace[option.name]
         if value is None and option.default is MISSING:
@@ -261,7 +261,7 @@ def _build(cls: type[S], namespace: Namespace) -> S:
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
-    """The settings as nested dicts of plain values, as they stand in YAML."""
+    """Return the settings as nested dicts of plain values, as they stand in YAML."""
     return {
         field.name: _plain(getattr(settings, field.name)) for field in dataclasses.fields(settings)
     }
@@ -279,7 +279,7 @@ def dump(
 
 
 def nearest(name: str, names: list[str]) -> str | None:
-    """The known name that was most likely meant, or None."""
+    """Return the known name that was most likely meant, or None."""
     same_ending = [known for known in names if known.rpartition(".")[2] == name.rpartition(".")[2]]
     close = difflib.get_close_matches(
         name, same_ending or names, n=1, cutoff=0.0 if same_ending else 0.6
@@ -328,7 +328,7 @@ def _flatten(cls: type, values: Mapping[str, Any], source: str) -> dict[str, Any
 
 
 def _sentence(message: str, cls: type) -> str:
-    """jsonargparse's message, several lines about types, as one sentence about the option."""
+    """Return a message of jsonargparse, lines about types, as one sentence about the option."""
     known = {option.name: option for option in options(cls)}
     if unrecognized := re.match(r"unrecognized arguments: (\S+)", message):
         given = unrecognized[1].partition("=")[0]
@@ -349,7 +349,7 @@ def _sentence(message: str, cls: type) -> str:
 
 
 def _type_name(hint: Any) -> str:
-    """A type as people say it."""
+    """Return a type as people say it."""
     names = {
         int: "a whole number",
         float: "a number",
@@ -390,7 +390,7 @@ def _plain(value: Any) -> Any:
 
 
 def provenance() -> dict[str, Any]:
-    """What a result depends on besides its settings."""
+    """Return what a result depends on besides its settings."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "transformers", "deepenough"):
         try:  # from the metadata: importing torch for its version would take seconds
@@ -401,7 +401,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of this package's checkout, marked `-dirty` if changed; None where installed."""
+    """Return the commit of this package's checkout, `-dirty` if changed; None if installed."""
     package = Path(__file__).resolve().parent
     try:
         top = _git(package, "rev-parse", "--show-toplevel")

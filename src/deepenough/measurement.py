@@ -77,27 +77,30 @@ class Candidate(Protocol):
     """A run that can be measured at operating points."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return what the chart calls the run."""
 
     @property
-    def mechanism(self) -> str: ...
+    def mechanism(self) -> str:
+        """Return the mechanism that decides its depth, which gives the point its colour."""
 
     @property
-    def task(self) -> ComparedTask: ...
+    def task(self) -> ComparedTask:
+        """Return what it is measured on."""
 
     def points(self) -> Sequence[OperatingPoint]:
-        """Where to measure it, the deepest first."""
+        """Return the operating points to measure it at, the deepest first."""
 
     def run(self, point: OperatingPoint) -> Any:
         """Answer all of the data; this is what is timed."""
 
     def judge(self, point: OperatingPoint, answers: Any) -> Scores:
-        """What `run` returned, outside of the clock."""
+        """Return the scores of what `run` returned; this is not timed."""
 
 
 @dataclass
 class Grid:
-    """Operating points; each list is for the runs it fits, and one left out is chosen for them"""
+    """Operating points; each list is for the runs it fits, and one left out is chosen for them."""
 
     mem_len: list[int] | None = None
     """Language models: tokens of memory before a segment."""
@@ -166,7 +169,7 @@ class ComparedData:
 
 
 def content_of(parts: Iterable[object]) -> str:
-    """What tells one set of data from another: runs may have held out other parts of one file."""
+    """Return a hash of the data, which tells runs apart that split one file differently."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(repr(part).encode())
@@ -185,12 +188,12 @@ class Interval(NamedTuple):
     high: float
 
     def meets(self, other: Interval) -> bool:
-        """Whether the two have a value in common."""
+        """Return whether the two have a value in common."""
         return self.low <= other.high and other.low <= self.high
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """The median, between the order statistics that have this coverage; else the extremes.
+    """Return the median, between the order statistics that have this coverage; else the extremes.
 
     With fewer than 6 values not even the extremes are sure at 95 %: `coverage` tells.
     """
@@ -200,12 +203,12 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
 
 
 def coverage(num: int, confidence: float = CONFIDENCE) -> float:
-    """How sure the interval of so many values really is."""
+    """Return the confidence that the interval of `num` values really has."""
     return 1 - 2 * _tail(num, _rank(num, confidence))
 
 
 def _rank(num: int, confidence: float) -> int:
-    """The greatest k for which `1 - 2 P(B < k)` suffices, at least 1."""
+    """Return the greatest k for which `1 - 2 P(B < k)` suffices, at least 1."""
     rank = 1
     while rank < num // 2 and 1 - 2 * _tail(num, rank + 1) >= confidence:
         rank += 1

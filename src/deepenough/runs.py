@@ -42,7 +42,7 @@ class Record:
             raise ValueError(f"a record's values cannot be named {taken[0]!r}, a key of its own")
 
     def to_json(self) -> str:
-        """The record as one line without its line end."""
+        """Return the record as one line without its line end."""
         own = {"step": self.step, "kind": self.kind, "time": self.time}
         return json.dumps(own | self.values, default=_plain)
 
@@ -62,7 +62,7 @@ class Record:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and arrays as lists or numbers, without importing the libraries they come from."""
+    """Return a tensor or array as a list or number, without importing its library."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a record cannot hold a {type(value).__name__}")
@@ -114,7 +114,7 @@ def append_record(path: str | os.PathLike[str], record: Record) -> None:
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
-    """All records of a metrics file in order, and how many corrupted lines were skipped."""
+    """Return all records of a metrics file in order, and how many corrupted lines were skipped."""
     if not Path(path).is_file():
         raise UserError(
             f"There is no metrics file {path}; give the folder of a run that has started."
@@ -130,7 +130,7 @@ def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Record | None]]:
-    """Every line that is not blank, with its record, or None for one that is corrupted."""
+    """Yield every line that is not blank, with its record, or None for one that is corrupted."""
     with open(path, "rb") as file:
         for line in file:
             if line.strip():
@@ -179,42 +179,42 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """Resolved settings with versions and commit; can be given as `--config` again."""
+        """Return the file of resolved settings, which can be given as `--config` again."""
         return self.path / "config.yaml"
 
     @property
     def metrics(self) -> Path:
-        """One `Record` a line."""
+        """Return the file of records, one a line."""
         return self.path / "metrics.jsonl"
 
     @property
     def log(self) -> Path:
-        """What was said on the terminal, with times."""
+        """Return the log: what was said on the terminal, with times."""
         return self.path / "training.log"
 
     @property
     def checkpoints(self) -> Path:
-        """States to resume from."""
+        """Return the folder of states to resume from."""
         return self.path / "checkpoints"
 
     @property
     def model(self) -> Path:
-        """The model and its tokenizer in Hugging Face form."""
+        """Return the folder of the model and its tokenizer in Hugging Face form."""
         return self.path / "model"
 
     @property
     def plots(self) -> Path:
-        """Pictures drawn from the metrics."""
+        """Return the folder of pictures drawn from the metrics."""
         return self.path / "plots"
 
     @property
     def derived(self) -> Path:
-        """The run that trains what a search has found."""
+        """Return the run that trains what a search has found."""
         return self.path / "derived"
 
     @property
     def events(self) -> Path:
-        """TensorBoard event files."""
+        """Return the folder of TensorBoard event files."""
         return self.path / "events"
 
     @classmethod
@@ -262,7 +262,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """The folder of a run that exists."""
+        """Return the folder of a run that exists."""
         folder = cls(Path(path))
         if not folder.path.is_dir():
             raise UserError(
@@ -275,7 +275,7 @@ class RunFolder:
         return folder
 
     def is_run(self) -> bool:
-        """Whether a run has begun to write here."""
+        """Return whether a run has begun to write here."""
         return any(place.is_file() for place in (self.config, self.metrics, self.log))
 
     def _check_deletable(self) -> None:
@@ -314,7 +314,7 @@ class RunFolder:
 
 
 def model_folder(folder: str) -> Path:
-    """Where the model is: in a finished run, or the folder itself."""
+    """Return the folder of a model: that of a finished run, or the folder itself."""
     path = Path(folder)
     path = path / "model" if (path / "model" / "config.json").is_file() else path
     if not (path / "config.json").is_file():
@@ -326,7 +326,7 @@ def model_folder(folder: str) -> Path:
 
 
 def read_config(run: str) -> dict[str, Any]:
-    """The settings that a run was made with, as they stand in its file."""
+    """Return the settings that a run was made with, as they stand in its file."""
     folder = RunFolder.open(run)
     try:
         content = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
@@ -339,7 +339,7 @@ def read_config(run: str) -> dict[str, Any]:
 
 
 def read_section(run: str, name: str) -> dict[str, Any]:
-    """One section of them."""
+    """Return one section of the settings that a run was made with."""
     found = read_config(str(model_folder(run).parent)).get(name)
     if not isinstance(found, dict):
         raise UserError(f"The settings of {run} have no section {name}: leave the run out.")

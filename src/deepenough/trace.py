@@ -42,40 +42,44 @@ class DepthTrace:
             )
 
     def __getitem__(self, units: int | slice | Tensor) -> DepthTrace:
-        """The trace of some of the units, chosen along the first axis."""
+        """Return the trace of some of the units, chosen along the first axis."""
         return replace(self, depth=self.depth[units], ran=self.ran[units], flops=self.flops[units])
 
     @property
     def num_units(self) -> int:
+        """Return how many tokens or examples the trace is of."""
         return self.depth.numel()
 
     @property
     def total_flops(self) -> float:
+        """Return the FLOPs of all units together."""
         return float(self.flops.double().sum())
 
     @property
     def mean_depth(self) -> float:
+        """Return how deep a unit went, on average."""
         return float(self.depth.double().mean())
 
     @property
     def mean_blocks(self) -> float:
-        """Blocks executed for a unit, on average; below `mean_depth` where blocks are skipped."""
+        """Return the blocks that ran for a unit, on average."""
         return float(self.ran.double().sum(-1).mean())
 
     @property
     def seconds(self) -> float | None:
-        """Sum of the measured latencies of the blocks that ran for at least one unit."""
+        """Return the summed latencies of the blocks that ran for at least one unit."""
         if self.block_seconds is None:
             return None
         ran_at_all = self.ran.reshape(-1, self.ran.shape[-1]).any(0)
         return float(self.block_seconds[ran_at_all].sum())
 
     def detach(self) -> DepthTrace:
+        """Return the trace without gradients."""
         return replace(self, flops=self.flops.detach())
 
     @classmethod
     def join(cls, traces: list[DepthTrace]) -> DepthTrace:
-        """The traces of several batches as one, units in a row."""
+        """Return the traces of several batches as one, units in a row."""
         if not traces:
             raise ValueError("there is no trace to join")
         return cls(

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from deepenough.runs import RunFolder
 from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import make_accelerator
-from deepenough.training.task import BatchLoss
+from deepenough.training.task import BatchLoss, Task
 from deepenough.training.trainer import Trainer
 
 
-class Line:
+class Line(Task):
     """Fit a line to noisy points, with a memory of the last ones: a task of four lanes."""
 
     unit = "points"

@@ -9,12 +9,12 @@ from deepenough.errors import UserError
 from deepenough.training import distributed
 from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import (
-    all_lanes,
+    all_streams,
     is_main_process,
     make_accelerator,
     mean_over,
     on_main,
-    own_lanes,
+    own_streams,
 )
 
 
@@ -23,8 +23,8 @@ def test_alone_everything_is_ones_own() -> None:
     lanes = {"memory": torch.arange(6).view(3, 2)}
     assert on_main(accelerator, lambda: {"step": 3}) == {"step": 3}
     assert mean_over(accelerator, torch.tensor(2.5)) == 2.5
-    assert all_lanes(accelerator, lanes) == lanes
-    assert torch.equal(own_lanes(accelerator, lanes)["memory"], lanes["memory"])
+    assert all_streams(accelerator, lanes) == lanes
+    assert torch.equal(own_streams(accelerator, lanes)["memory"], lanes["memory"])
     assert is_main_process()
 
 

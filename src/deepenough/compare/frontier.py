@@ -115,14 +115,14 @@ def _progress(folder: RunFolder) -> str:
 
 
 def _notes(run: str) -> list[str]:
-    """What is wrong with a run's files but does not matter here."""
+    """Return a note for each defect of a run's files that the comparison can bear."""
     metrics = RunFolder.open(run).metrics
     corrupted = read_records(metrics)[1] if metrics.is_file() else 0
     return [f"{corrupted} unreadable line(s) of {metrics} skipped."] if corrupted else []
 
 
 def _names(entries: Sequence[Entry]) -> list[str]:
-    """Of each run as much of its path as tells it from the others, unless it has a name."""
+    """Return a name for each run: its own, or as much of its path as tells it from the others."""
     parts = [Path(entry.run).resolve().parts for entry in entries]
     names: list[str] = []
     for depth in range(1, max(map(len, parts)) + 1):
@@ -155,7 +155,7 @@ def _protocol(settings: CompareConfig) -> dict[str, Any]:
 
 
 def _points(found: Sequence[Measured], folders: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The rows of the file; `folders` tells where each run stands."""
+    """Return the rows of the file; `folders` tells where each run stands."""
     rows = []
     for each in found:
         judged, time_ = each.judged, each.milliseconds
@@ -193,7 +193,7 @@ def _points(found: Sequence[Measured], folders: Mapping[str, str]) -> list[dict[
 
 
 def _beats(other: dict[str, Any], row: dict[str, Any], cost: str, higher: bool) -> bool:
-    """Whether `other` is at least as good in both and better in one."""
+    """Return whether `other` is at least as good in both and better in one."""
     sign = 1.0 if higher else -1.0
     gain = sign * (other["quality"] - row["quality"])
     saving = row[cost] - other[cost]

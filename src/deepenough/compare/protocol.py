@@ -51,7 +51,7 @@ class Clock:
 
     @property
     def share(self) -> float:
-        """Of bookkeeping in the time measured."""
+        """Return the time spent on bookkeeping as a share of the time measured."""
         return self.bookkeeping / self.measured if self.measured else 0.0
 
 
@@ -77,7 +77,7 @@ def measure(
     config: CompareConfig,
     advance: Advance | None = None,
 ) -> tuple[list[Measured], Clock]:
-    """Every operating point of every candidate; the first one is what times are relative to."""
+    """Measure every operating point of every candidate; times are relative to the first one."""
     pairs = [(candidate, point) for candidate in candidates for point in candidate.points()]
     total = len(pairs) * (1 + config.rounds)
     clock = Clock()
@@ -118,7 +118,7 @@ def _prepare(
 
 
 def count_flops(candidate: Candidate, point: OperatingPoint) -> float:
-    """By torch's counter, which knows the attention of plain matrix products alone."""
+    """Return the FLOPs of a pass by torch's counter, which knows attention as matrix products."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         candidate.run(point)
     return float(counter.get_total_flops())
@@ -130,7 +130,7 @@ def _rounds(
     clock: Clock,
     advance: Advance | None,
 ) -> list[list[float]]:
-    """Seconds of every point in every round."""
+    """Return seconds of every point in every round."""
     seconds: list[list[float]] = [[] for _ in pairs]
     shuffle = random.Random(config.seed).shuffle
     begun = time.perf_counter()

@@ -19,7 +19,7 @@ from deepenough.errors import UserError
 
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
-    """The given folder, else `$XDG_CACHE_HOME/deepenough`, else `~/.cache/deepenough`."""
+    """Return the given folder, else `$XDG_CACHE_HOME/deepenough`, else `~/.cache/deepenough`."""
     if given is not None:
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -27,7 +27,7 @@ def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
 
 
 def key_of(*parts: str) -> str:
-    """One hash of several strings; their order and their boundaries count."""
+    """Return one hash of several strings; their order and their boundaries count."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         encoded = part.encode("utf-8")

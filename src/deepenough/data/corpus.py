@@ -50,10 +50,11 @@ class Corpus:
 
     @property
     def splits(self) -> tuple[str, ...]:
+        """Return the names of the splits that the corpus has."""
         return tuple(split for split in SPLITS if split in self.sources)
 
     def lines(self, split: str) -> Iterator[str]:
-        """A fresh iterator of the split's lines, without line ends."""
+        """Yield a fresh iterator of the split's lines, without line ends."""
         if split not in self.sources:
             raise UserError(
                 f"The corpus {self.name} has no split {split!r}: it has {', '.join(self.splits)}."
@@ -69,7 +70,7 @@ class Corpus:
         return _prepend(first, lines)
 
     def fingerprint(self, split: str) -> str:
-        """A hash of the split's content, streamed."""
+        """Return a hash of the split's content, streamed."""
         digest = hashlib.blake2b(digest_size=16)
         for line in self.lines(split):
             digest.update(line.encode("utf-8", errors="surrogatepass"))
@@ -140,7 +141,7 @@ def _find_local(name: str) -> dict[str, Lines] | None:
 
 
 def candidates(name: str) -> list[Path]:
-    """The places a relative name may mean: as given, then under `$DEEPENOUGH_DATA`."""
+    """Return the places a relative name may mean: as given, then under `$DEEPENOUGH_DATA`."""
     given = Path(name).expanduser()
     base = os.environ.get(DATA_VARIABLE)
     return [given, Path(base) / given] if base and not given.is_absolute() else [given]
@@ -171,7 +172,7 @@ def _hold_out(lines: Lines, fractions: Mapping[str, float]) -> dict[str, Lines]:
 
 
 def _block_length(lines: Lines) -> int:
-    """Lines that go to one split together; fewer where a short text would not have all splits."""
+    """Return how many consecutive lines go to one split together; fewer in a short text."""
     num_lines = sum(1 for _ in islice(lines(), FEWEST_BLOCKS * BLOCK_LINES))
     return max(1, num_lines // FEWEST_BLOCKS)
 
@@ -203,7 +204,7 @@ TEXT_COLUMN = "text"
 
 
 def hub_files(name: str, cache: str | os.PathLike[str] | None, looked: str) -> list[Path]:
-    """One text file per split of `owner/name[:config[:column]]`.
+    """Return one text file per split of `owner/name[:config[:column]]`.
 
     `looked` says, for the error, where else the name was looked for.
     """
@@ -221,7 +222,7 @@ def _fetch(name: str, looked: str, folder: Path) -> None:
 
 
 def open_splits(repository: str, config: str | None, looked: str) -> Mapping[str, Any]:
-    """The splits of a dataset by our names for them, rows streamed; UserError if there is none."""
+    """Return the streamed splits of a dataset by our names; a missing dataset is refused."""
     try:
         import datasets  # here, because importing it takes seconds and most corpora are local
 
@@ -256,7 +257,7 @@ FILE = "prose.txt"
 
 
 def prose_file(cache: str | os.PathLike[str] | None = None) -> Path:
-    """The corpus as a text file in the cache: parsing the library takes some seconds."""
+    """Return the corpus as a text file in the cache: parsing the library takes some seconds."""
     root = Path(sysconfig.get_path("stdlib"))
     folder = cache_folder(cache) / "python" / key_of(sys.version, str(root))
     return entry(folder, lambda folder: _write(root, folder / FILE)) / FILE

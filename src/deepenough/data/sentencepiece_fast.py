@@ -42,7 +42,7 @@ Piece: Any = _spm.ModelProto.SentencePiece
 
 
 def parse_model(content: bytes, path: Path | None = None) -> Model:
-    """The model in the bytes of a SentencePiece file; `path` is for the error alone."""
+    """Return the model in the bytes of a SentencePiece file; `path` is for the error alone."""
     model = _spm.ModelProto()
     try:
         model.ParseFromString(content)
@@ -59,7 +59,7 @@ def parse_model(content: bytes, path: Path | None = None) -> Model:
 
 
 def fast_tokenizer(model: Model, lowercase: bool) -> PreTrainedTokenizerFast:
-    """The Hugging Face form of a SentencePiece model, with lower-casing before it if asked for."""
+    """Return a SentencePiece model as a Hugging Face tokenizer, lower-casing first if asked for."""
     spec = model.trainer_spec
     backend = Tokenizer(
         models.Unigram(_vocabulary(model), unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
@@ -83,7 +83,7 @@ def fast_tokenizer(model: Model, lowercase: bool) -> PreTrainedTokenizerFast:
 
 
 def special_ids(model: Model) -> dict[str, int]:
-    """The ids of unk, bos, eos and pad, as far as the model has them."""
+    """Return the ids of unk, bos, eos and pad, as far as the model has them."""
     spec = model.trainer_spec
     ids = {"unk": spec.unk_id, "bos": spec.bos_id, "eos": spec.eos_id, "pad": spec.pad_id}
     return {role: number for role, number in ids.items() if 0 <= number < len(model.pieces)}
@@ -133,7 +133,7 @@ def _decoder(model: Model) -> decoders.Decoder:
 
 
 def is_lossless(model: Model) -> bool:
-    """Whether the model changes nothing of its input, as those trained here do not."""
+    """Return whether the model changes nothing of its input, as those trained here do not."""
     spec = model.normalizer_spec
     changes = spec.precompiled_charsmap or spec.remove_extra_whitespaces or spec.add_dummy_prefix
     return model.trainer_spec.byte_fallback and not changes

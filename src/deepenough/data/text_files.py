@@ -35,7 +35,7 @@ _warned: set[Path] = set()
 
 
 def read_lines(paths: Iterable[Path]) -> Iterator[str]:
-    """All lines of the files in order, without their ends; bytes that are no UTF-8 are replaced."""
+    """Yield all lines of the files without their ends; bytes that are no UTF-8 are replaced."""
     for path in paths:
         yield from _lines_of(path)
 
@@ -74,8 +74,7 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 
 def check_utf8(start: bytes, name: str | Path) -> None:
-    """A text whose first bytes say that it is of two bytes a character is refused: replacing what
-    is not UTF-8 would leave nothing of it."""
+    """Refuse UTF-16 text by its first bytes: replacing what is not UTF-8 would leave nothing."""
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise UserError(f"{name} is UTF-16 text: save it as UTF-8.")
 
@@ -88,7 +87,7 @@ def _open(path: Path) -> BufferedReader:
 
 
 def _character_boundary(raw: bytes) -> int:
-    """The last position within four bytes of the end at which a UTF-8 character may start."""
+    """Return the last position near the end at which a UTF-8 character may start."""
     for back in range(1, 5):
         if raw[-back] & 0xC0 != 0x80:
             return len(raw) - back
@@ -96,7 +95,7 @@ def _character_boundary(raw: bytes) -> int:
 
 
 def text_files_under(folder: Path) -> list[Path]:
-    """Every text file in the folder and below it, hidden ones left out, in a fixed order."""
+    """Return every text file in the folder and below it, hidden ones left out, in a fixed order."""
     return sorted(
         path
         for path in folder.rglob("*")
@@ -125,7 +124,7 @@ logger = logging.getLogger("deepenough")
 
 
 def read_input_lines(file: str | None) -> Iterator[str]:
-    """The lines of a file, or of standard input, without their ends."""
+    """Yield the lines of a file, or of standard input, without their ends."""
     if file is None:
         yield from _decoded(sys.stdin.buffer, "standard input")
         return
@@ -137,7 +136,7 @@ def read_input_lines(file: str | None) -> Iterator[str]:
 
 
 def _decoded(lines: Iterable[bytes], name: str) -> Iterator[str]:
-    """One for every line, whatever stands in it; what is no UTF-8 is replaced, and told once."""
+    """Yield each line decoded; what is no UTF-8 is replaced, with one warning."""
     told = False
     for number, raw in enumerate(lines, start=1):
         if number == 1:

@@ -46,7 +46,7 @@ NUM_TRAINING_THREADS = 4
 def load_tokenizer(
     path: str | os.PathLike[str], lowercase: bool = False
 ) -> PreTrainedTokenizerBase:
-    """A SentencePiece `.model` file, its ids kept, or a folder that `AutoTokenizer` loads.
+    """Return a SentencePiece `.model` file, its ids kept, or a folder that `AutoTokenizer` loads.
 
     A relative path is tried as given, then under `$DEEPENOUGH_DATA`; what is no path is tried as a
     hub name.
@@ -156,7 +156,7 @@ def _sample(lines: Iterable[str]) -> list[str]:
 
 
 def _stretches(lines: Iterable[str]) -> Iterator[str]:
-    """The lines as training takes them: of bounded length, and none that it would skip."""
+    """Yield the lines as training takes them: of bounded length, and none that it would skip."""
     for line in lines:
         # SentencePiece skips a sentence with a tab in it; tabs are left to byte fallback.
         line = line.replace("\t", " ").replace(SPACE, STAND_IN)
@@ -218,6 +218,7 @@ class SentencePieceEncoder:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
 
     def __call__(self, lines: list[str]) -> list[list[int]]:
+        """Return the ids of each line."""
         if self.lowercase:
             lines = [lower(line) for line in lines]
         if self._escape:
@@ -227,7 +228,7 @@ class SentencePieceEncoder:
 
 
 def num_cores() -> int:
-    """The cores this process may use."""
+    """Return the cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -245,7 +246,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """A function from lines to their ids, special tokens not added."""
+    """Return a function from lines to their ids, special tokens not added."""
     encoder: Encoder | None = getattr(tokenizer, ATTRIBUTE, None)
     if encoder is not None:
         return encoder
@@ -260,7 +261,7 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
 
 
 def lowers_case(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer's first step is to lower the case of its text."""
+    """Return whether the tokenizer's first step is to lower the case of its text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.normalizer is None:
         return False

@@ -62,6 +62,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, folder: Path) -> TokenFile:
+        """Return the token file in a folder; a damaged one is refused."""
         damaged = UserError(f"The token file in {folder} is damaged: delete that folder.")
         try:
             counts = Counts(**json.loads((folder / COUNTS_FILE).read_text("utf-8")))
@@ -74,7 +75,7 @@ class TokenFile:
 
     @property
     def ids(self) -> npt.NDArray[np.unsignedinteger]:
-        """The ids, mapped from disk and read-only."""
+        """Return the ids, mapped from disk and read-only."""
         return np.memmap(self.folder / IDS_FILE, dtype=id_type(self.vocab_size), mode="r")
 
     def __len__(self) -> int:
@@ -82,6 +83,7 @@ class TokenFile:
 
     @property
     def vocab_size(self) -> int:
+        """Return the size of the vocabulary that the ids are of."""
         return self.counts.vocab_size
 
     @property
@@ -95,7 +97,7 @@ class TokenFile:
         return self.counts.num_bytes
 
     def vocab_counts(self) -> npt.NDArray[np.int64]:
-        """How often each id occurs, in blocks so that the file is never in memory whole."""
+        """Return how often each id occurs, in blocks so that the file is never in memory whole."""
         ids, total = self.ids, np.zeros(self.vocab_size, dtype=np.int64)
         for start in range(0, len(ids), COUNT_BLOCK):
             total += np.bincount(ids[start : start + COUNT_BLOCK], minlength=self.vocab_size)
@@ -103,6 +105,7 @@ class TokenFile:
 
 
 def id_type(vocab_size: int) -> type[np.unsignedinteger]:
+    """Return the smallest type that holds every id of a vocabulary."""
     return np.uint16 if vocab_size < 1 << 16 else np.uint32
 
 
@@ -114,7 +117,7 @@ def token_file(
     end_of_line: bool = True,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> TokenFile:
-    """The tokens of a split: from the cache, or encoded now."""
+    """Return the tokens of a split: from the cache, or encoded now."""
     eos = tokenizer.eos_token_id if end_of_line else None
     if end_of_line and eos is None:
         raise UserError(
@@ -127,7 +130,7 @@ def token_file(
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all that decides a tokenizer's ids; the same after saving and loading."""
+    """Return a hash of all that decides a tokenizer's ids; the same after saving and loading."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         # Not the whole state: calls with padding or truncation are remembered in it.
@@ -195,7 +198,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class ContextBatches:
-    """A sequence of `{"input_ids": [b, S], "labels": [b, S]}`, `b` being this rank's lanes.
+    """A sequence of `{"input_ids": [b, S], "labels": [b, S]}`, `b` being this rank's streams.
 
     `labels[:, i]` is the token after `input_ids[:, i]`: they are shifted already.
     """
@@ -215,7 +218,7 @@ class ContextBatches:
             )
         if batch_size % world_size:
             raise UserError(
-                f"A batch of {batch_size} lanes cannot be shared by {world_size} processes: "
+                f"A batch of {batch_size} streams cannot be shared by {world_size} processes: "
                 f"make batch_size a multiple of {world_size}."
             )
         self.num_batches = max(len(ids) - 1, 0) // (batch_size * length)
@@ -229,9 +232,9 @@ class ContextBatches:
         used = batch_size * self.num_batches * length
         # Views of the mapped file: nothing is read before a batch is asked for.
         share = batch_size // world_size
-        lanes = slice(rank * share, (rank + 1) * share)
-        self._inputs = ids[:used].reshape(batch_size, -1)[lanes]
-        self._labels = ids[1 : used + 1].reshape(batch_size, -1)[lanes]
+        streams = slice(rank * share, (rank + 1) * share)
+        self._inputs = ids[:used].reshape(batch_size, -1)[streams]
+        self._labels = ids[1 : used + 1].reshape(batch_size, -1)[streams]
         self.num_dropped = len(ids) - used - 1
         """Tokens at the end that are neither input nor label."""
 
@@ -252,5 +255,5 @@ class ContextBatches:
         return self.iter_from(0)
 
     def iter_from(self, t: int) -> Iterator[Batch]:
-        """The batches from `t` on, to continue a run where it stopped."""
+        """Yield the batches from `t` on, to continue a run where it stopped."""
         return (self[i] for i in range(t, len(self)))

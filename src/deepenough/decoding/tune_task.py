@@ -33,7 +33,7 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.runs import RunFolder, read_records
 from deepenough.training.config import TrainingConfig, seed_at
-from deepenough.training.task import BatchLoss, PlainTask
+from deepenough.training.task import BatchLoss, Task
 
 HEAD = "head"
 
@@ -111,7 +111,7 @@ class Guess(NamedTuple):
     states_BTD: Tensor
 
 
-class DraftTask(PlainTask, ABC):
+class DraftTask(Task, ABC):
     """What is common to all that learn to draft from one batch of texts after another."""
 
     unit = "positions"

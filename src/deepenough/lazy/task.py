@@ -22,7 +22,7 @@ from deepenough.lazy import LazyTransformerConfig, LazyTransformerForConditional
 from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import from_all, place_among
 from deepenough.training.logging import without_bars
-from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
+from deepenough.training.task import WEIGHTS, BatchLoss, Task
 
 # What decides the weights of a model; the rest of its config can be changed at any time.
 MODEL_IDENTITY = (
@@ -32,7 +32,7 @@ MODEL_IDENTITY = (
 )  # fmt: skip
 
 
-class PairsTask(PlainTask, ABC):
+class PairsTask(Task, ABC):
     unit = "tokens"
 
     def __init__(

@@ -55,7 +55,7 @@ from deepenough.runs import Record, RunFolder, append_record, read_records
 from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.logging import without_bars
-from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
+from deepenough.training.task import WEIGHTS, BatchLoss, Task
 from deepenough.training.trainer import check_folder, training
 
 DIFFICULTY = "parity"
@@ -347,9 +347,7 @@ def _record_difficulty(task: ParityTask, run: RunFolder) -> None:
         append_record(run.metrics, Record(train.steps, DIFFICULTY, band))
 
 
-class ParityTask(PlainTask):
-    """Parity as a task of the training loop."""
-
+class ParityTask(Task):
     unit = "inputs"
 
     def __init__(

@@ -15,14 +15,14 @@ from deepenough.shortcut.shortlist import HeadOfWords, Shortlist, Words
 from deepenough.shortcut.tune_states import Positions, Source
 from deepenough.shortcut.tuned_maps import Logits, TunedMaps, divergences
 from deepenough.training.config import TrainingConfig, seed_at
-from deepenough.training.task import BatchLoss, PlainTask
+from deepenough.training.task import BatchLoss, Task
 
 MAPS = "maps"
 _ROWS = 128
 """Positions that are projected to the whole vocabulary at once."""
 
 
-class TuneTask(PlainTask):
+class TuneTask(Task):
     phase = MAPS
     unit = "positions"
 

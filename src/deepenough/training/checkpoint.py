@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from deepenough.artifacts import atomic_path
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder
-from deepenough.training.distributed import all_lanes, on_main, own_lanes
+from deepenough.training.distributed import all_streams, on_main, own_streams
 from deepenough.training.logging import Meter
 from deepenough.training.task import Task
 
@@ -34,11 +34,13 @@ _STATE = "state.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """The state of a training after a step, as it stands on disk."""
+
     step: int
     model: dict[str, Tensor]
     optimizers: dict[str, Tensor]
     task: dict[str, Tensor]
-    """State that follows the data, all lanes of it."""
+    """State that follows the data, all streams of it."""
     values: dict[str, Any]
     """Small things: what the run is about, and what it has counted."""
 
@@ -73,7 +75,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def load_last(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that can be read, and the names of newer ones that cannot.
+    """Return the newest checkpoint that can be read, and the names of newer ones that cannot.
 
     A UserError if there are checkpoints but none is readable.
     """
@@ -92,7 +94,7 @@ def load_last(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def list_names(folder: Path) -> list[str]:
-    """The checkpoints that are there, oldest first."""
+    """Return the checkpoints that are there, oldest first."""
     if not folder.is_dir():
         return []
     names = (entry.name for entry in folder.iterdir())
@@ -124,13 +126,13 @@ def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _remove_partial(folder: Path) -> None:
-    """What a kill or a full disk has left of a checkpoint."""
+    """Delete what a kill or a full disk has left of a checkpoint."""
     for partial in folder.glob(f"{_PREFIX}*.tmp"):
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def optimizer_tensors(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """An optimiser's state as named tensors: `name.parameter.key`."""
+    """Return an optimiser's state as named tensors: `name.parameter.key`."""
     return {
         f"{name}.{index}.{key}": torch.as_tensor(value)
         for index, state in optimizer.state_dict()["state"].items()
@@ -141,6 +143,7 @@ def optimizer_tensors(name: str, optimizer: torch.optim.Optimizer) -> dict[str, 
 def restore_optimizer(
     name: str, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
 ) -> None:
+    """Load an optimiser's state from the tensors that `optimizer_tensors` named."""
     state: dict[int, dict[str, Tensor]] = {}
     for full_name, value in tensors.items():
         owner, index, key = full_name.split(".", 2)
@@ -155,6 +158,8 @@ log = logging.getLogger("deepenough")
 
 @dataclass
 class TrainingState:
+    """The whole state of a training, saved and restored over all its processes."""
+
     run: RunFolder
     accelerator: Accelerator
     task: Task
@@ -163,14 +168,15 @@ class TrainingState:
     meter: Meter
 
     def save(self, step: int, keep: int) -> None:
-        lanes = all_lanes(self.accelerator, self.task.state())
+        """Write a checkpoint and delete all but the last `keep`."""
+        streams = all_streams(self.accelerator, self.task.state())
 
         def write() -> None:
             tensors: dict[str, Tensor] = {}
             for phase, optimizer in self.optimizers.items():
                 tensors |= optimizer_tensors(phase, optimizer)
             values = {"run": self.task.identity(), "meter": asdict(self.meter)}
-            content = Checkpoint(step, dict(self.model.state_dict()), tensors, lanes, values)
+            content = Checkpoint(step, dict(self.model.state_dict()), tensors, streams, values)
             save(self.run.checkpoints, content, keep)
 
         on_main(self.accelerator, write)
@@ -194,13 +200,13 @@ class TrainingState:
         for phase, optimizer in self.optimizers.items():
             restore_optimizer(phase, optimizer, found.optimizers)
         self.meter.load(found.values["meter"])
-        self.task.load_state(own_lanes(self.accelerator, found.task))
+        self.task.load_state(own_streams(self.accelerator, found.task))
         log.info("going on from step %d", step)
         return step
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], run: RunFolder) -> None:
-    """A UserError that names the first setting in which a checkpoint and a run differ."""
+    """Refuse a checkpoint of other settings, naming the first in which it and the run differ."""
     before, now = _flatten(saved), _flatten(current)
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key]:

@@ -13,7 +13,7 @@ from deepenough.errors import UserError
 
 @dataclass
 class TrainingConfig:
-    """Training"""
+    """Settings of the training loop."""
 
     steps: int = bounded(2000, ge=1)
     """Optimiser steps."""
@@ -69,11 +69,11 @@ class TrainingConfig:
             raise UserError(f"train.betas must be two numbers: got {self.betas}.")
 
     def for_epochs(self, epochs: float, batches: int) -> TrainingConfig:
-        """With as many steps as so many rounds over the batches of an epoch take."""
+        """Return with as many steps as so many rounds over the batches of an epoch take."""
         return replace(self, steps=max(1, math.ceil(epochs * batches / self.accumulate)))
 
     def identity(self) -> dict[str, Any]:
-        """What a run must share with the checkpoint that it goes on from.
+        """Return what a run must share with the checkpoint that it goes on from.
 
         Not the learning rate and its clipping: both may be lowered to get past a divergence.
         """
@@ -124,6 +124,6 @@ def tau_at(kind: str, start: float, end: float, progress: float) -> float:
 
 
 def seed_at(*place: int | str) -> int:
-    """A seed for a place in a run, such as (seed, step, process)."""
+    """Return a seed for a place in a run, such as (seed, step, process)."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # torch takes signed numbers

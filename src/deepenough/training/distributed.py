@@ -30,7 +30,7 @@ _PATIENCE = timedelta(hours=12)
 
 
 def make_accelerator(settings: TrainingConfig, may_skip: bool = True) -> Accelerator:
-    """Processes, device and precision, from the environment and the settings.
+    """Return an accelerator: processes, device and precision from environment and settings.
 
     `may_skip` says that a batch may leave weights unused: a cluster of the adaptive softmax that no
     token falls into, the branches of a block that has been closed.
@@ -65,8 +65,11 @@ _BF16_PRODUCT = "import torch; x = torch.ones(64, 64).bfloat16(); print(float((x
 
 
 def _check_bf16() -> None:
-    """Refuse bf16 where it would kill the process, as on virtual machines that announce AMX but do
-    not let it be used; hence tried in a process of its own."""
+    """Refuse bf16 where it would kill the process.
+
+    Some virtual machines announce AMX but do not let it be used, so a product is tried in a process
+    of its own.
+    """
     tried = subprocess.run([sys.executable, "-c", _BF16_PRODUCT], capture_output=True, text=True)
     if tried.stdout.strip() != "64.0":
         raise UserError(
@@ -76,14 +79,14 @@ def _check_bf16() -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this is the first process, where there need not be an accelerator."""
+    """Return whether this is the first process, where there need not be an accelerator."""
     if torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """What `function` returns in the first process, or the UserError it raises, for all of them.
+    """Run `function` in the first process and return its result, or raise its UserError, in all.
 
     The result must be something that JSON can say.
     """
@@ -103,7 +106,7 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
 
 
 def from_all(accelerator: Accelerator | None, value: T) -> list[T]:
-    """What every process gives, in their order, for all of them; something that JSON can say."""
+    """Return what each process gives (something that JSON can hold), in their order, in all."""
     if accelerator is None or accelerator.num_processes == 1:
         return [value]
     own = json.dumps(value).encode()
@@ -112,7 +115,7 @@ def from_all(accelerator: Accelerator | None, value: T) -> list[T]:
 
 
 def place_among(accelerator: Accelerator | None) -> tuple[int, int]:
-    """This process's number, and how many there are."""
+    """Return this process's number, and how many processes there are."""
     if accelerator is None:
         return 0, 1
     return accelerator.process_index, accelerator.num_processes
@@ -130,20 +133,20 @@ def _broadcast(content: bytes, accelerator: Accelerator, sender: int = 0) -> byt
 
 
 def mean_over(accelerator: Accelerator, value: Tensor) -> float:
-    """The mean of a number over all processes."""
+    """Return the mean of a number over all processes."""
     if accelerator.num_processes > 1:
         value = accelerator.reduce(value, reduction="mean")
     return float(value)
 
 
-def all_lanes(accelerator: Accelerator, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The lanes (first axis) of all processes in their order, from each one's own."""
+def all_streams(accelerator: Accelerator, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the streams (first axis) of all processes in their order, from each one's own."""
     if accelerator.num_processes == 1:
         return dict(state)
-    return {name: accelerator.gather(lanes.contiguous()) for name, lanes in state.items()}
+    return {name: accelerator.gather(streams.contiguous()) for name, streams in state.items()}
 
 
-def own_lanes(accelerator: Accelerator, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This process's lanes of all."""
+def own_streams(accelerator: Accelerator, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return this process's streams out of those of all processes."""
     rank, world = accelerator.process_index, accelerator.num_processes
-    return {name: lanes.chunk(world)[rank] for name, lanes in state.items()}
+    return {name: streams.chunk(world)[rank] for name, streams in state.items()}

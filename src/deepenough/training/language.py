@@ -33,7 +33,7 @@ from deepenough.trace import DepthTrace
 from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import place_among
 from deepenough.training.logging import without_bars
-from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
+from deepenough.training.task import WEIGHTS, BatchLoss, Task
 
 Memories = tuple[Tensor | None, ...]
 """What each layer keeps of the text so far, streams first; None for a layer that keeps nothing."""
@@ -50,7 +50,7 @@ class LanguageOutput(Protocol):
     """Which layers ran and what that cost, in evaluation mode."""
 
 
-class LanguageTask(PlainTask):
+class LanguageTask(Task):
     """Next-token prediction over streams of text, memory carried from batch to batch."""
 
     unit = "tokens"

@@ -30,6 +30,8 @@ log = logging.getLogger("deepenough")
 
 
 class Recorder:
+    """Write measurements to `metrics.jsonl`, TensorBoard and the log; nothing where disabled."""
+
     def __init__(self, run: RunFolder, enabled: bool) -> None:
         self.run, self.enabled = run, enabled
         self._metrics: Metrics | None = None
@@ -47,6 +49,7 @@ class Recorder:
                 raise _unwritable(self.run, error) from error
 
     def record(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """Write one record everywhere."""
         if self._metrics is None:
             return
         self._metrics.append(Record(step, kind, values))
@@ -100,13 +103,14 @@ class Meter:
     seconds: float = 0.0
 
     def add(self, loss: float, units: int, seconds: float) -> None:
+        """Count one step."""
         self.loss += loss
         self.steps += 1
         self.units += units
         self.seconds += seconds
 
     def take(self) -> dict[str, float]:
-        """The values for a record; counting begins anew."""
+        """Return the values for a record; counting begins anew."""
         loss = self.loss / self.steps
         values = {
             "loss": loss,
@@ -117,13 +121,18 @@ class Meter:
         return values
 
     def load(self, state: dict[str, Any]) -> None:
+        """Take up the counts of a checkpoint."""
         self.loss, self.steps = state["loss"], state["steps"]
         self.units, self.seconds = state["units"], state["seconds"]
 
 
 class EventFile:
+    """A TensorBoard event file, each event written at once.
+
+    What older files of the folder say of `first_step` and later is hidden.
+    """
+
     def __init__(self, folder: Path, first_step: int) -> None:
-        """A new file in the folder; what older ones say of `first_step` and later is hidden."""
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
@@ -133,10 +142,12 @@ class EventFile:
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
+        """Write the scalars of one step."""
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._write(Event(step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _write(self, event: Event) -> None:
@@ -146,7 +157,7 @@ class EventFile:
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk ends a run in a sentence about its records, not in traces from here."""
+        """Say nothing: a full disk ends a run with a sentence about its records."""
 
 
 @contextlib.contextmanager

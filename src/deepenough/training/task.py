@@ -1,10 +1,11 @@
-"""What a method tells the training loop."""
+"""`Task`: what a method tells the training loop."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -23,68 +24,59 @@ class BatchLoss(NamedTuple):
     """Tokens or examples in the batch."""
 
 
-class Task(Protocol):
-    unit: str
-    """What is counted, for the progress bar: tokens, examples."""
+class Task(ABC):
+    """A model, its data and its loss, as the training loop needs them.
 
-    @property
-    def model(self) -> nn.Module: ...
-
-    def parameters(self) -> dict[str, list[dict[str, Any]]]:
-        """The parameter groups of every optimiser; `lr_scale` scales the learning rate of one."""
-
-    def begin_step(self, step: int) -> None: ...
-
-    def phases(self, step: int) -> Sequence[str]:
-        """The optimisers that make this step, in order; the first one's loss is recorded."""
-
-    def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
-        """Loss on one batch; `micro` counts the batches of the step."""
-
-    def end_step(self) -> None: ...
-
-    def train_values(self) -> dict[str, Any]:
-        """What to record beside the loss."""
-
-    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
-        """Quality on a split; nothing where there is no such split."""
-
-    def state(self) -> dict[str, Tensor]:
-        """What follows the data, lane by lane (first axis), so that it can be dealt out anew."""
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """The same for this process's lanes, after the model's state has been loaded."""
-
-    def identity(self) -> dict[str, Any]:
-        """What must not change between a checkpoint and the run that goes on from it."""
-
-    def save(self, folder: Path) -> None:
-        """Write the model in its final form."""
-
-
-class PlainTask:
-    """What most tasks answer: one optimiser, nothing between steps, nothing that follows the data.
-
-    A task says otherwise where it is otherwise.
+    What most tasks have in common is answered here: one optimiser that decays matrices and not
+    vectors, nothing to do between steps, no state that follows the data.
     """
 
+    unit: str
+    """What the progress bar counts: tokens, examples."""
+    model: nn.Module
     phase = WEIGHTS
     """Name of the one optimiser."""
 
-    def begin_step(self, step: int) -> None:
-        pass
+    def parameters(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the parameter groups of each optimiser; `lr_scale` scales a group's rate."""
+        own = list(self.model.parameters())
+        matrices = {"params": [p for p in own if p.dim() > 1]}
+        vectors = {"params": [p for p in own if p.dim() <= 1], "weight_decay": 0.0}
+        return {self.phase: [matrices, vectors]}
+
+    def begin_step(self, step: int) -> None:  # noqa: B027 - most tasks need not
+        """Prepare for a step, such as by following a schedule."""
 
     def phases(self, step: int) -> Sequence[str]:
+        """Return the optimisers that make this step, in order; the first one's loss is recorded."""
         return (self.phase,)
 
-    def end_step(self) -> None:
-        pass
+    @abstractmethod
+    def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        """Return the loss on one batch; `micro` counts the batches of the step."""
+
+    def end_step(self) -> None:  # noqa: B027 - as above
+        """Do what follows a step."""
 
     def train_values(self) -> dict[str, Any]:
+        """Return what to record beside the loss."""
         return {}
+
+    @abstractmethod
+    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+        """Return the quality on a split, nothing where there is no such split."""
 
     def state(self) -> dict[str, Tensor]:
+        """Return the state that follows the data, stream by stream along the first axis."""
         return {}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        pass
+    def load_state(self, state: dict[str, Tensor]) -> None:  # noqa: B027 - as above
+        """Take up the state of this process's streams; the model's weights are loaded before."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """Return what must not change between a checkpoint and the run that goes on from it."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the model in its final form."""

@@ -39,6 +39,8 @@ from deepenough.training.task import Task
 
 
 class StepResult(NamedTuple):
+    """Loss and gradient norm of one optimiser step."""
+
     loss: float
     grad_norm: float
     units: int
@@ -46,7 +48,7 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """`resume()` first, which changes nothing on disk if it refuses; then `fit()`."""
+    """The loop: `resume()` first, which changes nothing on disk if it refuses, then `fit()`."""
 
     def __init__(
         self, task: Task, settings: TrainingConfig, run: RunFolder, accelerator: Accelerator
@@ -89,7 +91,7 @@ class Trainer:
             self._finish()
 
     def _after(self, done: int, result: StepResult) -> None:
-        """What is due after so many steps: records, validation, a checkpoint."""
+        """Record, validate and save a checkpoint where it is due after `done` steps."""
         settings, last = self.settings, done == self.settings.steps
         if done % settings.log_every == 0 or last:
             values = self.meter.take()
@@ -103,7 +105,7 @@ class Trainer:
             self.state.save(done, settings.keep)
 
     def _step(self, step: int) -> StepResult:
-        """One step of every phase due; the first one's result."""
+        """Return one step of every phase due; the first one's result."""
         self.task.begin_step(step)
         results = [self._phase(step, phase) for phase in self.task.phases(step)]
         self.task.end_step()
@@ -150,7 +152,7 @@ class Trainer:
         self.recorder.record(step, split, values)
 
     def _check_weights(self, step: int) -> None:
-        """A checkpoint from which nothing can go on must not replace one that is good."""
+        """Refuse weights that are not finite: no such checkpoint may replace a good one."""
         if not all(bool(p.isfinite().all()) for p in self.task.model.parameters()):
             raise self._diverged(step, "Weights became infinite")
 
@@ -162,7 +164,7 @@ class Trainer:
         return UserError(f"{what} at step {step}, so training stopped; {advice}")
 
     def _finish(self) -> None:
-        """What follows the last step, as far as an earlier run has not done it."""
+        """Write the model and measure the test split, unless an earlier run has done so."""
         steps = self.settings.steps
         if not on_main(self.accelerator, lambda: self.run.model.exists()):
             on_main(self.accelerator, lambda: _write_model(self.task, self.run.model))
@@ -187,7 +189,7 @@ def _has_record(run: RunFolder, step: int, kind: str) -> bool:
 
 
 def _write_model(task: Task, folder: Path) -> None:
-    """The model's folder, complete or absent."""
+    """Write the model's folder, whole or not at all."""
     try:
         with atomic_path(folder) as partial:
             task.save(partial)
@@ -227,7 +229,7 @@ def check_folder(run: Any, accelerator: Accelerator) -> None:
 
 @contextlib.contextmanager
 def training(settings: Settings, task: Task, accelerator: Accelerator) -> Iterator[Trainer]:
-    """A trainer in its run folder, ready to begin or to go on."""
+    """Yield a trainer in its run folder, ready to begin or to go on."""
     place = place_of(settings)
     run = RunFolder(Path(place.out))
 
@@ -264,7 +266,7 @@ _NEVER, _HUGE = -1, 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Whether the C library took the hint; elsewhere than on glibc nothing is changed."""
+    """Return whether the C library took the hint; elsewhere than on glibc nothing is changed."""
     if not sys.platform.startswith("linux"):
         return False
     try:
