@@ -44,7 +44,7 @@ from deepenough.runs import RunFolder
 from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.logging import without_bars
-from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
+from deepenough.training.task import WEIGHTS, BatchLoss, Task
 from deepenough.training.trainer import check_folder, training
 
 ALBERT = "albert"
@@ -79,7 +79,7 @@ def train(config: PonderTrainConfig, texts: LabelledTexts | None = None) -> RunF
     return trainer.run
 
 
-class ClassificationTask(PlainTask):
+class ClassificationTask(Task):
     """Classification of texts as a task of the training loop."""
 
     unit = "examples"
