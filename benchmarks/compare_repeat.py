@@ -22,7 +22,8 @@ from deepenough.compare.config import CompareConfig
 from deepenough.compare.frontier import compare
 from deepenough.config import resolve
 from deepenough.measurement import Interval
-from deepenough.par.training import ParTraining, train
+from deepenough.par.config import ParTrainConfig
+from deepenough.par.training import train
 
 MODEL = {
     "data.vocab_size": 2000,
@@ -46,7 +47,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = str(Path(folder) / "run")
-        train(resolve(ParTraining, overrides={"run.folder": run, **MODEL}))
+        train(resolve(ParTrainConfig, overrides={"run.folder": run, **MODEL}))
         first, second = (measured(run, Path(folder) / f"out{seed}", seed) for seed in (0, 1))
     pairs = list(zip(first["points"], second["points"], strict=True))
     assert all(a["quality"] == b["quality"] for a, b in pairs), "quality is no matter of chance"

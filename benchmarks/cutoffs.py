@@ -1,14 +1,12 @@
-"""Optimal cutoffs: how long the exact solver takes, and what measured cutoffs save.
+"""Optimal cutoffs: how long the exact solver takes.
 
     python benchmarks/cutoffs.py [--save]
 
-Three things, all measured in this run:
+Two things, all measured in this run:
 
 - the solver on a 12,000-word vocabulary (WikiText-2 with its tokenizer where $DEEPENOUGH_DATA has
   them, else a Zipf law) and on a million words of a Zipf law, with 3 and 10 clusters;
-- the plain O(K N^2) loop beside it on small vocabularies, results compared, to show how each grows;
-- a training step of torch's adaptive softmax with the cutoffs that were chosen by measuring, those
-  that minimise size x mass, and a full softmax, taking turns.
+- the plain O(K N^2) loop beside it on small vocabularies, results compared, to show how each grows.
 
 `--save` writes benchmarks/results/cutoffs.json.
 """
@@ -23,15 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from record import save_result
 
-from deepenough.nn.cutoff_choice import choose_cutoffs
 from deepenough.nn.cutoffs import Partition, optimal_cutoffs, optimal_cutoffs_ref
-from deepenough.nn.softmax_cost import LayerShape
-from deepenough.nn.softmax_time import time_partitions
-
-SHAPE = LayerShape(d_model=128, div_value=4.0, batch_tokens=1024)
 
 
 def main() -> None:
@@ -42,7 +34,6 @@ def main() -> None:
     results: dict[str, Any] = {
         "solver": solver_times({name: words, "Zipf": zipf(1_000_000)}),
         "growth": growth(),
-        "layer": {"vocabulary": name, **vars(SHAPE), "steps": layer_times(words)},
     }
     save_result("cutoffs", results, save)
 
@@ -75,27 +66,6 @@ def growth() -> list[dict[str, Any]]:
             raise AssertionError(f"the solvers disagree: {found} and {expected}")
         print(f"  {size:>5} words: {fast:.5f} s against {plain:.3f} s, {plain / fast:,.0f} times")
         rows.append({"words": size, "seconds": fast, "plain_loop_seconds": plain})
-    return rows
-
-
-def layer_times(words: np.ndarray) -> list[dict[str, Any]]:
-    print(f"Training step of the layer, {SHAPE}, {torch.get_num_threads()} threads")
-    choice = choose_cutoffs(words, SHAPE)
-    layers = {"chosen by measuring": choice.best.cutoffs, "full softmax": []}
-    for candidate in choice.candidates:
-        if candidate.cutoffs and candidate is not choice.best:
-            name = f"{candidate.best_for}, {len(candidate.cutoffs) + 1} clusters"
-            layers[name] = candidate.cutoffs
-    times = time_partitions(words, list(layers.values()), SHAPE)
-    chosen = times[0]
-    rows = []
-    for (name, cutoffs), seconds in zip(layers.items(), times, strict=True):
-        fitted = choice.cost.seconds(words, cutoffs)
-        print(
-            f"  {name:26} {cutoffs!s:22} {1e3 * seconds:8.2f} ms (fitted {1e3 * fitted:.2f}), "
-            f"{seconds / chosen:.2f} times the chosen one"
-        )
-        rows.append({"layer": name, "cutoffs": cutoffs, "seconds": seconds, "fitted": fitted})
     return rows
 
 

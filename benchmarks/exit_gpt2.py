@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from deepenough.data import DatasetConfig, prepare
+from deepenough.data.config import DatasetConfig
+from deepenough.data.prepare import prepare
 from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.language import LanguageTask

@@ -33,8 +33,9 @@ from exit_prompts import end_tokens, new_tokens_of, options_of, padded
 from record import save_result
 from torch import Tensor
 
-from deepenough.data import open_corpus
-from deepenough.decoding.api import speculate
+from deepenough.data.corpus import open_corpus
+from deepenough.decoding.accelerate import accelerate
+from deepenough.decoding.carry import INDEX, Carry
 from deepenough.decoding.carry_fit import fit_carry
 from deepenough.decoding.drafters import INDEX, LinearDrafter
 from deepenough.decoding.engine import make_engine

@@ -44,7 +44,7 @@ from deepenough.lazy.evaluation import (
 )
 from deepenough.lazy.task import plain_loss
 from deepenough.lazy.translate_score import SearchSettings, bleu, translate_pairs
-from deepenough.nn.dropout import Dropout
+from deepenough.nn.layers import Dropout
 
 TEST = "test_2016_flickr"
 TESTS = (TEST, "test_2017_flickr", "test_2017_mscoco", "test_2018_flickr")

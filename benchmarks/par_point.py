@@ -24,11 +24,11 @@ import torch
 from record import RESULTS, save_result
 
 from deepenough.config import resolve
-from deepenough.par import ParForCausalLM
+from deepenough.par.config import ParSearchConfig, ParTrainConfig, interleaved
 from deepenough.par.evaluation import evaluate
-from deepenough.par.latency import forward_function, interleaved_best
-from deepenough.par.pattern import interleaved
-from deepenough.par.training import ParSearch, ParTraining, derive_run, search, train
+from deepenough.par.modeling import ParForCausalLM
+from deepenough.par.search import forward_function, interleaved_best
+from deepenough.par.training import derive_run, search, train
 from deepenough.report import plot_frontier
 from deepenough.runs import RunFolder, read_records
 
@@ -55,8 +55,8 @@ def main() -> None:
         measure_all(arguments)
 
 
-def settings_of(arguments: argparse.Namespace) -> ParSearch:
-    settings = resolve(ParSearch, str(CONFIG))
+def settings_of(arguments: argparse.Namespace) -> ParSearchConfig:
+    settings = resolve(ParSearchConfig, str(CONFIG))
     settings.data = replace(settings.data, cache=arguments.cache)
     return settings
 
@@ -72,7 +72,7 @@ def train_all(arguments: argparse.Namespace) -> None:
         train_pattern(arguments, each, seed=0)
 
 
-def find_pattern(folder: Path, settings: ParSearch) -> str:
+def find_pattern(folder: Path, settings: ParSearchConfig) -> str:
     if (folder / "model").exists():
         found = derive_run(RunFolder.open(folder), settings.search.budget, settings.search.spend)
     else:
@@ -92,7 +92,7 @@ def train_pattern(arguments: argparse.Namespace, pattern: str, seed: int) -> Non
         steps = replace(
             settings.train, seed=seed, steps=STEPS, valid_every=STEPS, save_every=STEPS // 2
         )
-        train(ParTraining(run=run, data=data, model=model, train=steps))
+        train(ParTrainConfig(run=run, data=data, model=model, train=steps))
     if not (folder / EVALUATED).exists():
         data = replace(data, length=USED)
         values = evaluate(str(folder), data, "valid", mem_len=USED)

@@ -25,7 +25,7 @@ from record import save_result
 from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
-from deepenough.par.latency import interleaved_best
+from deepenough.par.search import interleaved_best
 from deepenough.ponder import (
     PonderAlbertConfig,
     PonderAlbertForSequenceClassification,

@@ -20,7 +20,9 @@ from typing import Any
 
 from record import save_result
 
-from deepenough.data import TokenFile, load_tokenizer, open_corpus, token_file
+from deepenough.data.corpus import open_corpus
+from deepenough.data.tokenizer import load_tokenizer
+from deepenough.data.tokens import TokenFile, token_file
 
 BAR_SECONDS = 15.0
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from record import save_result
 
-from deepenough.data import open_corpus
+from deepenough.data.corpus import open_corpus
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.loading import load
 from deepenough.shortcut.modeling import Shortcuts

@@ -19,7 +19,7 @@ from typing import Any
 
 from record import save_result
 
-from deepenough.data import open_corpus
+from deepenough.data.corpus import open_corpus
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load
 from deepenough.runs import Metrics, RunFolder

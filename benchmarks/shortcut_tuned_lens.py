@@ -29,7 +29,7 @@ import torch
 from record import save_result
 from transformers import PreTrainedModel
 
-from deepenough.data import open_corpus
+from deepenough.data.corpus import open_corpus
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.loading import load
 from deepenough.shortcut.evaluation import evaluate

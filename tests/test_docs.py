@@ -194,10 +194,10 @@ def test_every_option_of_the_method_is_documented() -> None:
     page = ROOT / "docs" / "par.md"
     if not page.exists():
         pytest.skip("there is no docs/par.md")
-    from deepenough.par.training import ParSearch
+    from deepenough.par.config import ParSearchConfig
 
     text = page.read_text("utf-8")
-    names = [option.name for option in options(ParSearch)]
+    names = [option.name for option in options(ParSearchConfig)]
     own = [name for name in names if name.startswith(("model.", "search."))]
     assert len(own) > 20
     assert [name for name in own if f"`{name}`" not in text] == []

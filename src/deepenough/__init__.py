@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         LazyTransformerForConditionalGeneration as LazyTransformerForConditionalGeneration,
     )
     from deepenough.lazy import LazyTransition as LazyTransition
-    from deepenough.par import ParConfig as ParConfig
-    from deepenough.par import ParForCausalLM as ParForCausalLM
+    from deepenough.par.modeling import ParConfig as ParConfig
+    from deepenough.par.modeling import ParForCausalLM as ParForCausalLM
     from deepenough.ponder import PonderAlbertConfig as PonderAlbertConfig
     from deepenough.ponder import (
         PonderAlbertForSequenceClassification as PonderAlbertForSequenceClassification,
@@ -97,12 +97,8 @@ _MODULES = {
     "LazyTransformerForCausalLM": "deepenough.lazy",
     "LazyTransformerForConditionalGeneration": "deepenough.lazy",
     "LazyTransition": "deepenough.lazy",
-    "LinearDrafter": "deepenough.decoding.drafters",
-    "LookupDrafter": "deepenough.decoding.drafters",
-    "LowEntropy": "deepenough.decoding.early_exit",
-    "ParConfig": "deepenough.par",
-    "ParForCausalLM": "deepenough.par",
-    "Patience": "deepenough.decoding.early_exit",
+    "ParConfig": "deepenough.par.modeling",
+    "ParForCausalLM": "deepenough.par.modeling",
     "PonderAlbertConfig": "deepenough.ponder",
     "PonderAlbertForSequenceClassification": "deepenough.ponder",
     "PonderEncoderConfig": "deepenough.ponder",

@@ -30,7 +30,7 @@ from deepenough.lazy.programs_tokens import character_tokenizer
 from deepenough.lazy.programs_training import ProgramTraining
 from deepenough.lazy.settings import LazySettings
 from deepenough.lazy.training import LazyTraining, make_model
-from deepenough.par.training import ParTraining
+from deepenough.par.config import ParTrainConfig
 from deepenough.par.training import train as train_par
 from deepenough.ponder.config import PonderTrainConfig
 from deepenough.ponder.training import train as train_ponder
@@ -58,7 +58,7 @@ def language(tmp_path_factory, text_file, shared_cache) -> Path:
         "train.steps": 4,
         "train.warmup": 1,
     }
-    return train_par(resolve(ParTraining, overrides=values)).path
+    return train_par(resolve(ParTrainConfig, overrides=values)).path
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pydoc_data.topics import topics
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from deepenough.data import train_tokenizer
+from deepenough.data.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.data import ContextBatches
+from deepenough.data.tokens import ContextBatches
 from deepenough.errors import UserError
 
 BATCH, LENGTH = st.integers(1, 6), st.integers(1, 7)

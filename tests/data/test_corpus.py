@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.data import open_corpus, text_files
-from deepenough.data.corpus import BLOCK_LINES
+from deepenough.data import text_files
+from deepenough.data.corpus import BLOCK_LINES, open_corpus
 from deepenough.errors import UserError
 
 

@@ -3,9 +3,10 @@
 import pytest
 
 from deepenough import config as settings_module
-from deepenough.data import DatasetConfig, prepare
-from deepenough.data import prepare as prepare_function
 from deepenough.data import tokenizer as training
+from deepenough.data.config import DatasetConfig
+from deepenough.data.prepare import prepare
+from deepenough.data.prepare import prepare as prepare_function
 from deepenough.errors import UserError
 
 

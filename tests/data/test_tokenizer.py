@@ -8,9 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
-from deepenough.data import load_tokenizer, save_tokenizer, train_tokenizer
 from deepenough.data import tokenizer as training
-from deepenough.data.tokenizer import MODEL_FILE, encoder_of, lower, lowers_case
+from deepenough.data.tokenizer import (
+    MODEL_FILE,
+    encoder_of,
+    load_tokenizer,
+    lower,
+    lowers_case,
+    save_tokenizer,
+    train_tokenizer,
+)
 from deepenough.errors import UserError
 
 # U+FDD0 stands for the visible space inside trained tokenizers: the one character they change.

@@ -9,10 +9,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from deepenough.data import Corpus, TokenFile, load_tokenizer, open_corpus, token_file
 from deepenough.data import tokens as tokens_module
-from deepenough.data.tokenizer import encoder_of
-from deepenough.data.tokens import id_type, tokenizer_fingerprint
+from deepenough.data.corpus import Corpus, open_corpus
+from deepenough.data.tokenizer import encoder_of, load_tokenizer
+from deepenough.data.tokens import TokenFile, id_type, token_file, tokenizer_fingerprint
 from deepenough.errors import UserError
 
 LINES = [" The class ", "", "of Éa 日本", "  "]
@@ -146,7 +146,7 @@ MEASURE = """
 
 
 def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path):
-    from deepenough.data import save_tokenizer
+    from deepenough.data.tokenizer import save_tokenizer
 
     save_tokenizer(tokenizer, tmp_path / "t")
     command = [sys.executable, "-c", textwrap.dedent(MEASURE), tmp_path / "t", tmp_path / "cache"]
@@ -157,7 +157,7 @@ def test_memory_does_not_grow_with_the_corpus(tokenizer, tmp_path):
 
 
 def test_two_processes_at_once(tokenizer, prose, tmp_path):
-    from deepenough.data import save_tokenizer
+    from deepenough.data.tokenizer import save_tokenizer
 
     save_tokenizer(tokenizer, tmp_path / "t")
     (tmp_path / "text.txt").write_text("\n".join(prose), encoding="utf-8")

@@ -9,8 +9,9 @@ import torch
 
 from deepenough.config import resolve
 from deepenough.errors import UserError
+from deepenough.par.config import ParSearchConfig
 from deepenough.par.search import SearchTask
-from deepenough.par.training import ParSearch, search
+from deepenough.par.training import search
 from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.trainer import Trainer
@@ -31,7 +32,7 @@ def run(settings: dict[str, Any], stop: int | None = None) -> None:
 
     Trainer._step = interrupted  # type: ignore[method-assign]
     try:
-        search(resolve(ParSearch, None, settings))
+        search(resolve(ParSearchConfig, None, settings))
     except Stopped:
         pass
     finally:
@@ -75,8 +76,10 @@ def said_to(accelerator: Any, settings: dict[str, Any]) -> list[str]:
     said = []
     for action in (
         lambda: on_main(accelerator, refuse),
-        lambda: search(resolve(ParSearch, None, settings)),  # the folder is in use
-        lambda: search(resolve(ParSearch, None, settings | {"dataset.batch_size": 3, "out": "x"})),
+        lambda: search(resolve(ParSearchConfig, None, settings)),  # the folder is in use
+        lambda: search(
+            resolve(ParSearchConfig, None, settings | {"dataset.batch_size": 3, "out": "x"})
+        ),
     ):
         try:
             action()

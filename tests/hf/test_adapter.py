@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.par import ParConfig, ParForCausalLM
+from deepenough.par.modeling import ParConfig, ParForCausalLM
 
 VOCABULARY, WIDTH, LENGTH = 96, 16, 64
 SIZES: dict[str, Any] = {

@@ -26,7 +26,7 @@ from deepenough.errors import UserError
 from deepenough.hf import loading
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load
-from deepenough.par import ParConfig, ParForCausalLM
+from deepenough.par.modeling import ParConfig, ParForCausalLM
 
 SIZES: dict[str, Any] = {"vocab_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
 MASKED = BertConfig(hidden_size=8, intermediate_size=8, max_position_embeddings=16, **SIZES)

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepenough import ParForCausalLM
 from deepenough.__main__ import main
-from deepenough.data import DatasetConfig, prepare
+from deepenough.data.config import DatasetConfig
+from deepenough.data.prepare import prepare
 
 BAR = 4.45
 STEPS = 200

@@ -1,8 +1,10 @@
-"""The fast solver against the plain loop, and both against every partition there is."""
+"""Cutoffs: the solver against the plain loop and every partition; counts; the command."""
 
 import itertools
+import json
 import math
-import time
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -10,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepenough.__main__ import main
 from deepenough.errors import UserError
 from deepenough.nn import cutoffs as solver
 from deepenough.nn.cutoffs import (
-    ClusterCost,
-    cheapest_cutoffs,
     optimal_cutoffs,
     optimal_cutoffs_ref,
     partition_cost,
+    read_counts,
 )
 
 # Few different values make ties, zeros and runs of equal counts the rule.
@@ -73,7 +75,7 @@ def test_fractions_reach_the_same_cost(data):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=7), st.integers(2, 3))
 def test_sorted_intervals_are_best_of_all_partitions(masses, clusters):
-    """Not only of intervals: any assignment of words to clusters costs at least as much."""
+    """Not only of intervals: any assignment of tokens to clusters costs at least as much."""
     clusters = min(clusters, len(masses))
     best = math.inf
     for labels in itertools.product(range(clusters), repeat=len(masses)):
@@ -104,7 +106,7 @@ def test_extreme_numbers_of_clusters():
     assert optimal_cutoffs([7], 1).cutoffs == []
 
 
-def test_equal_and_absent_words():
+def test_equal_and_absent_tokens():
     assert optimal_cutoffs(np.ones(999, dtype=np.int64), 3).cutoffs == [333, 666]
     assert optimal_cutoffs([0, 0, 0, 0], 3) == optimal_cutoffs_ref([0, 0, 0, 0], 3)
     assert optimal_cutoffs([0, 0, 0, 0], 3).cost == 0
@@ -162,40 +164,6 @@ def test_bad_input_is_refused(masses, clusters, words):
             solve(masses, clusters)
 
 
-coefficient = st.floats(0, 10, allow_subnormal=False)
-cluster_cost = st.builds(ClusterCost, coefficient, coefficient, coefficient, coefficient)
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=9).filter(any),
-    cluster_cost,
-    st.lists(cluster_cost, max_size=4),
-)
-def test_given_costs_against_every_partition(masses, head, tails):
-    total = sum(masses)
-    found = cheapest_cutoffs(masses, head, tails)
-    assert len(found) == min(len(tails) + 1, len(masses))
-
-    def cost(cut):
-        bounds = (*cut, len(masses))
-        seconds = head(bounds[0] + len(cut), 1.0)
-        for tail, (i, j) in zip(tails, itertools.pairwise(bounds), strict=False):
-            seconds += tail(j - i, sum(masses[i:j]) / total)
-        return seconds
-
-    for clusters, partition in enumerate(found, start=1):
-        assert partition.num_clusters == clusters
-        best = min(map(cost, itertools.combinations(range(1, len(masses)), clusters - 1)))
-        assert partition.cost == pytest.approx(best, rel=1e-12)
-        assert cost(partition.cutoffs) == pytest.approx(best, rel=1e-12)
-
-
-def test_negative_costs_are_refused():
-    with pytest.raises(UserError, match="negative"):
-        cheapest_cutoffs([1, 2], ClusterCost(0, 1, 0, 0), [ClusterCost(0, 0, 0, -1)])
-
-
 def test_torch_accepts_the_cutoffs():
     torch = pytest.importorskip("torch")
     found = optimal_cutoffs([50, 20, 10, 5, 5, 5, 3, 2], 3)
@@ -203,14 +171,213 @@ def test_torch_accepts_the_cutoffs():
     assert layer.n_clusters == 2
 
 
-def test_a_million_words_take_seconds():
-    """The budget is ten seconds; a quadratic solver would take days."""
-    counts = (1e9 / np.arange(1, 1_000_001)).astype(np.int64)
-    start = time.perf_counter()
+def test_a_pass_looks_at_two_pairs_a_token(monkeypatch):
+    """So one more cluster costs O(N log N); a quadratic solver would look at N^2 / 2 pairs."""
+    counts = (1e9 / np.arange(1, 100_001)).astype(np.int64)
+    pairs = []
+    solve_rows = solver._solve_rows
+
+    def watched(previous, prefix, rows, low, high, value, cuts):
+        pairs.append(int((high - low + 1).sum()))
+        solve_rows(previous, prefix, rows, low, high, value, cuts)
+
+    monkeypatch.setattr(solver, "_solve_rows", watched)
     found = optimal_cutoffs(counts, 3)
-    assert time.perf_counter() - start < 10
+    assert len(pairs) <= 18 and max(pairs) <= 2 * len(counts)
     # Moving a single cutoff by one never helps.
     for k, step in itertools.product(range(2), (-1, 1)):
         moved = list(found.cutoffs)
         moved[k] += step
         assert partition_cost(counts, moved) >= found.cost
+
+
+# -- counts
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"5 3\n2\t1\n\n", [5, 3, 2, 1]),
+        (b"7", [7]),
+        (b"0.5 .25 2.5e-1", [0.5, 0.25, 0.25]),
+        (b"the\t10\nof\t5\r\n\n", [10, 5]),
+        (b"1984\t10\n2001\t5\n", [10, 5]),  # words may be numbers
+        ("\n\n\u2581\t10\n\u2028x y\t5".encode(), [10, 5]),
+        (b" \t10\n\xff\xfe\t5\n", [10, 5]),  # in any encoding, white space too
+        (b"a\tb\t10\n", None),
+        (b"\xef\xbb\xbf5 3", [5, 3]),
+    ],
+)
+def test_counts_in_text(tmp_path, text, expected):
+    (tmp_path / "counts").write_bytes(text)
+    if expected is None:
+        with pytest.raises(UserError, match=r"'a' in .* is not a number"):
+            read_counts(tmp_path / "counts")
+        return
+    counts = read_counts(tmp_path / "counts")
+    assert counts.tolist() == expected
+    whole = all(isinstance(value, int) for value in expected)
+    assert counts.dtype == (np.int64 if whole else np.float64)
+
+
+def test_counts_beyond_64_bits_become_floats(tmp_path):
+    (tmp_path / "counts").write_text(f"{2**70} {2**63} 1")
+    assert read_counts(tmp_path / "counts").tolist() == [2.0**70, 2.0**63, 1.0]
+    (tmp_path / "counts").write_text(f"{2**63 - 1} 1")
+    assert read_counts(tmp_path / "counts").tolist() == [2**63 - 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "holds no counts"),
+        (" \n\t\n", "holds no counts"),
+        ("1 2 x", "'x' in .* is not a number"),
+        ("the\t3\nof\n", "'of' in .* is not a number"),
+        ("3 -1", "not negative"),
+        ("3 nan", "finite"),
+        ("3 inf", "finite"),
+        (f"3 1{'0' * 400}", "finite"),
+        ("0 0 0", "all zero"),
+    ],
+)
+def test_bad_counts_are_refused(tmp_path, text, sentence):
+    (tmp_path / "counts").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        read_counts(tmp_path / "counts")
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        read_counts(tmp_path / "nothing")
+    with pytest.raises(UserError, match="is a folder"):
+        read_counts(tmp_path)
+
+
+def test_reading_counts_needs_no_model_library(tmp_path):
+    """`deepenough cutoffs --counts` must not wait seconds for transformers to load."""
+    (tmp_path / "counts").write_text("3 2 1")
+    code = (
+        "import sys; from deepenough.__main__ import main; "
+        f"main(['cutoffs', '--counts', {str(tmp_path / 'counts')!r}, '--clusters', '2']); "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# -- the command
+
+COUNTS = [50, 20, 10, 5, 5, 5, 3, 2]
+
+
+@pytest.fixture
+def counts(tmp_path):
+    path = tmp_path / "counts.txt"
+    path.write_text("\n".join(map(str, COUNTS)))
+    return str(path)
+
+
+def test_json_is_one_object(counts, capsys):
+    assert main(["cutoffs", "--counts", counts, "--clusters", "3", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    expected = optimal_cutoffs(COUNTS, 3)
+    assert out.count("\n") == 1
+    assert result["cutoffs"] == expected.cutoffs
+    assert result["cost"] == expected.cost
+    assert result["seconds"] >= 0
+    assert (result["clusters"], result["vocab_size"]) == (3, 8)
+    assert err == ""
+
+
+@pytest.mark.parametrize("flags", [["--json"], ["--json", "true"], ["--json=true"]])
+def test_json_flag_with_and_without_value(counts, capsys, flags):
+    assert main(["cutoffs", *flags, "--counts", counts, "--clusters=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["cutoffs"] == []
+
+
+def test_table(counts, capsys):
+    assert main(["cutoffs", "--counts", counts, "--clusters", "2"]) == 0
+    out = capsys.readouterr().out
+    assert str(optimal_cutoffs(COUNTS, 2).cutoffs) in out
+    assert "tail 1" in out
+
+
+def test_counts_out_of_order_are_sorted_and_a_note_says_so(tmp_path, capsys):
+    (tmp_path / "counts.txt").write_text("3 20 0 50 0 0 0 1")
+    words = ["--counts", str(tmp_path / "counts.txt"), "--clusters", "3", "--json"]
+    assert main(["cutoffs", *words]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["cutoffs"] == optimal_cutoffs([50, 20, 3, 1, 0, 0, 0, 0], 3).cutoffs
+    assert "were not in descending order" in err
+    assert err.count("\n") == 1
+
+
+def test_the_tokens_of_a_run_are_counted(tmp_path, tiny, capsys):
+    """A run's config.yaml tells its text; the ids are those of its tokenizer."""
+    settings = tiny(tmp_path / "run", {"model.pattern": "d"}, steps=1)
+    flags = [f"--{name}={value}" for name, value in settings.items() if name != "model.num_blocks"]
+    assert main(["par", "train", *flags]) == 0
+    capsys.readouterr()
+    assert main(["cutoffs", "--run", settings["out"], "--clusters", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["vocab_size"] == 400
+
+
+def test_keep_order_cuts_the_ids_as_they_are(tmp_path, capsys):
+    path = tmp_path / "counts.txt"
+    path.write_text("0 0 0 50 20 1 0")
+    for flag in ("--keep_order", "--keep-order"):
+        assert main(["cutoffs", "--counts", str(path), "--clusters", "3", "--json", flag]) == 0
+        out, err = capsys.readouterr()
+        expected = optimal_cutoffs([0, 0, 0, 50, 20, 1, 0], 3)
+        assert json.loads(out)["cutoffs"] == expected.cutoffs
+        assert json.loads(out)["cost"] == expected.cost
+        assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--clusters", "2"], "either --counts FILE or --run RUN"),
+        (["--counts", "{counts}", "--run", "x", "--clusters", "2"], "either --counts FILE or"),
+        (["--counts", "{counts}"], "--clusters must be given"),
+        (["--run", "missing", "--clusters", "2"], "missing"),
+        (["--counts", "{counts}", "--clusters", "0"], "at least 1"),
+        (["--counts", "{counts}", "--clusters", "-2"], "at least 1"),
+        (["--counts", "{counts}", "--clusters", "9"], "from 1 to 8"),
+        (["--counts", "{counts}", "--clusters", "two"], "whole number"),
+        (["--counts", "missing.txt", "--clusters", "2"], "does not exist"),
+        (["--counts", "{counts}", "--cluster", "2"], "clusters"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(counts, capsys, words, sentence):
+    assert main(["cutoffs", *(word.format(counts=counts) for word in words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("deepenough: error: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_help_has_an_example(capsys):
+    assert main(["cutoffs", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "example:" in out
+    for flag in ("--counts", "--run", "--clusters", "--json", "--keep_order"):
+        assert flag in out
+
+
+def test_wikitext_agrees_with_the_published_cuts(data_dir, tmp_path, capsys):
+    """The system this method comes from reports [455, 3507]: the last tokens inside each part."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = data_dir / "par" / "wiki2_12k.model"
+    text = data_dir / "wikitext-2" / "train.txt"
+    if not (model.is_file() and text.is_file()):
+        pytest.skip("WikiText-2 or its tokenizer is not in DEEPENOUGH_DATA")
+    encoder = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    lines = [line.strip().lower() for line in text.read_text("utf-8").splitlines() if line.strip()]
+    counts = np.bincount(np.concatenate(encoder.encode(lines)), minlength=12_000)
+    np.savetxt(tmp_path / "counts.txt", counts, "%d")
+    words = ["--counts", str(tmp_path / "counts.txt"), "--clusters", "3", "--json"]
+    assert main(["cutoffs", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["cutoffs"] == pytest.approx([456, 3508], abs=2)

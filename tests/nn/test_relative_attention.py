@@ -13,7 +13,7 @@ from deepenough.nn.relative_attention import (
     visible_keys,
 )
 
-# Lanes, heads, head width, new tokens, keys: a first segment, memory shorter and longer than the
+# Streams, heads, head width, new tokens, keys: a first segment, memory shorter and longer than the
 # segment, one query on many keys, one head; on either side of `projects_queries`.
 SHAPES = [
     (2, 2, 4, 5, 5),
@@ -47,31 +47,31 @@ def attend(attention: RelativeAttention, context: Tensor, num_queries: int, mask
 def attend_ref(
     attention: RelativeAttention, context: Tensor, num_queries: int, window: int | None = None
 ) -> Tensor:
-    """Lane by lane and head by head, from the parameters alone."""
+    """Stream by stream and head by head, from the parameters alone."""
     width, heads = context.shape[2], attention.num_heads
     u = attention.query.bias.view(heads, -1)
     v = (attention.query.bias + attention.v_minus_u).view(heads, -1)
     key_weight, value_weight = attention.key_value.weight.chunk(2)
     by_distance = distance_codes(context.shape[1], width).double() @ attention.position.weight.T
-    lanes = []
-    for lane in context:
-        query = lane[-num_queries:] @ attention.query.weight.T  # without its bias, which is u
-        parts = [x.unflatten(-1, (heads, -1)) for x in (query, lane @ key_weight.T)]
-        parts.append((lane @ value_weight.T).unflatten(-1, (heads, -1)))
+    streams = []
+    for stream in context:
+        query = stream[-num_queries:] @ attention.query.weight.T  # without its bias, which is u
+        parts = [x.unflatten(-1, (heads, -1)) for x in (query, stream @ key_weight.T)]
+        parts.append((stream @ value_weight.T).unflatten(-1, (heads, -1)))
         positions = by_distance.unflatten(-1, (heads, -1))
         mixed = [
             relative_attention_ref(*(x[:, h] for x in parts), u[h], v[h], positions[:, h], window)
             for h in range(heads)
         ]
-        lanes.append(torch.cat(mixed, -1) @ attention.output.weight.T)
-    return torch.stack(lanes)
+        streams.append(torch.cat(mixed, -1) @ attention.output.weight.T)
+    return torch.stack(streams)
 
 
-@pytest.mark.parametrize(("lanes", "heads", "width", "new", "keys"), SHAPES)
-def test_both_paths_equal_the_double_loop(lanes, heads, width, new, keys):
+@pytest.mark.parametrize(("streams", "heads", "width", "new", "keys"), SHAPES)
+def test_both_paths_equal_the_double_loop(streams, heads, width, new, keys):
     torch.manual_seed(0)
     attention = make_attention(heads, width)
-    context = torch.randn(lanes, keys, heads * width).double()
+    context = torch.randn(streams, keys, heads * width).double()
     mask = causal_mask(new, keys)
     expected = attend_ref(attention, context, new)
     trained = attend(attention, context, new, mask)
@@ -83,17 +83,17 @@ def test_both_paths_equal_the_double_loop(lanes, heads, width, new, keys):
 
 
 def test_shapes_cover_both_ways_to_project():
-    ways = {projects_queries(lanes * new, width) for lanes, _, width, new, _ in SHAPES}
+    ways = {projects_queries(streams * new, width) for streams, _, width, new, _ in SHAPES}
     assert ways == {True, False}
 
 
-@pytest.mark.parametrize(("lanes", "heads", "width", "new", "keys"), SHAPES)
-def test_gradients_equal_those_through_the_double_loop(lanes, heads, width, new, keys):
+@pytest.mark.parametrize(("streams", "heads", "width", "new", "keys"), SHAPES)
+def test_gradients_equal_those_through_the_double_loop(streams, heads, width, new, keys):
     torch.manual_seed(1)
     attention = make_attention(heads, width)
-    context = torch.randn(lanes, keys, heads * width).double().requires_grad_()
+    context = torch.randn(streams, keys, heads * width).double().requires_grad_()
     wanted = [context, *attention.parameters()]
-    weights = torch.randn(lanes, new, heads * width).double()
+    weights = torch.randn(streams, new, heads * width).double()
     fast = (attend(attention, context, new, causal_mask(new, keys)) * weights).sum()
     slow = (attend_ref(attention, context, new) * weights).sum()
     for got, expected in zip(
@@ -114,7 +114,7 @@ def test_window_limits_the_reach(window):
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_mask_of_one_lane_leaves_the_others(grad):
-    """A mask `[B, 1, S, K]` hides lane 0's first two keys, which equals lane 0 without them."""
+    """A mask `[B, 1, S, K]` hides stream 0's first two keys, which equals stream 0 without them."""
     torch.manual_seed(3)
     attention = make_attention(2, 4)
     context = torch.randn(2, 6, 8).double()

@@ -1,12 +1,17 @@
-"""Tiny models of every form."""
+"""Tiny models of every form, and a run."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from deepenough import ParConfig, ParForCausalLM
+from deepenough.config import resolve
+from deepenough.par.config import ParTrainConfig
+from deepenough.par.training import train
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -39,3 +44,18 @@ def make_model(make_config: Callable[..., ParConfig]) -> Callable[..., ParForCau
         return model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that tests take copies of."""
+    return tmp_path_factory.mktemp("originals")
+
+
+@pytest.fixture
+def trained(tmp_path: Path, originals: Path, tiny: Callable[..., dict[str, Any]]) -> Path:
+    """A finished training of the pattern `da` for one step, one's own copy."""
+    if not (originals / "train").exists():
+        settings = tiny(originals / "train", {"model.pattern": "da"}, steps=1)
+        train(resolve(ParTrainConfig, None, settings))
+    return Path(shutil.copytree(originals / "train", tmp_path / "trained"))

@@ -1,9 +1,7 @@
 """Search, derive, train: what each leaves, what each refuses, and what a refusal leaves alone."""
 
-import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepenough.config import resolve
 from deepenough.errors import UserError
-from deepenough.par import evaluation, training
-from deepenough.par.derive import BlockCosts
-from deepenough.par.evaluation import evaluate, load_model
-from deepenough.par.training import ParSearch, ParTraining, derive_run, search, train
+from deepenough.par import training
+from deepenough.par.config import ParSearchConfig, ParTrainConfig
+from deepenough.par.evaluation import load_model
+from deepenough.par.search import BlockCosts
+from deepenough.par.training import derive_run, search, train
 from deepenough.runs import Record, RunFolder, append_record, read_records
 
 Tiny = Callable[..., dict[str, Any]]
@@ -25,11 +24,11 @@ FLOPS = {"search.cost": "flops"}
 
 
 def run_search(settings: dict[str, Any]) -> Any:
-    return search(resolve(ParSearch, None, settings))
+    return search(resolve(ParSearchConfig, None, settings))
 
 
 def run_training(settings: dict[str, Any], start: Path | None = None) -> RunFolder:
-    return train(resolve(ParTraining, None, settings | {"start": start and str(start)}))
+    return train(resolve(ParTrainConfig, None, settings | {"start": start and str(start)}))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -40,25 +39,12 @@ def values(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [r.values for r in read_records(folder / "metrics.jsonl")[0] if r.kind == kind]
 
 
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("originals")
-
-
 @pytest.fixture
 def searched(tmp_path: Path, originals: Path, tiny: Tiny) -> Path:
     """A finished search of two steps, one's own copy."""
     if not (originals / "search").exists():
         run_search(tiny(originals / "search", FLOPS, steps=2))
     return Path(shutil.copytree(originals / "search", tmp_path / "searched"))
-
-
-@pytest.fixture
-def trained(tmp_path: Path, originals: Path, tiny: Tiny) -> Path:
-    """A finished training of the pattern `da` for one step, one's own copy."""
-    if not (originals / "train").exists():
-        run_training(tiny(originals / "train", {"model.pattern": "da"}, steps=1))
-    return Path(shutil.copytree(originals / "train", tmp_path / "trained"))
 
 
 # -- search and derive -----------------------------------------------------------------------
@@ -93,23 +79,6 @@ def test_costs_hold_where_the_model_will_be_used(
     assert model.config.length == load_model(str(searched)).config.length < 64
     with pytest.raises(UserError, match="cost_length must be at least 1"):
         run_search(tiny(tmp_path / "none", {"search.cost_length": 0}))
-
-
-def measurer(trained: Path, tiny: Tiny, model: Path | None = None) -> Any:
-    """Return what measures a model on the text that it was trained on."""
-    settings = resolve(ParTraining, None, tiny(trained))
-    return partial(evaluate, str(model or trained), settings.data, settings.dataset)
-
-
-def test_memory_can_be_longer_when_a_model_is_measured(trained: Path, tiny: Tiny) -> None:
-    measure = measurer(trained, tiny)
-    own = measure("valid")
-    same = load_model(str(trained)).config.mem_len
-    assert measure("valid", same)["loss"] == own["loss"]
-    longer = measure("valid", 4 * same)
-    assert longer["tokens"] == own["tokens"] and longer["loss"] != own["loss"]
-    with pytest.raises(UserError, match="mem_len must not be negative: got -1"):
-        measure("valid", -1)
 
 
 def test_a_supernet_is_a_better_start_than_none(tmp_path: Path, tiny: Tiny) -> None:
@@ -237,7 +206,7 @@ def test_settings_saved_neither_resume_nor_delete(tmp_path: Path, tiny: Tiny) ->
         saved = yaml.safe_load((folder / "config.yaml").read_text())
         assert saved["method"] == "par"
         assert (saved["out"], saved["resume"], saved["overwrite"]) == (str(folder), False, False)
-    again = resolve(ParTraining, folder / "config.yaml")
+    again = resolve(ParTrainConfig, folder / "config.yaml")
     assert again.model.pattern == "d" and again.train.steps == 1
 
 
@@ -330,59 +299,6 @@ def test_fixed_blocks_are_kept_within_a_budget(tmp_path: Path, tiny: Tiny) -> No
     with pytest.raises(UserError, match="needs a budget of"):
         run_search(tiny(tmp_path / "no", changes | {"search.budget": 0.2}, steps=2))
     assert not (tmp_path / "no").exists()
-
-
-def test_a_longer_memory_is_seen(trained: Path, tiny: Tiny) -> None:
-    """As by a model that was made with that memory."""
-    measure = measurer(trained, tiny)
-    model = load_model(str(trained))
-    own = model.config.mem_len
-    found = measure("valid", 4 * own)["loss"]
-    assert found != measure("valid")["loss"]
-    config = json.loads((trained / "model" / "config.json").read_text())
-    (trained / "model" / "config.json").write_text(json.dumps(config | {"mem_len": 4 * own}))
-    assert measure("valid")["loss"] == pytest.approx(found)
-
-
-def test_a_model_is_measured_as_it_was_trained(trained: Path, tiny: Tiny) -> None:
-    measure = measurer(trained, tiny)
-    as_trained = measure("valid")["loss"]
-    assert measure("valid", length=8)["loss"] == as_trained
-    assert measurer(trained, tiny, trained / "model")("valid")["loss"] == as_trained
-
-
-def test_models_of_another_kind_are_refused(trained: Path) -> None:
-    config = json.loads((trained / "model" / "config.json").read_text())
-    (trained / "model" / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    with pytest.raises(UserError, match="is of type gpt2, not one of deepenough train or search"):
-        load_model(str(trained))
-
-
-def test_lines_are_written_as_lines(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(trained / "model")
-    end = tokenizer.eos_token_id
-    asked = []
-
-    def generate(self: Any, ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        asked.append(ids[0].tolist())
-        return torch.cat([ids, torch.tensor([[end, *tokenizer.encode("the")]])], 1)
-
-    monkeypatch.setattr(evaluation.ParForCausalLM, "generate", generate)
-    text = evaluation.continue_text(str(trained), "a line\nthe next", 5, 0.0, 0, 0)
-    assert asked[0].count(end) == 1
-    assert text.split("\n")[0] == "a line" and text.count("\n") == 2
-    with pytest.raises(UserError, match="top_k must not be negative"):
-        evaluation.continue_text(str(trained), "a", 5, 1.0, -1, 0)
-
-
-def test_prompts_of_several_lengths_are_padded_before_them(trained: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(trained / "model").eval()
-    tokenizer = AutoTokenizer.from_pretrained(trained / "model")
-    both = tokenizer(["the", "the function returns a"], padding=True, return_tensors="pt")
-    alone = tokenizer(["the"], return_tensors="pt")
-    options = {"do_sample": False, "max_new_tokens": 6}
-    found = model.generate(**both, **options)[0, -6:]
-    assert torch.equal(found, model.generate(**alone, **options)[0, -6:])
 
 
 def test_a_finished_training_stays_described_as_it_was(

@@ -33,7 +33,8 @@ from deepenough.hf.intercept import (
     last_mlp_at_one_token,
     start_at,
 )
-from deepenough.par import ParConfig, ParForCausalLM
+from deepenough.par.modeling import ParConfig, ParForCausalLM
+from deepenough.shortcut.replacement import Replacement
 from deepenough.shortcut.submodules import (
     LinearMap,
     Replacement,

@@ -49,7 +49,7 @@ OTHERS = {
     "compare": "deepenough.compare.commands:COMPARE",
     "report": "deepenough.report.commands:REPORT",
     "demo": "deepenough.demo:DEMO",
-    "cutoffs": "deepenough.nn.cutoffs_command:CUTOFFS",
+    "cutoffs": "deepenough.nn.cutoffs:CUTOFFS",
 }
 
 

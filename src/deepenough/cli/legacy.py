@@ -3,11 +3,7 @@
 import importlib
 
 COMMANDS: dict[str, str] = {
-    "search": "find which blocks a language model needs on your text and machine",
-    "derive": "read the block pattern out of a search",
-    "train": "train a language model with a given or derived pattern",
-    "evaluate": "measure perplexity and bits per byte of a trained model",
-    "generate": "write text with a trained model",
+    "demo": "show every method in a few minutes, without data or network",
     "shortcut fit": "fit linear maps between the layers of a Hugging Face model",
     "shortcut eval": "measure what each layer already knows",
     "shortcut lens": "show what every layer would say after every token of a prompt",
@@ -25,7 +21,6 @@ COMMANDS: dict[str, str] = {
     "exit generate": "write text with a model that spends less, tokens shaded by depth",
     "exit calibrate": "find the fastest exit threshold whose disagreement is bounded",
     "exit tune": "make a model ready for drafts, trained on what it writes itself",
-    "cutoffs": "find the best adaptive-softmax cutoffs for word counts",
     "plot": "draw the pictures of a run",
 }
 

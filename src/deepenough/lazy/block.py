@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from deepenough.lazy.config import LazyTransformerConfig
 from deepenough.lazy.sight import Sight
-from deepenough.nn.dropout import Dropout
-from deepenough.nn.linear import Linear
+from deepenough.nn.layers import Dropout, Linear
 
 
 class Block(nn.Module):

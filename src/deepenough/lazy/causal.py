@@ -17,7 +17,7 @@ from deepenough.lazy.base import IGNORED, LazyPreTrainedModel
 from deepenough.lazy.config import LazyTransformerConfig
 from deepenough.lazy.decoder import LazyDecoder
 from deepenough.lazy.output import LazyOutput
-from deepenough.nn.linear import Linear
+from deepenough.nn.layers import Linear
 
 
 class LazyTransformerForCausalLM(LazyPreTrainedModel, CheckedGenerationMixin):

@@ -17,7 +17,7 @@ from deepenough.lazy.equilibrium import run_moving
 from deepenough.lazy.flops import decoder_trace
 from deepenough.lazy.sight import BatchSight, Source, causal_mask, later_mask, own_cache
 from deepenough.lazy.stack import Steps, StepStack
-from deepenough.nn.dropout import Dropout
+from deepenough.nn.layers import Dropout
 from deepenough.trace import DepthTrace
 
 

@@ -12,7 +12,7 @@ from deepenough.lazy.flops import encoder_trace
 from deepenough.lazy.output import LazyEncoderOutput
 from deepenough.lazy.sight import BatchSight, padding_mask
 from deepenough.lazy.stack import StepStack
-from deepenough.nn.dropout import Dropout
+from deepenough.nn.layers import Dropout
 
 
 class LazyEncoder(nn.Module):

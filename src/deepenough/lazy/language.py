@@ -16,14 +16,11 @@ from safetensors import SafetensorError
 from torch import nn
 
 from deepenough.config import resolve
-from deepenough.data import (
-    DatasetConfig,
-    Prepared,
-    load_tokenizer,
-    open_corpus,
-    prepare,
-    token_file,
-)
+from deepenough.data.config import DatasetConfig
+from deepenough.data.corpus import open_corpus
+from deepenough.data.prepare import Prepared, prepare
+from deepenough.data.tokenizer import load_tokenizer
+from deepenough.data.tokens import token_file
 from deepenough.errors import UserError
 from deepenough.lazy import LazyTransformerConfig, LazyTransformerForCausalLM
 from deepenough.lazy.evaluation import keep_record

@@ -24,7 +24,7 @@ from deepenough.lazy.decoder import LazyDecoder
 from deepenough.lazy.encoder import LazyEncoder
 from deepenough.lazy.output import LazyEncoderOutput, LazyOutput
 from deepenough.lazy.sight import Source, padding_mask
-from deepenough.nn.linear import Linear
+from deepenough.nn.layers import Linear
 
 
 class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenerationMixin):

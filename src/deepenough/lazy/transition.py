@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deepenough.nn.dropout import Dropout
+from deepenough.nn.layers import Dropout
 
 UPDATE, STATE = "update", "state"
 """What the state is compared with: the update, or the state that it would make."""

@@ -1,7 +1,7 @@
 """Optimal cutoffs of an adaptive softmax: the cheapest way to cut a vocabulary into clusters.
 
-The adaptive softmax (arXiv 1609.04309; torch's `AdaptiveLogSoftmaxWithLoss`) cuts the words,
-frequent ones first, into consecutive clusters. A cluster of `size` words and probability `mass`
+The adaptive softmax (arXiv 1609.04309; torch's `AdaptiveLogSoftmaxWithLoss`) cuts the tokens,
+frequent ones first, into consecutive clusters. A cluster of `size` tokens and probability `mass`
 costs `size * mass`: it has that many outputs and is evaluated that often. With `P` the running sum
 of the masses and `0 = c_0 < c_1 < ... < c_K = N`, this file minimises
 
@@ -12,14 +12,11 @@ exactly, by dynamic programming over the number of clusters:
     D_k[j] = min_(i<j)  D_(k-1)[i] + w(i, j),      w(i, j) = (j - i) * (P[j] - P[i])         (2)
 
 For a <= b <= c <= d, w(a,d) + w(b,c) - w(a,c) - w(b,d) = (b-a)(P[d]-P[c]) + (d-c)(P[b]-P[a]) >= 0:
-the quadrangle inequality, whatever the order of the words. So the best `i` never moves left as `j`
+the quadrangle inequality, whatever the order of the tokens. So the best `i` never moves left as `j`
 grows, and that of a row lies between those of any row above and any row below it. Rows are solved
 at distance N/2, then N/4 and so on, all rows of one distance together in numpy; each such pass
 looks at no more than 2N pairs, so one more cluster costs O(N log N). The plain O(K N^2) loop stands
 beside it as `optimal_cutoffs_ref`.
-
-The same recurrence solves a measured cost exactly (`cheapest_cutoffs`): time that grows linearly
-with words, with mass and with their product only adds terms of `i` and of `j` alone to `w`.
 
 Exactness: with whole counts all sums are 64-bit integers as long as N times the total count is
 below 2^63, and the optimum is exact. Larger counts and fractions are summed in float64; then the
@@ -30,14 +27,20 @@ cluster.
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from deepenough.config import Command, bounded
 from deepenough.errors import UserError
 
 Numbers = npt.NDArray[Any]
@@ -54,31 +57,18 @@ class Partition:
     cutoffs: list[int]
     cost: float
 
-    @property
-    def num_clusters(self) -> int:
-        return len(self.cutoffs) + 1
-
-
-@dataclass(frozen=True)
-class ClusterCost:
-    """Cost of a cluster: `fixed + per_word*size + per_mass*mass + per_product*size*mass`."""
-
-    fixed: float
-    per_word: float
-    per_mass: float
-    per_product: float
-
-    def __call__(self, size: float, mass: float) -> float:
-        linear = self.fixed + self.per_word * size + self.per_mass * mass
-        return linear + self.per_product * size * mass
-
 
 def optimal_cutoffs(masses: npt.ArrayLike, clusters: int) -> Partition:
-    """The exact minimum of (1) over all cuts of the words, as they are given, into intervals.
+    """Return the exact minimum of (1) over all ways to cut the tokens, in the order given.
 
-    `masses` are counts or probabilities. In descending order the result is also the best of all
-    partitions of the words, intervals or not. Among equal optima the last cutoff is the smallest
-    possible, then the one before it, and so on. The cost is that of masses scaled to sum to 1.
+    Args:
+        masses: How often each token occurs: counts or probabilities. In descending order the result
+            is also the best of all partitions of the tokens, intervals or not.
+        clusters: Number of clusters, the head included.
+
+    Returns:
+        The cutoffs and their cost, masses scaled to sum to 1. Among equal optima the last cutoff is
+        the smallest possible, then the one before it, and so on.
     """
     checked = _check(masses, clusters)
     prefix = _prefix_sums(checked)
@@ -88,9 +78,7 @@ def optimal_cutoffs(masses: npt.ArrayLike, clusters: int) -> Partition:
     for k in range(2, clusters):
         reach = _reach(checked, k, clusters)
         value, cuts = _add_cluster(value, prefix[: reach + 1], k)
-        best_cuts.append(
-            cuts.astype(np.int32)
-        )  # what memory is made of when there are many clusters
+        best_cuts.append(cuts.astype(np.int32))  # with many clusters, most of the memory
     if clusters > 1:  # of the last cluster only its row N is wanted
         last = np.zeros(end + 1, dtype=np.int64)
         last[end], _ = _solve_row(value, prefix, clusters, end)
@@ -99,40 +87,8 @@ def optimal_cutoffs(masses: npt.ArrayLike, clusters: int) -> Partition:
     return Partition(cutoffs, partition_cost(checked, cutoffs))
 
 
-def cheapest_cutoffs(
-    masses: npt.ArrayLike, head: ClusterCost, tails: Sequence[ClusterCost]
-) -> list[Partition]:
-    """The cheapest partition for 1, 2, ... `len(tails) + 1` clusters at the given costs.
-
-    Every token runs through the head, which holds the first cluster's words and one more output for
-    each tail. `tails[t]` is the cost of the t-th tail. Mass is that of masses scaled to sum to 1.
-    Exact for these costs up to float64 rounding: none of them is negative, so the quadrangle
-    inequality holds.
-    """
-    checked = _check(masses, 1)
-    if min(min(vars(cost).values()) for cost in (head, *tails)) < 0:
-        raise UserError("The costs of clusters must not be negative; measure them again.")
-    prefix = _prefix_sums(checked.astype(np.float64))
-    prefix /= _total(prefix[-1])
-    end = len(checked)
-    words = np.arange(end + 1, dtype=np.float64)
-    per_head_word = head.per_word + head.per_product
-    value = head.fixed + head.per_mass + per_head_word * words
-    best_cuts: list[Positions] = []
-    partitions = [Partition([], float(value[end]))]
-    for k, tail in enumerate(tails[: end - 1], start=2):
-        # w = per_product*(j-i)*(P[j]-P[i]) + separable[j] - separable[i] + fixed
-        separable = tail.per_word * words + tail.per_mass * prefix
-        value, cuts = _add_cluster(value - separable, tail.per_product * prefix, k)
-        value += separable + tail.fixed
-        best_cuts.append(cuts)
-        cost = float(value[end]) + per_head_word * (k - 1)
-        partitions.append(Partition(_trace_back(best_cuts, end), cost))
-    return partitions
-
-
 def partition_cost(masses: npt.ArrayLike, cutoffs: Sequence[int]) -> float:
-    """The cost (1) of given cutoffs, masses scaled to sum to 1."""
+    """Return the cost (1) of given cutoffs, masses scaled to sum to 1."""
     values = np.asarray(masses)
     bounds = [0, *cutoffs, len(values)]
     # Python's integers do not overflow, and fsum rounds once.
@@ -145,7 +101,7 @@ def partition_cost(masses: npt.ArrayLike, cutoffs: Sequence[int]) -> float:
 
 
 def optimal_cutoffs_ref(masses: npt.ArrayLike, clusters: int) -> Partition:
-    """What `optimal_cutoffs` gives, by the O(K N^2) double loop over Python numbers."""
+    """Return what `optimal_cutoffs` does, by the O(K N^2) double loop over Python numbers."""
     checked = _check(masses, clusters)
     end = len(checked)
     prefix = [0]
@@ -168,19 +124,19 @@ def optimal_cutoffs_ref(masses: npt.ArrayLike, clusters: int) -> Partition:
 def _check(masses: npt.ArrayLike, clusters: int) -> Numbers:
     values = np.asarray(masses)
     if values.ndim != 1 or values.size == 0 or values.dtype.kind not in "iubf":
-        raise UserError("Word counts must be a non-empty list of numbers; check the input.")
+        raise UserError("Token counts must be a non-empty list of numbers; check the input.")
     if not np.isfinite(values).all() or (values < 0).any():
-        raise UserError("Word counts must be finite and not negative; check the input.")
+        raise UserError("Token counts must be finite and not negative; check the input.")
     if not 1 <= clusters <= len(values):
         raise UserError(
-            f"The number of clusters must be from 1 to {len(values)}, the number of words, "
+            f"The number of clusters must be from 1 to {len(values)}, the number of tokens, "
             f"not {clusters}."
         )
     return values
 
 
 def _prefix_sums(values: Numbers) -> Numbers:
-    """`P`, of N + 1 entries: int64 where every sum and product of (2) fits, else float64."""
+    """Return `P`, of N + 1 entries: int64 where every sum and product of (2) fits, else float64."""
     exact = values.dtype.kind in "iub" and (
         # The float sum decides first whether the integer sum can be trusted not to wrap around.
         float(values.sum(dtype=np.float64)) < 2.0**62
@@ -192,18 +148,18 @@ def _prefix_sums(values: Numbers) -> Numbers:
 
 
 def _reach(values: Numbers, k: int, clusters: int) -> int:
-    """How far the first `k` of `clusters` clusters can extend at the smallest best cuts.
+    """Return how far the first `k` of `clusters` clusters can extend at the smallest best cuts.
 
     For a given set of sizes it is best to give descending masses ascending sizes (rearrangement
     inequality). Were the last cluster smaller than the average, another order of the sizes would
-    be as good with an earlier last cut. So the first k clusters hold no more than k/K of the words.
+    be as good with an earlier last cut. So the first k clusters hold at most k/K of the tokens.
     """
     descending = bool((values[:-1] >= values[1:]).all())
     return len(values) * k // clusters if descending else len(values)
 
 
 def _add_cluster(previous: Numbers, prefix: Numbers, k: int) -> tuple[Numbers, Positions]:
-    """One step of (2): from D_(k-1) to D_k[j] and its smallest best `i`, k <= j < len(prefix).
+    """Return D_k[j] of (2) and its smallest best `i`, k <= j < len(prefix), from D_(k-1).
 
     `previous` may be shorter, where no best `i` lies further right.
     """
@@ -224,7 +180,7 @@ def _add_cluster(previous: Numbers, prefix: Numbers, k: int) -> tuple[Numbers, P
 
 
 def _solve_row(previous: Numbers, prefix: Numbers, k: int, j: int) -> tuple[int, Any]:
-    """The smallest best `i` of one row among all k-1 <= i < j, and its value."""
+    """Return the smallest best `i` of one row among all k-1 <= i < j, and its value."""
     i = np.arange(k - 1, min(j, len(previous)))
     costs = previous[i] + (j - i) * (prefix[j] - prefix[i])
     best = int(np.argmin(costs))
@@ -269,7 +225,7 @@ def _solve_rows(
 
 
 def _trace_back(best_cuts: Sequence[Positions], end: int) -> list[int]:
-    """The cutoffs, ascending, that lead to D_K[N]."""
+    """Return the cutoffs, ascending, that lead to D_K[N]."""
     cutoffs: list[int] = []
     for cuts in reversed(best_cuts):
         end = int(cuts[end])
@@ -278,5 +234,179 @@ def _trace_back(best_cuts: Sequence[Positions], end: int) -> list[int]:
 
 
 def _total(total: Any) -> Any:
-    """What masses are divided by; words that never occur cost nothing."""
+    """Return what masses are divided by; tokens that never occur cost nothing."""
     return total if total > 0 else 1
+
+
+# -- counts of tokens ------------------------------------------------------------------------------
+
+
+def read_counts(path: str | os.PathLike[str]) -> Numbers:
+    """Return the numbers of a text file in their order: int64 if all are whole, else float64.
+
+    The file holds either numbers between white space, or lines `token<TAB>count`; the first line
+    decides, by having exactly one tab. It is read as bytes, so tokens may be in any encoding.
+    """
+    text = _file(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
+    if _first_line(text).count(b"\t") == 1:
+        lines = text.split(b"\n")
+        fields = [line.rpartition(b"\t")[2] for line in lines if line and not line.isspace()]
+    else:
+        fields = text.split()
+    if not fields:
+        raise UserError(f"The file {path} holds no counts; give one number per token.")
+    try:
+        counts = _numbers(fields)
+    except ValueError as error:
+        field = next(field for field in fields if not _is_number(field))
+        shown = field.decode("utf-8", "replace").strip()[:40]
+        raise UserError(
+            f"{shown!r} in {path} is not a number; give counts between white space or lines "
+            "token<TAB>count."
+        ) from error
+    if not np.isfinite(counts).all() or (counts < 0).any():
+        raise UserError(f"The counts in {path} must be finite and not negative; correct the file.")
+    if not counts.any():
+        raise UserError(f"The counts in {path} are all zero; give those of a text.")
+    return counts
+
+
+def count_tokens(run: str) -> Numbers:
+    """Return how often each token id occurs in the text that a language model was trained on."""
+    from deepenough.config import resolve  # here: the data package takes seconds to load
+    from deepenough.data.config import DatasetConfig
+    from deepenough.data.prepare import prepare
+    from deepenough.runs import read_config, read_section
+
+    dataset = resolve(DatasetConfig, overrides=read_section(run, "dataset"))
+    return prepare(str(read_config(run)["data"]), dataset).tokens["train"].vocab_counts()
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    file = Path(path)
+    if not file.exists() or file.is_dir():  # a pipe is welcome
+        kind = "is a folder" if file.is_dir() else "does not exist"
+        raise UserError(f"The file {path} {kind}; give the path of a file.")
+    if not os.access(file, os.R_OK):
+        raise UserError(f"The file {path} may not be read; change its permissions.")
+    return file
+
+
+def _first_line(text: bytes) -> bytes:
+    """Return the first line that is not blank."""
+    start = len(text) - len(text.lstrip())
+    # The token itself may begin with white space: go back to where its line begins.
+    return text[text.rfind(b"\n", 0, start) + 1 :].partition(b"\n")[0]
+
+
+def _numbers(fields: list[bytes]) -> Numbers:
+    try:
+        counts = np.array(list(map(int, fields)))
+    except ValueError:
+        counts = None
+    # Python's integers have no limit; those beyond int64 arrive as another type.
+    if counts is None or counts.dtype != np.int64:
+        counts = np.array(list(map(float, fields)))
+    return counts
+
+
+def _is_number(field: bytes) -> bool:
+    try:
+        float(field)
+    except ValueError:
+        return False
+    return True
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@dataclass
+class CutoffsConfig:
+    """Cutoffs of an adaptive softmax."""
+
+    clusters: int = bounded(ge=1)
+    """Number of clusters: the head and its tails."""
+
+    counts: str | None = None
+    """File of counts or probabilities: numbers between spaces, or lines token<TAB>count."""
+
+    run: str | None = None
+    """Folder of a language model's run, whose training text is counted instead."""
+
+    keep_order: bool = False
+    """Cut the tokens in the order given, as a model with these very ids will, without sorting."""
+
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+    def check(self) -> None:
+        """Refuse no input, or two."""
+        if (self.counts is None) == (self.run is None):
+            raise UserError("Give either --counts FILE or --run RUN.")
+
+
+def find_cutoffs(config: CutoffsConfig) -> None:
+    """Read the counts, solve for the cutoffs and print them."""
+    given = read_counts(config.counts) if config.counts is not None else count_tokens(config.run)
+    masses = given if config.keep_order else np.sort(given)[::-1]
+    start = time.perf_counter()
+    found = optimal_cutoffs(masses, config.clusters)
+    seconds = time.perf_counter() - start
+    if (masses != given).any():
+        print(
+            "deepenough: note: the counts were not in descending order and have been sorted. "
+            "Cutoffs are ranks: they fit a model whose token ids go from frequent to rare. With "
+            f"the ids as given these cutoffs cost {partition_cost(given, found.cutoffs):,.1f} "
+            f"instead of {found.cost:,.1f}; --keep_order finds the best for them.",
+            file=sys.stderr,
+        )
+    if config.json:
+        result = {"cutoffs": found.cutoffs, "cost": found.cost, "seconds": seconds}
+        print(json.dumps(result | {"clusters": config.clusters, "vocab_size": len(masses)}))
+    else:
+        _show(masses, found, seconds)
+
+
+def _show(masses: Numbers, found: Partition, seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"Cutoffs {found.cutoffs} for {len(masses):,} tokens"
+    table = Table(title=title, title_justify="left")
+    table.add_column("cluster")
+    for column in ("ids", "size", "share of text", "size x share"):
+        table.add_column(column, justify="right")
+    bounds = [0, *found.cutoffs, len(masses)]
+    total = float(masses.sum(dtype="float64"))
+    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        share = float(masses[start:stop].sum(dtype="float64")) / total
+        size = stop - start
+        table.add_row(
+            f"tail {number}" if number else "head",
+            f"{start:,} to {stop - 1:,}",
+            f"{size:,}",
+            f"{share:.2%}",
+            f"{size * share:,.1f}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"A token costs {found.cost:,.1f} outputs on average instead of {len(masses):,} "
+        f"({len(masses) / found.cost:,.1f} times fewer). Solved in {seconds:.3f} s.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+CUTOFFS = Command(
+    name="cutoffs",
+    help="find the best adaptive-softmax cutoffs for token counts",
+    config=CutoffsConfig,
+    run=find_cutoffs,
+    description="Find the cutoffs of an adaptive softmax that cost least: tokens in the order of "
+    "their\nfrequency are cut into clusters, and a cluster costs its number of tokens times its "
+    "share\nof the text. The result is exact, and is what torch.nn.AdaptiveLogSoftmaxWithLoss "
+    "takes\nas cutoffs.",
+    example="deepenough cutoffs --counts counts.txt --clusters 3",
+)

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 
 def distance_codes(num_distances: int, width: int) -> Tensor:
-    """`R`, one row per distance 0, 1, ...: first half sines, second half cosines."""
+    """Return `R`, one row per distance 0, 1, ...: first half sines, second half cosines."""
     frequencies = 10000.0 ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
     angles = torch.arange(num_distances, dtype=torch.float32)[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :width]
 
 
 def relative_shift(scores: Tensor) -> Tensor:
-    """From scores by distance `[..., S, K+1]` to scores by key `[..., S, K]`, without a copy.
+    """Return scores by key `[..., S, K]` from scores by distance `[..., S, K+1]`, without a copy.
 
     Column `c` of the input is distance `K - c`. Key `j` is at distance `K - S + i - j` from query
     `i`, hence in column `S - i + j`, whose offset in the flattened rows is `S + i * K + j`. Keys in
@@ -60,7 +60,7 @@ class _Shift(torch.autograd.Function):
 def visible_keys(
     num_queries: int, num_keys: int, window: int, device: torch.device | None = None
 ) -> Tensor:
-    """True where query `i` may look at key `j`: not ahead of it, and nearer than `window`."""
+    """Return True where query `i` may look at key `j`: not ahead of it, nearer than `window`."""
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     distance = query - torch.arange(num_keys, device=device)
     return (distance >= 0) & (distance < window)
@@ -75,7 +75,7 @@ def relative_attention_ref(
     by_distance: Tensor,
     window: int | None = None,
 ) -> Tensor:
-    """One head as the equation reads, `[S, E]` x `[K, E]`; `by_distance[d]` is `W_r R_d`."""
+    """Return one head's output as the equation reads; `by_distance[d]` is `W_r R_d`."""
     num_queries, num_keys, width = len(query), len(key), query.shape[-1]
     rows = []
     for i in range(num_queries):
@@ -93,7 +93,7 @@ def relative_attention_ref(
 
 
 def projects_queries(num_queries: int, head_width: int) -> bool:
-    """Whether `W_r` meets the queries of all lanes rather than the codes: cheaper for a few.
+    """Return whether `W_r` meets the queries rather than the codes, which is cheaper for a few.
 
     `N D^2 + H N C D` against `C D^2 + N C D` multiplications; a step of generation has N = 1.
     """
@@ -101,6 +101,8 @@ def projects_queries(num_queries: int, head_width: int) -> bool:
 
 
 class RelativeAttention(nn.Module):
+    """Multi-head attention by content and distance, on keys that may include memory."""
+
     def __init__(self, width: int, num_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -113,6 +115,7 @@ class RelativeAttention(nn.Module):
         self.v_minus_u = nn.Parameter(torch.zeros(width))
 
     def keys_values(self, context_BKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, `[B, H, K, E]` each, of memory and new tokens."""
         heads = self.key_value(context_BKD).unflatten(-1, (2, self.num_heads, self.head_width))
         key_BHKE, value_BHKE = heads.permute(2, 0, 3, 1, 4)
         return key_BHKE, value_BHKE
@@ -125,17 +128,25 @@ class RelativeAttention(nn.Module):
         codes_CD: Tensor,
         mask: Tensor,
     ) -> Tensor:
-        """`codes_CD` holds the distances K, K-1, ..., 0; `mask` is added, -inf where unseen."""
-        num_lanes, num_queries, width = hidden_BSD.shape
+        """Return the mixed values, projected, of every new token.
+
+        Args:
+            hidden_BSD: The new tokens, from which queries are made.
+            key_BHKE: Keys of memory and new tokens.
+            value_BHKE: Their values.
+            codes_CD: Sinusoids of the distances K, K-1, ..., 0.
+            mask: Added to the logits, -inf where a key must not be seen.
+        """
+        num_streams, num_queries, width = hidden_BSD.shape
         shape = (self.num_heads, self.head_width)
         scale = self.head_width**-0.5
-        # Heads come first: the codes are the same for every lane, so that one matrix product per
+        # Heads come first: the codes are the same for every stream, so that one matrix product per
         # head serves them all, and the rows of its result shift without a copy.
         query_HNE = self.query(hidden_BSD.flatten(0, 1)).unflatten(-1, shape).transpose(0, 1)
         query_HNE = query_HNE.contiguous()  # q + u
         distance_HNC = self._distance_logits(query_HNE, codes_CD * scale)
-        position_HBSK = relative_shift(distance_HNC.unflatten(1, (num_lanes, num_queries)))
-        query_HBSE = query_HNE.unflatten(1, (num_lanes, num_queries))
+        position_HBSK = relative_shift(distance_HNC.unflatten(1, (num_streams, num_queries)))
+        query_HBSE = query_HNE.unflatten(1, (num_streams, num_queries))
         mask = mask.to(position_HBSK.dtype)  # which is lower than the mask's under autocast
         if torch.is_grad_enabled() and position_HBSK.requires_grad:
             key_HBKE, value_HBKE = key_BHKE.transpose(0, 1), value_BHKE.transpose(0, 1)
@@ -156,7 +167,7 @@ class RelativeAttention(nn.Module):
         return self.output(mixed_BSHE.reshape(-1, width)).view_as(hidden_BSD)
 
     def _distance_logits(self, query_HNE: Tensor, codes_CD: Tensor) -> Tensor:
-        """`(q + v) . W_r R` of every query and distance, `[H, N, C]`."""
+        """Return `(q + v) . W_r R` of every query and distance, `[H, N, C]`."""
         shape = (self.num_heads, self.head_width)
         query_HNE = query_HNE + self.v_minus_u.view(*shape)[:, None]
         if projects_queries(query_HNE.shape[1], self.head_width):
@@ -166,7 +177,7 @@ class RelativeAttention(nn.Module):
         return torch.bmm(query_HNE, by_distance_HEC)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        """Softmax attention with a bias that has a gradient, heads first.
+        """Return softmax attention with a bias that has a gradient, heads first.
 
         `bias`, `[H * B, S, K]`, becomes the logits in place. It must not be a view of anything:
         autograd would copy what it shows at every step.

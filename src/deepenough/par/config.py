@@ -1,114 +1,312 @@
-"""Configuration of the PAR Transformer-XL."""
+"""Block patterns, and the settings of PAR's commands; free of torch.
+
+A pattern is one letter a block: `aadad-` reads attention, attention, dense, attention, dense,
+identity. `*` stands for a block that is still being searched; a SuperNet is a pattern of stars.
+
+The config that is saved with a model is `ParConfig`, in `modeling.py`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
-from transformers import PreTrainedConfig
-
+from deepenough.config import RunConfig, bounded
+from deepenough.data.config import DatasetConfig
 from deepenough.errors import UserError
-from deepenough.par.pattern import OPEN, check_pattern
+from deepenough.training.config import TrainingConfig
+
+ATTENTION, DENSE, IDENTITY, OPEN = "a", "d", "-", "*"
+BRANCHES = (ATTENTION, DENSE, IDENTITY)
+"""The order of the branches in every table of probabilities."""
+
+BRANCH_NAMES = {ATTENTION: "attention", DENSE: "dense", IDENTITY: "identity"}
 
 
-class ParConfig(PreTrainedConfig):
-    """A Transformer-XL whose blocks are given by `pattern`, or still searched (`*`)."""
+def check_pattern(pattern: str, allow_open: bool = False) -> str:
+    """Return the pattern.
 
-    model_type = "par"
-    attribute_map = {  # noqa: RUF012 - the form transformers asks for
-        "hidden_size": "d_model",
-        "num_hidden_layers": "num_blocks",
-        "num_attention_heads": "num_heads",
-        "intermediate_size": "d_ff",
-    }
-    keys_to_ignore_at_inference = ["memories", "past_key_values", "trace"]  # noqa: RUF012
+    Raises:
+        UserError: A letter is unknown, or no block computes anything.
+    """
+    known = (*BRANCHES, OPEN) if allow_open else BRANCHES
+    unknown = sorted(set(pattern) - set(known))
+    if unknown:
+        raise UserError(
+            f"The pattern {pattern!r} has the unknown letter {unknown[0]!r}: "
+            "use a for attention, d for dense and - for identity."
+        )
+    if not set(pattern) - {IDENTITY}:
+        raise UserError(
+            f"The pattern {pattern!r} has no block: give at least one a (attention) or d (dense)."
+        )
+    return pattern
 
-    def __init__(
-        self,
-        vocab_size: int = 8000,
-        d_model: int = 128,
-        num_heads: int = 4,
-        d_ff: int = 512,
-        num_blocks: int = 6,
-        pattern: str | None = None,
-        mem_len: int = 32,
-        length: int = 32,
-        cutoffs: list[int] | tuple[int, ...] = (),
-        div_value: float = 4.0,
-        adaptive_input: bool = False,
-        dropout: float = 0.1,
-        attention_dropout: float = 0.0,
-        straight_through: bool = False,
-        learn_tau: bool = False,
-        initializer_range: float | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.d_model = d_model
-        self.num_heads = num_heads
-        self.d_ff = d_ff
-        self.pattern = OPEN * num_blocks if pattern is None else pattern
-        self.num_blocks = len(self.pattern)
-        self.mem_len = mem_len
-        self.length = length
-        self.cutoffs = [int(cut) for cut in cutoffs]
-        self.div_value = div_value
-        self.adaptive_input = adaptive_input
-        self.dropout = dropout
-        self.attention_dropout = attention_dropout
-        self.straight_through = straight_through
-        self.learn_tau = learn_tau
-        self._check()
-        self.initializer_range = initializer_range or d_model**-0.5
-        # Without an adaptive softmax the output shares the input's embeddings.
-        kwargs.setdefault("tie_word_embeddings", not self.cutoffs)
-        super().__init__(**kwargs)
 
-    @property
-    def sliding_window(self) -> int:
-        """How far back a token sees: the longest reach that training has, memory and segment."""
-        return self.mem_len + self.length
+def interleaved(num_blocks: int) -> str:
+    """Return the Transformer-XL baseline: attention and dense in turn."""
+    return "".join(ATTENTION if i % 2 == 0 else DENSE for i in range(num_blocks))
 
-    def _check(self) -> None:
-        check_pattern(self.pattern, allow_open=True)
-        for name in ("vocab_size", "d_model", "num_heads", "d_ff", "length"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1: got {getattr(self, name)}.")
+
+@dataclass
+class ParModelConfig:
+    """Model."""
+
+    pattern: str | None = None
+    """Blocks: a attention, d dense, - identity, such as adadad; a search leaves it open."""
+
+    num_blocks: int = bounded(6, ge=1)
+    """Number of blocks where no pattern is given."""
+
+    d_model: int = bounded(128, ge=1)
+    """Width of the hidden states."""
+
+    num_heads: int = bounded(4, ge=1)
+    """Attention heads."""
+
+    d_ff: int = bounded(512, ge=1)
+    """Inner width of dense blocks."""
+
+    mem_len: int = bounded(32, ge=0)
+    """Earlier positions that attention sees beyond the segment."""
+
+    cutoffs: list[int] = bounded(default_factory=list, ge=1)
+    """Cutoffs of the adaptive softmax, without the vocabulary size; none for an output layer tied
+    to the embeddings."""
+
+    div_value: float = bounded(4.0, ge=1)
+    """By how much each further cluster of the adaptive softmax is narrower."""
+
+    adaptive_input: bool = False
+    """Give the input embeddings the same clusters."""
+
+    dropout: float = bounded(0.1, ge=0, lt=1)
+    """Dropout on embeddings and on the output of every branch."""
+
+    attention_dropout: float = bounded(0.0, ge=0, lt=1)
+    """Dropout on attention weights."""
+
+    initializer_range: float | None = bounded(None, gt=0)
+    """Standard deviation of new linear weights; by default the inverse root of the width."""
+
+    def check(self) -> None:
+        """Refuse a pattern that is none, and sizes that do not fit together."""
+        if self.pattern is not None:
+            check_pattern(self.pattern, allow_open=True)
         if self.d_model % self.num_heads:
             raise UserError(
                 f"{self.num_heads} heads do not divide the width {self.d_model}: "
                 "choose num_heads so that d_model is a multiple of it."
             )
-        if self.mem_len < 0:
-            raise UserError(f"mem_len must not be negative: got {self.mem_len}.")
-        check_cutoffs(self.cutoffs, self.vocab_size)
+        if self.cutoffs != sorted(set(self.cutoffs)):
+            raise UserError(
+                f"The cutoffs {self.cutoffs} are not sorted and distinct: give them in rising "
+                "order."
+            )
         if self.adaptive_input and not self.cutoffs:
             raise UserError("Adaptive input embeddings need cutoffs: give cutoffs as well.")
-        if self.cutoffs and not 1.0 <= self.div_value ** len(self.cutoffs) <= self.d_model:
+        if self.cutoffs and self.div_value ** len(self.cutoffs) > self.d_model:
             raise UserError(
                 f"{len(self.cutoffs)} cutoffs with a div_value of {self.div_value:g} do not fit "
-                f"the width {self.d_model}: div_value must be at least 1 and leave the last "
-                "cluster a width of at least 1."
+                f"the width {self.d_model}: choose a div_value that leaves the last cluster a "
+                "width of at least 1."
             )
-        for name in ("dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise UserError(f"{name} must be in [0, 1): got {getattr(self, name)}.")
 
 
-def with_pattern(config: ParConfig, pattern: str) -> ParConfig:
-    """The same config with other blocks."""
-    values = config.to_dict()
-    for name in ("pattern", "num_blocks", "model_type"):
-        values.pop(name, None)
-    return ParConfig(**values, pattern=pattern)
+@dataclass
+class SearchConfig:
+    """Search."""
+
+    tau: Literal["exponential", "linear", "constant", "learned"] = "exponential"
+    """How the temperature of the choice goes from tau_start to tau_end; learned makes it a
+    parameter."""
+
+    tau_start: float = bounded(1.0, gt=0)
+    """Temperature at the first step."""
+
+    tau_end: float = bounded(0.1, gt=0)
+    """Temperature at the last step."""
+
+    straight_through: bool = False
+    """Use one branch at a time in the forward pass, all of them in the backward pass."""
+
+    optimise: Literal["simultaneous", "alternating"] = "simultaneous"
+    """Train weights and choices together, or the choices on held-out training text."""
+
+    held_out: float = bounded(0.2, gt=0, lt=1)
+    """Part of the training text for the choices, when alternating."""
+
+    alternate_every: int = bounded(2, ge=1)
+    """Steps of the weights for one of the choices, when alternating."""
+
+    alpha_lr: float = bounded(1.0, ge=0)
+    """Learning rate of the choices, as a multiple of the weights'."""
+
+    choose_after: float = bounded(0.0, ge=0, lt=1)
+    """Share of the search before which only weights are trained: attention learns later than dense
+    blocks, and a choice made too early goes against it."""
+
+    cost_weight: float = bounded(0.0, ge=0)
+    """Weight of the expected cost in the loss; the cost is relative to the interleaved baseline."""
+
+    cost: Literal["latency", "flops"] = "latency"
+    """Cost of a block: measured on this machine at the real shape, or counted."""
+
+    cost_length: int | None = bounded(None, ge=1)
+    """Length of segment and memory for which costs hold, where the model will be used with longer
+    ones than it is searched with; by default those of the search."""
+
+    budget: float | None = bounded(None, gt=0)
+    """Largest cost of the derived pattern, as a share of the interleaved baseline's."""
+
+    budget_weight: float = bounded(0.0, ge=0)
+    """Weight in the loss of the squared excess of the expected cost over the budget: blocks then
+    compete for the budget while they learn, instead of being cut to it at the end."""
+
+    spend: float = bounded(0.0, ge=0, le=1)
+    """Least share of the budget that the derived pattern uses: a short search undervalues
+    attention."""
+
+    decide_at: float = bounded(1.0, gt=0.5, le=1)
+    """Close a block once a branch has this probability: its other branch is computed no more."""
+
+    decide_after: float = bounded(0.05, ge=0, le=1)
+    """Share of the search before which no block is closed."""
+
+    retrain: Literal["none", "scratch", "supernet"] = "none"
+    """Train the derived pattern afterwards, from new weights or from the SuperNet's."""
+
+    def check(self) -> None:
+        """Refuse a weight of the budget without a budget."""
+        if self.budget_weight and self.budget is None:
+            raise UserError("search.budget_weight needs a search.budget to keep to.")
 
 
-def check_cutoffs(cutoffs: list[int], vocab_size: int) -> None:
-    if cutoffs != sorted(set(cutoffs)):
-        raise UserError(
-            f"The cutoffs {cutoffs} are not sorted and distinct: give them in rising order."
-        )
-    if cutoffs and not (cutoffs[0] > 0 and cutoffs[-1] < vocab_size):
-        raise UserError(
-            f"The cutoffs {cutoffs} must lie between 1 and {vocab_size - 1}: "
-            f"the vocabulary size, {vocab_size}, is not one of them."
-        )
+@dataclass
+class ParTrainConfig(RunConfig):
+    """Training of a language model with fixed blocks."""
+
+    METHOD: ClassVar[str] = "par"
+
+    data: str = "python"
+    """Text: a file, folder or glob, `python` (the prose inside Python), a folder of
+    $DEEPENOUGH_DATA, or a `datasets` name (`owner/name`, `hf:name:config:column`)."""
+
+    start: str | None = None
+    """Folder of a search or a model from whose weights to start; by default from new ones."""
+
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    model: ParModelConfig = field(default_factory=ParModelConfig)
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+@dataclass
+class ParSearchConfig(RunConfig):
+    """A search for the blocks of a language model."""
+
+    METHOD: ClassVar[str] = "par"
+
+    data: str = "python"
+    """Text: a file, folder or glob, `python` (the prose inside Python), a folder of
+    $DEEPENOUGH_DATA, or a `datasets` name (`owner/name`, `hf:name:config:column`)."""
+
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    model: ParModelConfig = field(default_factory=ParModelConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+@dataclass
+class ParDeriveConfig:
+    """Reading the pattern out of a search."""
+
+    run: str
+    """Folder of the search."""
+
+    budget: float | None = bounded(None, gt=0)
+    """Largest cost of the pattern, as a share of the interleaved baseline's."""
+
+    spend: float = bounded(0.0, ge=0, le=1)
+    """Least share of the budget that the pattern uses."""
+
+    json: bool = False
+    """Print one JSON object instead of a sentence."""
+
+
+@dataclass
+class EvaluationTextConfig:
+    """Tokens and batches."""
+
+    end_of_line: bool | None = None
+    """Whether the tokenizer's end token follows each line; by default as in training."""
+
+    valid_fraction: float = bounded(0.05, ge=0, lt=1)
+    """Share of the lines held out for validation where the text has no valid split."""
+
+    test_fraction: float = bounded(0.05, ge=0, lt=1)
+    """Share of the lines held out for testing where the text has no test split."""
+
+    cache: str | None = None
+    """Folder for prepared tokens; by default $XDG_CACHE_HOME/deepenough or ~/.cache/deepenough."""
+
+    batch_size: int = bounded(32, ge=1)
+    """Streams of text read in parallel."""
+
+    length: int | None = bounded(None, ge=1)
+    """Tokens of each stream in one batch; by default as in training."""
+
+
+@dataclass
+class ParEvalConfig:
+    """Measuring a language model on a text."""
+
+    run: str
+    """Folder of a finished run, or of a model."""
+
+    data: str = "python"
+    """Text to read, named as for training."""
+
+    split: str = "test"
+    """Part of the text to read: train, valid or test."""
+
+    mem_len: int | None = bounded(None, ge=0)
+    """Tokens of memory before each segment; by default as many as the model was trained with."""
+
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+    dataset: EvaluationTextConfig = field(default_factory=EvaluationTextConfig)
+
+
+@dataclass
+class ParGenerateConfig:
+    """Text from a trained model."""
+
+    run: str
+    """Folder of a finished run, or of a model."""
+
+    prompt: str = "The"
+    """Text to continue."""
+
+    tokens: int = bounded(60, ge=1)
+    """Number of tokens to write."""
+
+    temperature: float = bounded(0.8, ge=0)
+    """Temperature of the sampling; 0 takes the likeliest token every time."""
+
+    top_k: int = bounded(50, ge=0)
+    """Sample from this many of the likeliest tokens; 0 for all of them."""
+
+    seed: int = 0
+    """Seed of the sampling."""
+
+
+@dataclass
+class ParGrid:
+    """Operating points of a comparison."""
+
+    mem_len: list[int] | None = bounded(None, ge=0)
+    """Language models: tokens of memory before a segment."""
+
+
+GRID = ParGrid

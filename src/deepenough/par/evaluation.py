@@ -1,37 +1,58 @@
-"""Use of a finished model: measure it on a text, let it write."""
+"""Use of a finished model: measure it on a text, continue a prompt, compare it.
+
+In a comparison the operating points are lengths of memory. Losses are kept by segment of the text,
+over all streams, so that the interval of the perplexity comes from resampling segments.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import yaml
 from safetensors import SafetensorError
+from torch import Tensor
 
-from deepenough.data import DatasetConfig, load_tokenizer
+from deepenough.config import resolve, validate
+from deepenough.data.config import DatasetConfig
 from deepenough.data.prepare import split_tokens
+from deepenough.data.tokenizer import load_tokenizer
+from deepenough.data.tokens import ContextBatches, tokenizer_fingerprint
 from deepenough.errors import UserError
-from deepenough.par import ParConfig, ParForCausalLM
-from deepenough.runs import RunFolder, model_folder
-from deepenough.training.language import evaluate_language
+from deepenough.measurement import (
+    ComparedData,
+    ComparedTask,
+    Entry,
+    OperatingPoint,
+    Scores,
+    content_of,
+    perplexity_interval,
+)
+from deepenough.par.config import ParEvalConfig, ParGenerateConfig
+from deepenough.par.modeling import Memories, ParConfig, ParForCausalLM
+from deepenough.runs import RunFolder, model_folder, read_config, read_section
+from deepenough.trace import DepthTrace
+from deepenough.training.language import evaluate_language, num_evaluation_streams
 from deepenough.training.logging import without_bars
 
 #: Below this temperature sampling is taking the likeliest.
 COLDEST = 1e-6
+#: Segments that a comparison reads by default.
+SEGMENTS = 64
 
 
 def load_model(folder: str) -> ParForCausalLM:
-    """The model of a finished run, or of a folder in Hugging Face form."""
+    """Return the model of a finished run, or of a folder in Hugging Face form."""
     path = model_folder(folder)
     kind = _model_type(path)
     if kind != ParConfig.model_type:
         raise UserError(
-            f"The model in {folder} is of type {kind}, not one of deepenough train or search: give "
-            "another folder."
+            f"The model in {folder} is of type {kind}, not one of deepenough par: give another "
+            "folder."
         )
     try:
         with without_bars():
@@ -49,78 +70,61 @@ def _model_type(folder: Path) -> str | None:
     return content.get("model_type") if isinstance(content, dict) else None
 
 
-def evaluate(
-    folder: str,
-    text: str,
-    data: DatasetConfig,
-    split: str,
-    mem_len: int | None = None,
-    length: int | None = None,
-) -> dict[str, float]:
-    """Quality, compute and rate of a model on one split of a text, with its own tokenizer.
-
-    Segments are as long as `length` says, or, where it is None, as in training.
-    """
-    model = load_model(folder)
-    data = replace(data, length=length or model.config.length)
-    if mem_len is not None:
-        if mem_len < 0:
-            raise UserError(f"mem_len must not be negative: got {mem_len}.")
+def evaluate(config: ParEvalConfig) -> dict[str, float]:
+    """Return quality, compute and rate of a model on one split of a text, with its tokenizer."""
+    validate(config)
+    model, given = load_model(config.run), config.dataset
+    dataset = DatasetConfig(
+        valid_fraction=given.valid_fraction,
+        test_fraction=given.test_fraction,
+        cache=given.cache,
+        batch_size=given.batch_size,
+        length=given.length or model.config.length,
+    )
+    if config.mem_len is not None:
         # With a memory of another length a token sees all of it and of its segment.
-        model.config.mem_len, model.config.length = mem_len, data.length
-    tokenizer = load_tokenizer(str(model_folder(folder)))
-    ends_lines = _ends_lines(folder, data.end_of_line)
-    tokens, _ = split_tokens(text, data, split, tokenizer, ends_lines)
+        model.config.mem_len, model.config.length = config.mem_len, dataset.length
+    ends_lines = given.end_of_line
+    if ends_lines is None:
+        ends_lines = _ends_lines(config.run)
+    tokenizer = load_tokenizer(str(model_folder(config.run)))
+    tokens, _ = split_tokens(config.data, dataset, config.split, tokenizer, ends_lines)
     started = time.perf_counter()
-    values = evaluate_language(model, tokens, data)
+    values = evaluate_language(model, tokens, dataset)
     values["tokens_per_second"] = values["tokens"] / (time.perf_counter() - started)
     return values
 
 
-def _ends_lines(folder: str, asked: bool | None = None) -> bool:
-    """Whether line ends are tokens: as asked for, else as they were when the model was trained."""
-    if asked is not None:
-        return asked
+def _ends_lines(folder: str) -> bool:
+    """Return whether line ends were tokens when the model was trained; True where none knows."""
     path = model_folder(folder)
-    config = RunFolder(path.parent).config
-    if path.name != "model" or not config.is_file():
+    if path.name != "model" or not RunFolder(path.parent).config.is_file():
         return True
-    try:
-        trained_on = yaml.safe_load(config.read_text(encoding="utf-8"))["dataset"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{config} cannot be read, which tells how to read a text: {error}."
-        ) from error
-    if trained_on["end_of_line"] is not None:
-        return bool(trained_on["end_of_line"])
-    return trained_on["tokenizer"] is None
+    return _trained_on(folder).ends_lines
 
 
-def continue_text(
-    folder: str, prompt: str, tokens: int, temperature: float, top_k: int, seed: int
-) -> str:
-    """The prompt and what the model writes after it."""
-    if tokens < 1:
-        raise UserError(f"tokens must be at least 1: got {tokens}.")
-    if not temperature >= 0:
-        raise UserError(f"temperature must not be negative: got {temperature}.")
-    if top_k < 0:
-        raise UserError(f"top_k must not be negative: got {top_k}; 0 stands for all tokens.")
-    model = load_model(folder).eval()
-    tokenizer = load_tokenizer(str(model_folder(folder)))
-    # Where the model has learned line ends as a token of their own, prompts have them too.
-    end = tokenizer.eos_token_id if _ends_lines(folder) else None
-    if not prompt.strip():
+def _trained_on(run: str) -> DatasetConfig:
+    """Return how the text of a training was cut."""
+    return resolve(DatasetConfig, overrides=read_section(run, "dataset"))
+
+
+def continue_text(config: ParGenerateConfig) -> str:
+    """Return the prompt and what the model writes after it."""
+    validate(config)
+    if not config.prompt.strip():
         raise UserError("The prompt is empty: give at least one word to go on from.")
-    given = _encode(tokenizer, prompt, end)
-    ids = torch.tensor([given], dtype=torch.long)
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
+    model = load_model(config.run).eval()
+    tokenizer = load_tokenizer(str(model_folder(config.run)))
+    # Where the model has learned line ends as a token of their own, prompts have them too.
+    end = tokenizer.eos_token_id if _ends_lines(config.run) else None
+    ids = torch.tensor([_encode(tokenizer, config.prompt, end)], dtype=torch.long)
+    torch.manual_seed(config.seed)
+    sampling = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k}
     written = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        **(sampling if temperature > COLDEST else {"do_sample": False}),
+        max_new_tokens=config.tokens,
+        **(sampling if config.temperature > COLDEST else {"do_sample": False}),
     )
     return _decode(tokenizer, written[0].tolist(), end)
 
@@ -140,3 +144,106 @@ def _decode(tokenizer: Any, ids: list[int], end: int | None) -> str:
         else:
             lines[-1].append(token)
     return "\n".join(tokenizer.decode(line, skip_special_tokens=True) for line in lines)
+
+
+# -- comparison ------------------------------------------------------------------------------------
+
+
+class SegmentLosses(NamedTuple):
+    """One pass over the text."""
+
+    losses: list[Tensor]
+    """Mean loss of each segment."""
+    traces: list[DepthTrace]
+
+
+class ParCandidate:
+    """A language model with memory, as `deepenough compare` measures it."""
+
+    mechanism = "par"
+
+    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+        self.name, self.entry = name, entry
+        self.folder = _trained_pattern(entry.run)
+        self.model = load_model(self.folder).eval()
+        self.own_mem_len = self.model.config.mem_len
+        self.batches, self.task = _compared_text(self.folder, data)
+
+    def points(self) -> Sequence[OperatingPoint]:
+        """Return one operating point for each length of memory, the longest first."""
+        own = self.own_mem_len
+        lengths = self.entry.grid.mem_len or sorted({own, own // 2, own // 4}, reverse=True)
+        if any(length < 0 for length in lengths):
+            raise UserError(f"grid.mem_len must not be negative: got {lengths}.")
+        pattern = self.model.config.pattern
+        command = f"deepenough par eval {shlex.quote(self.folder)} --mem_len"
+        return [
+            OperatingPoint(
+                f"memory {length}",
+                {"mem_len": length, "pattern": pattern},
+                command=f"{command} {length}",
+            )
+            for length in lengths
+        ]
+
+    @torch.inference_mode()
+    def run(self, point: OperatingPoint) -> SegmentLosses:
+        """Read the text once with this length of memory."""
+        self.model.config.mem_len = int(point.settings["mem_len"])
+        memories: Memories | None = None
+        read = SegmentLosses([], [])
+        for batch in self.batches:
+            output = self.model(batch["input_ids"], targets=batch["labels"], memories=memories)
+            memories = output.memories
+            read.losses.append(output.loss)
+            read.traces.append(output.trace)
+        return read
+
+    def judge(self, point: OperatingPoint, answers: SegmentLosses) -> Scores:
+        """Return perplexity with its interval, blocks and FLOPs of one pass."""
+        tokens = [trace.num_units for trace in answers.traces]
+        losses = [float(loss) * num for loss, num in zip(answers.losses, tokens, strict=True)]
+        return Scores(
+            quality=perplexity_interval(losses, tokens),
+            units=sum(tokens),
+            layers=DepthTrace.join(answers.traces).mean_blocks,
+            flops=sum(trace.total_flops for trace in answers.traces),
+        )
+
+
+open_candidate = ParCandidate
+
+
+def _trained_pattern(run: str) -> str:
+    """Return the folder of the model that a search led to, or of one that was trained as it is."""
+    derived = RunFolder(Path(run)).derived
+    if (derived / "model" / "config.json").is_file():
+        return str(derived)
+    if "search" in read_config(run):
+        raise UserError(
+            f"The run {run} is a search, whose blocks are a mixture: train what it found with "
+            "deepenough par train --pattern PATTERN, and compare that run."
+        )
+    return run
+
+
+def _compared_text(run: str, data: ComparedData) -> tuple[list[dict[str, Tensor]], ComparedTask]:
+    """Return the segments to read, and what the task is called."""
+    dataset = _trained_on(run)
+    text = data.data or str(read_config(str(model_folder(run).parent))["data"])
+    tokenizer = load_tokenizer(str(model_folder(run)))
+    tokens, split = split_tokens(text, dataset, data.split, tokenizer, dataset.ends_lines)
+    if data.batch_size is not None:
+        dataset.batch_size = data.batch_size
+    num_streams = num_evaluation_streams(tokens, dataset, split)
+    segments = ContextBatches(tokens.ids, num_streams, dataset.length)
+    kept = [segments[place] for place in range(min(len(segments), data.limit or SEGMENTS))]
+    detail = {
+        "streams": num_streams,
+        "length": dataset.length,
+        "segments": len(kept),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "content": content_of(segment["input_ids"].tolist() for segment in kept),
+    }
+    task = ComparedTask("language modelling", text, split, "token", "perplexity", False, detail)
+    return kept, task

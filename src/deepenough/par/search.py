@@ -1,34 +1,324 @@
-"""The search as a task of the training loop: a SuperNet's choices beside its weights.
+"""The search: a SuperNet's choices trained beside its weights, and the pattern derived from them.
 
-Simultaneous: one optimiser for both. Alternating, as the paper does it: the weights on one part of
-the training text, and every few steps the choices on a part that is held out.
+Training is simultaneous (one optimiser for both) or alternating, as the paper does it: the weights
+on one part of the training text, and every few steps the choices on a part that is held out.
+
+The pattern is the likeliest one, within a budget if one is given:
+
+    maximise  sum_b log pi_b(kind_b)
+    subject to  spend * budget * cost(interleaved) <= cost(pattern) <= budget * cost(interleaved)
+
+All blocks have one shape, so a pattern's cost depends only on how many blocks of each kind it has.
+That makes the constrained optimum exact and cheap: the best patterns for every pair of counts
+(attention, dense) are found block by block, and the best pair that fits the budget is taken.
+`spend` asks that the budget be used: attention learns more slowly than dense blocks, so a short
+search finds it less likely than it deserves, while *which* blocks it prefers is seen early.
+
+Costs are FLOPs in closed form, or seconds on this machine at the shape the model will really have.
+Timings of a shared machine are noisy upwards only, so the best of several rounds is taken, and the
+things to compare take turns within a round: a slow moment hits all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+import itertools
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from deepenough.data import DatasetConfig, Prepared
-from deepenough.par import ParForCausalLM
-from deepenough.par.choice import BranchChoice, entropy, gumbel_noise
-from deepenough.par.derive import BlockCosts
-from deepenough.par.pattern import BRANCHES, IDENTITY, OPEN, interleaved
-from deepenough.par.settings import SearchSettings
+from deepenough.data.config import DatasetConfig
+from deepenough.data.prepare import Prepared
+from deepenough.errors import UserError
+from deepenough.par.config import (
+    ATTENTION,
+    BRANCHES,
+    DENSE,
+    IDENTITY,
+    OPEN,
+    SearchConfig,
+    interleaved,
+)
+from deepenough.par.layers import (
+    BranchChoice,
+    branch_flops,
+    embedding_flops,
+    gumbel_noise,
+    head_flops,
+)
+from deepenough.par.modeling import Memories, ParConfig, ParForCausalLM
 from deepenough.training.config import TrainingConfig, seed_at, tau_at
 from deepenough.training.language import LanguageTask, save_model
 from deepenough.training.task import WEIGHTS, BatchLoss
 
+log = logging.getLogger("deepenough")
+
 CHOICES = "choices"
+"""Name of the phase that trains the choices, when alternating."""
+
+_BUSY = 1.3
+"""By how much the best whole pass may exceed the sum of the best of its parts."""
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """Cost of one block of each kind and of everything around the blocks, in one unit."""
+
+    attention: float
+    dense: float
+    identity: float
+    rest: float
+
+    def of(self, pattern: str) -> float:
+        """Return the cost of a whole forward pass."""
+        # By counts, so that patterns with equal counts cost the same to the last bit.
+        return self.rest + sum(pattern.count(kind) * self.of_block(kind) for kind in BRANCHES)
+
+    def of_block(self, kind: str) -> float:
+        """Return the cost of one block."""
+        return {ATTENTION: self.attention, DENSE: self.dense, IDENTITY: self.identity}[kind]
+
+    def relative(self, pattern: str) -> float:
+        """Return the cost as a share of the interleaved baseline's with as many blocks."""
+        return self.of(pattern) / self.of(interleaved(len(pattern)))
+
+
+def derive(
+    probabilities: Sequence[Sequence[float]],
+    costs: BlockCosts | None = None,
+    budget: float | None = None,
+    spend: float = 0.0,
+    fixed: str | None = None,
+) -> str:
+    """Return the likeliest pattern; with a budget, the likeliest that keeps (and spends) it.
+
+    Args:
+        probabilities: `pi` of every block, in the order of `BRANCHES`.
+        costs: Cost of each kind of block; a budget needs them.
+        budget: Largest cost, as a share of the interleaved baseline's.
+        spend: Least share of the budget to use.
+        fixed: The pattern that the search began with: what it leaves no choice stays as it is.
+
+    Raises:
+        UserError: No pattern keeps the budget, or none spends enough of it.
+    """
+    if budget is not None and costs is None:
+        raise ValueError("a budget needs the costs of the blocks")
+    num_blocks = len(probabilities)
+    best: dict[tuple[int, int], tuple[float, str]] = {(0, 0): (0.0, "")}
+    for row, given in zip(probabilities, fixed or OPEN * num_blocks, strict=True):
+        score_a, score_d, score_i = (_log(p) for p in row)
+        longer: dict[tuple[int, int], tuple[float, str]] = {}
+        for (num_a, num_d), (score, pattern) in best.items():
+            for counts, gain, kind in (
+                ((num_a + 1, num_d), score_a, ATTENTION),
+                ((num_a, num_d + 1), score_d, DENSE),
+                ((num_a, num_d), score_i, IDENTITY),
+            ):
+                if given not in (OPEN, kind):
+                    continue
+                candidate = (score + gain, pattern + kind)
+                if counts not in longer or candidate[0] > longer[counts][0]:
+                    longer[counts] = candidate
+        best = longer
+    patterns = [found for counts, found in best.items() if counts != (0, 0)]
+    if budget is not None:
+        assert costs is not None
+        fitting = [found for found in patterns if costs.relative(found[1]) <= budget]
+        if not fitting:
+            cheapest = min((pattern for _, pattern in patterns), key=costs.relative)
+            share = math.ceil(1000 * costs.relative(cheapest)) / 1000
+            raise UserError(
+                f"No pattern of {num_blocks} blocks costs at most {budget:g} of the interleaved "
+                f"baseline: the cheapest, {cheapest}, needs a budget of {share:g}."
+            )
+        patterns = [found for found in fitting if costs.relative(found[1]) >= spend * budget]
+        if not patterns:
+            dearest = max((pattern for _, pattern in fitting), key=costs.relative)
+            raise UserError(
+                f"No pattern of {num_blocks} blocks costs between {spend * budget:.3g} and "
+                f"{budget:g} of the interleaved baseline: the dearest within the budget, "
+                f"{dearest}, costs {costs.relative(dearest):.3g}; lower spend."
+            )
+    return max(patterns)[1]
+
+
+def derive_ref(
+    probabilities: Sequence[Sequence[float]], costs: BlockCosts, budget: float, spend: float = 0.0
+) -> tuple[str, float] | None:
+    """Return what `derive` does and its log-likelihood, by trying all patterns."""
+    found: tuple[str, float] | None = None
+    for kinds in itertools.product(range(len(BRANCHES)), repeat=len(probabilities)):
+        pattern = "".join(BRANCHES[kind] for kind in kinds)
+        score = sum(_log(row[kind]) for row, kind in zip(probabilities, kinds, strict=True))
+        some_block = pattern.count(IDENTITY) < len(pattern)
+        fits = some_block and spend * budget <= costs.relative(pattern) <= budget
+        if fits and (found is None or score > found[1]):
+            found = pattern, score
+    return found
+
+
+def _log(probability: float) -> float:
+    """Return the logarithm, finite for a probability that has underflowed."""
+    return math.log(max(probability, 1e-300))
+
+
+# -- what blocks cost ----------------------------------------------------------------------------
+
+
+def interleaved_best(
+    functions: Mapping[str, Callable[[], object]], rounds: int = 7, warmup: int = 1
+) -> dict[str, float]:
+    """Return the seconds of each function, best of `rounds`, taking turns."""
+    best = dict.fromkeys(functions, float("inf"))
+    for turn in range(warmup + rounds):
+        for name, function in functions.items():
+            started = time.perf_counter()
+            function()
+            seconds = time.perf_counter() - started
+            if turn >= warmup:
+                best[name] = min(best[name], seconds)
+    return best
+
+
+def _tokens(config: ParConfig, streams: int) -> Tensor:
+    """Return a batch of ids by Zipf's law, frequent ones first, as the adaptive softmax expects."""
+    zipf = 1.0 / torch.arange(1, config.vocab_size + 1)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.multinomial(zipf, streams * config.length, True, generator=generator)
+    return draws.view(streams, config.length)
+
+
+def _stream(model: ParForCausalLM, streams: int) -> tuple[Tensor, Memories]:
+    """Return one batch and the memory it would meet in the middle of a text."""
+    shape = (streams, model.config.mem_len, model.config.d_model)
+    memory = torch.zeros(shape, device=model.device, dtype=model.dtype)
+    memories = tuple(memory if block.attends else None for block in model.blocks)  # type: ignore[union-attr]
+    return _tokens(model.config, streams).to(model.device), memories
+
+
+def _seconds_now(device: torch.device) -> float:
+    """Return the time, once all that was asked of the device is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def forward_function(model: ParForCausalLM, streams: int) -> Callable[[], object]:
+    """Return a function that evaluates a segment of every stream, with full memory."""
+    ids, memories = _stream(model, streams)
+
+    def run() -> None:
+        with torch.inference_mode():
+            model(ids, targets=ids, memories=memories)
+        _seconds_now(model.device)
+
+    model.eval()
+    return run
+
+
+def measure_block_costs(config: ParConfig, streams: int, rounds: int = 15) -> BlockCosts:
+    """Return the seconds of each kind of block and of the rest, at the real shape.
+
+    Blocks of every kind are timed one by one within whole passes, where they find caches as they
+    will find them in use, and the best round of each counts. Were the parts slowed by something
+    else in every round, their sum would stay below the best whole pass: then it is said.
+    """
+    model = ParForCausalLM(config.with_pattern(interleaved(max(2, config.num_blocks)) + IDENTITY))
+    times = _time_blocks(model, streams, rounds)
+    each = {
+        kind: statistics.mean(
+            seconds
+            for block, seconds in zip(model.blocks, times.blocks, strict=True)
+            if block.kind == kind
+        )
+        for kind in (ATTENTION, DENSE, IDENTITY)
+    }
+    if times.whole > _BUSY * (sum(times.blocks) + times.rest):
+        log.warning(
+            "The costs of blocks were measured while the machine was busy (whole passes took %.2f "
+            "times the sum of their parts): a budget rests on them, so measure when it is quiet.",
+            times.whole / (sum(times.blocks) + times.rest),
+        )
+    return BlockCosts(each[ATTENTION], each[DENSE], each[IDENTITY], times.rest)
+
+
+def count_block_costs(config: ParConfig, streams: int) -> BlockCosts:
+    """Return the FLOPs of each kind of block and of the rest; tokens follow Zipf's law."""
+    ids = _tokens(config, streams)
+    keys = config.mem_len + config.length
+    costs = {
+        kind: float(branch_flops(config, kind, streams, config.length, keys))
+        for kind in (ATTENTION, DENSE, IDENTITY)
+    }
+    rest = float((embedding_flops(config, ids) + head_flops(config, ids.numel(), ids)).sum())
+    return BlockCosts(costs[ATTENTION], costs[DENSE], costs[IDENTITY], rest)
+
+
+def measure_blocks(model: ParForCausalLM, streams: int, rounds: int = 5) -> Tensor:
+    """Return the seconds of each block, and keep them in the model for its traces."""
+    times = _time_blocks(model, streams, rounds)
+    model.block_seconds = torch.tensor(times.blocks, dtype=torch.float64)
+    return model.block_seconds
+
+
+class _Times(NamedTuple):
+    """Best of several passes, in seconds."""
+
+    blocks: list[float]
+    rest: float
+    """What a pass spent outside of its blocks."""
+    whole: float
+
+
+def _time_blocks(model: ParForCausalLM, streams: int, rounds: int) -> _Times:
+    model.eval()
+    ids, memories = _stream(model, streams)
+    started: dict[nn.Module, float] = {}
+    taken: dict[nn.Module, float] = {}
+
+    def before(block: nn.Module, _: object) -> None:
+        started[block] = _seconds_now(model.device)
+
+    def after(block: nn.Module, *_: object) -> None:
+        taken[block] = _seconds_now(model.device) - started[block]
+
+    hooks = [block.register_forward_pre_hook(before) for block in model.blocks]
+    hooks += [block.register_forward_hook(after) for block in model.blocks]
+    passes = []
+    try:
+        with torch.inference_mode():
+            for turn in range(1 + rounds):
+                begun = _seconds_now(model.device)
+                model(ids, targets=ids, memories=memories)
+                whole = _seconds_now(model.device) - begun
+                blocks = [taken[block] for block in model.blocks]
+                if turn > 0:  # the first one warms up
+                    passes.append(_Times(blocks, whole - sum(blocks), whole))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return _Times(
+        blocks=[min(times) for times in zip(*(each.blocks for each in passes), strict=True)],
+        rest=min(each.rest for each in passes),
+        whole=min(each.whole for each in passes),
+    )
+
+
+# -- the task --------------------------------------------------------------------------------------
 
 
 class SearchTask(LanguageTask):
+    """Language modelling with a SuperNet: its weights, and the choices between branches."""
+
     model: ParForCausalLM
     costs: BlockCosts | None = None
     """What the blocks cost, for the term that makes dear ones unlikely."""
@@ -40,7 +330,7 @@ class SearchTask(LanguageTask):
         data: DatasetConfig,
         train: TrainingConfig,
         accelerator: Accelerator,
-        search: SearchSettings,
+        search: SearchConfig,
     ) -> None:
         super().__init__(model, prepared, data, train, accelerator)
         assert model.choice is not None
@@ -69,6 +359,7 @@ class SearchTask(LanguageTask):
         return [parameter for name, parameter in named if not name.startswith("choice.")]
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the groups of one optimiser, or of two when alternating."""
         choices = {
             "params": list(self.choice.parameters()),
             "lr_scale": self.search.alpha_lr,
@@ -82,11 +373,12 @@ class SearchTask(LanguageTask):
     # -- one step ----------------------------------------------------------------------------
 
     def _hold(self, gradient: Tensor) -> Tensor:
-        """Of the choices: none while only the weights are trained."""
+        """Return the gradient of the choices: zero while only the weights are trained."""
         choosing = self.progress >= self.search.choose_after
         return gradient if choosing else torch.zeros_like(gradient)
 
     def begin_step(self, step: int) -> None:
+        """Anneal the temperature and close the blocks that have made up their mind."""
         self.progress = step / max(1, self.train.steps - 1)
         settings = self.search
         if settings.tau != "learned":
@@ -96,6 +388,7 @@ class SearchTask(LanguageTask):
             self._decide()
 
     def phases(self, step: int) -> Sequence[str]:
+        """Return the optimisers of this step: the weights', and when due the choices'."""
         due = (
             self.search.optimise == "alternating"
             and (step + 1) % self.search.alternate_every == 0
@@ -108,12 +401,13 @@ class SearchTask(LanguageTask):
         return step if phase == WEIGHTS else step // self.search.alternate_every
 
     def _model_arguments(self, phase: str, index: int) -> dict[str, Any]:
-        # All lanes are drawn and this process's taken, so that any number of processes agree.
+        # All streams are drawn and this process's taken, so that any number of processes agree.
         generator = torch.Generator().manual_seed(seed_at(self.train.seed, "noise", phase, index))
         noise = gumbel_noise(len(self.model.blocks), self.data.batch_size, generator)
         return {"noise": noise.chunk(self.world_size, 1)[self.rank]}
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        """Return the loss, with the expected cost and the budget in the objective."""
         batch = super().loss(model, phase, step, micro)
         search = self.search
         if self.costs is None or not (search.cost_weight or search.budget_weight):
@@ -127,7 +421,7 @@ class SearchTask(LanguageTask):
         return batch._replace(objective=objective)
 
     def expected_cost(self) -> Tensor:
-        """`sum_b pi_b . cost`, as a share of the interleaved baseline's whole cost."""
+        """Return `sum_b pi_b . cost` as a share of the interleaved baseline's whole cost."""
         assert self.costs is not None
         kinds = torch.tensor([self.costs.of_block(kind) for kind in BRANCHES])
         total = (self.choice.probabilities() @ kinds.to(self.model.device)).sum()
@@ -137,6 +431,7 @@ class SearchTask(LanguageTask):
 
     @torch.no_grad()
     def end_step(self) -> None:
+        """Put the scores of closed blocks back."""
         # Momentum would carry the scores of a closed block on, even to another kind.
         for block, scores in self._closed.items():
             self.choice.alpha[block] = scores
@@ -158,7 +453,7 @@ class SearchTask(LanguageTask):
 
     @torch.no_grad()
     def _fix(self, block: int, kind: str) -> None:
-        """A block that the given pattern leaves no choice."""
+        """Close a block that the given pattern leaves no choice."""
         self.model.decide(block, kind)
         scores = torch.full((len(BRANCHES),), -30.0)
         scores[BRANCHES.index(kind)] = 0.0
@@ -169,6 +464,7 @@ class SearchTask(LanguageTask):
 
     @torch.no_grad()
     def train_values(self) -> dict[str, Any]:
+        """Return temperature, entropy, probabilities and expected cost, for the record."""
         rows = self.model.probabilities()
         still_open = (self.choice.decided < 0)[:, None]  # a closed block is decided: no entropy
         values = {
@@ -182,6 +478,7 @@ class SearchTask(LanguageTask):
         return values
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take up memories, and which blocks are closed."""
         super().load_state(state)
         self.model.apply_decisions()
         alpha = self.choice.alpha.detach()
@@ -189,11 +486,18 @@ class SearchTask(LanguageTask):
         self._closed = {b: alpha[b].clone() for b, branch in enumerate(decided) if branch >= 0}
 
     def identity(self) -> dict[str, Any]:
+        """Return what must be the same in a run that goes on from a checkpoint."""
         # What happens after the search may change its mind.
         later = ("spend", "retrain", *(() if self.search.budget_weight else ("budget",)))
         search = {k: v for k, v in asdict(self.search).items() if k not in later}
         return super().identity() | {"search": search}
 
     def save(self, folder: Path) -> None:
-        # Branches of closed blocks are not computed any more, so they are not kept either.
+        """Write the model without the branches of closed blocks, which are computed no more."""
         save_model(self.model.with_pattern(self.model.pattern), self.prepared, folder)
+
+
+def entropy(probabilities: Tensor) -> float:
+    """Return how undecided the search is: mean entropy over its maximum, from 1 to 0."""
+    terms = torch.special.entr(probabilities.double()).sum(-1) / math.log(probabilities.shape[-1])
+    return float(terms.mean()) if len(terms) else 0.0

@@ -1,4 +1,4 @@
-"""Search, derive, train: the three steps of PAR on a corpus, each leaving a run folder.
+"""Search, derive, train: the three steps of PAR on a text, each leaving a run folder.
 
 A run folder is made, overwritten or changed only when all settings have been found good: the data
 is prepared, the model built and a checkpoint compared first.
@@ -7,164 +7,144 @@ is prepared, the model built and a checkpoint compared first.
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass, field, replace
+import logging
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
 
-from deepenough.config import RunConfig, resolve, validate
-from deepenough.data import DatasetConfig, Prepared, prepare
+from deepenough.config import resolve, validate
+from deepenough.data.config import DatasetConfig
+from deepenough.data.prepare import Prepared, prepare
+from deepenough.data.tokenizer import load_tokenizer
+from deepenough.data.tokens import tokenizer_fingerprint
 from deepenough.errors import UserError
-from deepenough.par import ParForCausalLM
-from deepenough.par.config import ParConfig
-from deepenough.par.derive import BlockCosts, derive
+from deepenough.par.config import (
+    OPEN,
+    ParDeriveConfig,
+    ParSearchConfig,
+    ParTrainConfig,
+    check_pattern,
+    interleaved,
+)
 from deepenough.par.evaluation import load_model
-from deepenough.par.latency import count_block_costs, measure_block_costs
-from deepenough.par.pattern import OPEN, check_pattern, interleaved
-from deepenough.par.search import SearchTask
-from deepenough.par.settings import ModelSettings, SearchSettings
-from deepenough.par.warm_start import take_weights
-from deepenough.runs import Record, RunFolder, append_record, read_records
+from deepenough.par.modeling import ParConfig, ParForCausalLM
+from deepenough.par.search import (
+    BlockCosts,
+    SearchTask,
+    count_block_costs,
+    derive,
+    measure_block_costs,
+)
+from deepenough.runs import Record, RunFolder, append_record, model_folder, read_records
 from deepenough.training.checkpoint import list_names
-from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import is_main_process, make_accelerator, on_main
 from deepenough.training.language import LanguageTask
 from deepenough.training.trainer import check_folder, training
 
-
-@dataclass
-class ParSearch(RunConfig):
-    """A search for the blocks of a language model."""
-
-    METHOD: ClassVar[str] = "par"
-
-    data: str = "python"
-    """Text: a file, folder or glob, `python` (the prose inside Python), a folder of
-    $DEEPENOUGH_DATA, or a `datasets` name (`owner/name`, `hf:name:config:column`)."""
-
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    model: ModelSettings = field(default_factory=ModelSettings)
-    search: SearchSettings = field(default_factory=SearchSettings)
-    train: TrainingConfig = field(default_factory=TrainingConfig)
-
-
-@dataclass
-class ParTraining(RunConfig):
-    """Training of a language model with fixed blocks."""
-
-    METHOD: ClassVar[str] = "par"
-
-    data: str = "python"
-    """Text: a file, folder or glob, `python` (the prose inside Python), a folder of
-    $DEEPENOUGH_DATA, or a `datasets` name (`owner/name`, `hf:name:config:column`)."""
-
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    model: ModelSettings = field(default_factory=ModelSettings)
-    train: TrainingConfig = field(default_factory=TrainingConfig)
-    start: str | None = None
-    """Folder of a search or a model from whose weights to start; by default from new ones."""
+log = logging.getLogger("deepenough")
 
 
 @dataclass(frozen=True)
-class Derived:
+class DerivedPattern:
     """What a search found."""
 
     pattern: str
     probabilities: list[list[float]]
     relative_cost: float | None
-    """Of a forward pass, as a share of the interleaved baseline's."""
+    """Cost of a forward pass as a share of the interleaved baseline's; None where none is known."""
 
 
-def search(settings: ParSearch) -> Derived:
-    """Train a SuperNet, derive its pattern, and train that if the settings ask for it."""
-    validate(settings)
-    if settings.model.pattern is not None and OPEN not in settings.model.pattern:
+def search(config: ParSearchConfig) -> DerivedPattern:
+    """Train a SuperNet, return the pattern it leads to, and train that if the settings ask."""
+    validate(config)
+    if config.model.pattern is not None and OPEN not in config.model.pattern:
         raise UserError(
-            f"The pattern {settings.model.pattern} leaves nothing to search: use "
-            "`deepenough train` for it, or leave the pattern out."
+            f"The pattern {config.model.pattern} leaves nothing to search: use "
+            "`deepenough par train` for it, or leave the pattern out."
         )
-    closes = settings.search.decide_at < 1.0
-    accelerator = make_accelerator(settings.train, closes or bool(settings.model.cutoffs))
-    check_folder(settings, accelerator)
-    prepared = _prepare(settings.data, settings.dataset, accelerator)
-    config = settings.model.config(
+    closes_blocks = config.search.decide_at < 1.0
+    accelerator = make_accelerator(config.train, closes_blocks or bool(config.model.cutoffs))
+    check_folder(config, accelerator)
+    prepared = _prepare(config.data, config.dataset, accelerator)
+    model_config = ParConfig.from_model(
+        config.model,
         len(prepared.tokenizer),
-        settings.dataset.length,
-        settings.model.pattern,
-        straight_through=settings.search.straight_through,
-        learn_tau=settings.search.tau == "learned",
+        config.dataset.length,
+        config.model.pattern,
+        straight_through=config.search.straight_through,
+        learn_tau=config.search.tau == "learned",
     )
-    torch.manual_seed(settings.train.seed)
-    task = SearchTask(
-        ParForCausalLM(config),
-        prepared,
-        settings.dataset,
-        settings.train,
-        accelerator,
-        settings.search,
-    )
-    task.costs = costs = block_costs(config, settings, accelerator)
-    if settings.search.budget is not None:  # one that no pattern keeps is refused now
-        equal = [[1.0, 1.0, 1.0]] * config.num_blocks
-        budget, spend = settings.search.budget, settings.search.spend
-        derive(equal, costs, budget, spend, settings.model.pattern)
-    with training(settings, task, accelerator) as trainer:
+    torch.manual_seed(config.train.seed)
+    model = ParForCausalLM(model_config)
+    task = SearchTask(model, prepared, config.dataset, config.train, accelerator, config.search)
+    task.costs = costs = block_costs(model_config, config, accelerator)
+    budget, spend = config.search.budget, config.search.spend
+    if budget is not None:  # one that no pattern keeps is refused now
+        equal = [[1.0, 1.0, 1.0]] * model_config.num_blocks
+        derive(equal, costs, budget, spend, config.model.pattern)
+    with training(config, task, accelerator) as trainer:
         if trainer.first == 0:
-            trainer.recorder.record(0, "cost", asdict(costs) | {"unit": settings.search.cost})
+            trainer.recorder.record(0, "cost", asdict(costs) | {"unit": config.search.cost})
         trainer.fit()
     run = trainer.run
-    found = derive_run(run, settings.search.budget, settings.search.spend)
-    if settings.search.retrain != "none":
-        retrain = ParTraining(
+    found = derive_run(run, budget, spend)
+    if config.search.retrain != "none":
+        retrain = ParTrainConfig(
             out=str(run.derived),
-            resume=settings.resume,
-            overwrite=settings.overwrite,
-            data=settings.data,
-            dataset=settings.dataset,
-            model=replace(settings.model, pattern=found.pattern),
-            train=settings.train,
-            start=str(run.path) if settings.search.retrain == "supernet" else None,
+            resume=config.resume,
+            overwrite=config.overwrite,
+            data=config.data,
+            dataset=config.dataset,
+            model=replace(config.model, pattern=found.pattern),
+            train=config.train,
+            start=str(run.path) if config.search.retrain == "supernet" else None,
         )
         train(retrain, prepared)
     return found
 
 
-def train(settings: ParTraining, prepared: Prepared | None = None) -> RunFolder:
-    """Train a model with the given pattern; the interleaved baseline where there is none."""
-    validate(settings)
-    pattern = check_pattern(settings.model.pattern or interleaved(settings.model.num_blocks))
-    settings = replace(
-        settings, model=replace(settings.model, pattern=pattern, num_blocks=len(pattern))
-    )
-    accelerator = make_accelerator(settings.train, bool(settings.model.cutoffs))
-    check_folder(settings, accelerator)
+def train(config: ParTrainConfig, prepared: Prepared | None = None) -> RunFolder:
+    """Train a model with the given pattern, or the interleaved one, and return its run folder.
+
+    Args:
+        config: The settings.
+        prepared: The text, where a caller has prepared it already.
+    """
+    validate(config)
+    pattern = check_pattern(config.model.pattern or interleaved(config.model.num_blocks))
+    model_settings = replace(config.model, pattern=pattern, num_blocks=len(pattern))
+    config = replace(config, model=model_settings)
+    accelerator = make_accelerator(config.train, bool(config.model.cutoffs))
+    check_folder(config, accelerator)
     if prepared is None:
-        prepared = _prepare(settings.data, settings.dataset, accelerator)
-    torch.manual_seed(settings.train.seed)
-    config = settings.model.config(len(prepared.tokenizer), settings.dataset.length, pattern)
-    model = ParForCausalLM(config)
-    if settings.start is not None:
-        take_weights(model, load_model(settings.start), prepared.tokenizer, settings.start)
-    task = LanguageTask(model, prepared, settings.dataset, settings.train, accelerator)
-    task.is_warm = settings.start is not None
-    with training(settings, task, accelerator) as trainer:
+        prepared = _prepare(config.data, config.dataset, accelerator)
+    torch.manual_seed(config.train.seed)
+    model = ParForCausalLM(
+        ParConfig.from_model(config.model, len(prepared.tokenizer), config.dataset.length, pattern)
+    )
+    if config.start is not None:
+        take_weights(model, load_model(config.start), prepared.tokenizer, config.start)
+    task = LanguageTask(model, prepared, config.dataset, config.train, accelerator)
+    task.is_warm = config.start is not None
+    with training(config, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
 
 
-def derive_run(run: RunFolder, budget: float | None = None, spend: float = 0.0) -> Derived:
-    """Read the pattern out of a search's records, and write it there."""
+def derive_run(run: RunFolder, budget: float | None = None, spend: float = 0.0) -> DerivedPattern:
+    """Read the pattern out of a search's records, record it there, and return it."""
+    validate(ParDeriveConfig(str(run.path), budget, spend))
     records, _ = read_records(run.metrics)
     rows = [record.values["pi"] for record in records if "pi" in record.values]
     if not rows:
-        raise UserError(f"{run.path} holds no search: give the folder of `deepenough search`.")
+        raise UserError(f"{run.path} holds no search: give the folder of `deepenough par search`.")
     costs = recorded_costs(records)
     if budget is not None and costs is None:
         raise UserError(f"{run.path} has no record of block costs, which a budget needs.")
-    if not 0 <= spend <= 1:
-        raise UserError(f"spend is a share of the budget, from 0 to 1: got {spend:g}.")
     pattern = derive(rows[-1], costs, budget, spend, _given_pattern(run))
     values: dict[str, Any] = {"pattern": pattern, "pi": rows[-1]}
     if costs is not None:
@@ -175,37 +155,39 @@ def derive_run(run: RunFolder, budget: float | None = None, spend: float = 0.0) 
     if is_main_process() and earlier[-1:] != [values]:
         last = max(record.step for record in records)
         append_record(run.metrics, Record(last, "derive", values))
-    return Derived(pattern, rows[-1], values.get("relative_cost"))
+    return DerivedPattern(pattern, rows[-1], values.get("relative_cost"))
 
 
 def _given_pattern(run: RunFolder) -> str | None:
-    """The pattern that a search began with, where it was given one."""
-    return resolve(ParSearch, run.config).model.pattern if run.config.is_file() else None
+    """Return the pattern that a search began with, where it was given one."""
+    return resolve(ParSearchConfig, run.config).model.pattern if run.config.is_file() else None
 
 
-def block_costs(config: ParConfig, settings: ParSearch, accelerator: Accelerator) -> BlockCosts:
-    """Measured (or counted) by the first process, so that all of them share one table.
+def block_costs(
+    model_config: ParConfig, config: ParSearchConfig, accelerator: Accelerator
+) -> BlockCosts:
+    """Return the table of costs, found by the first process and shared by all of them.
 
     A resumed run keeps the table it began with: its loss depends on it.
     """
-    run = RunFolder(Path(settings.out))
+    run = RunFolder(Path(config.out))
 
     def find() -> dict[str, float]:
-        if settings.resume and list_names(run.checkpoints) and run.metrics.is_file():
+        if config.resume and list_names(run.checkpoints) and run.metrics.is_file():
             known = recorded_costs(read_records(run.metrics)[0])
             if known is not None:
                 return asdict(known)
-        measure = measure_block_costs if settings.search.cost == "latency" else count_block_costs
-        used = copy.deepcopy(config)
-        if settings.search.cost_length is not None:
-            used.length = used.mem_len = settings.search.cost_length
-        return asdict(measure(used, settings.dataset.batch_size))
+        measure = measure_block_costs if config.search.cost == "latency" else count_block_costs
+        used = copy.deepcopy(model_config)
+        if config.search.cost_length is not None:
+            used.length = used.mem_len = config.search.cost_length
+        return asdict(measure(used, config.dataset.batch_size))
 
     return BlockCosts(**on_main(accelerator, find))
 
 
 def recorded_costs(records: list[Record]) -> BlockCosts | None:
-    """The table of block costs that a search has written down."""
+    """Return the table of block costs that a search has written down, or None."""
     for record in reversed(records):
         if record.kind == "cost":
             values = {k: v for k, v in record.values.items() if k != "unit"}
@@ -214,7 +196,56 @@ def recorded_costs(records: list[Record]) -> BlockCosts | None:
 
 
 def _prepare(text: str, dataset: DatasetConfig, accelerator: Accelerator) -> Prepared:
-    """The first process fills the cache, the others find it filled."""
+    """Return the prepared text: the first process fills the cache, the others find it filled."""
     prepared: list[Prepared] = []
     on_main(accelerator, lambda: prepared.append(prepare(text, dataset)))
     return prepared[0] if prepared else prepare(text, dataset)
+
+
+# -- starting from other weights -------------------------------------------------------------------
+
+
+def take_weights(
+    model: ParForCausalLM, source: ParForCausalLM, tokenizer: PreTrainedTokenizerBase, origin: str
+) -> None:
+    """Copy from `source` all weights that `model` has too; both must be of one shape.
+
+    A block of a kind that the source does not have there keeps its new weights. That happens where
+    a budget asks for another branch than the search had settled on.
+
+    Args:
+        model: The model to fill.
+        source: Such as the SuperNet that the pattern was found with.
+        tokenizer: The tokenizer of `model`, which must be that of `source`.
+        origin: Folder that `source` was loaded from.
+    """
+    folder = model_folder(origin)
+    if tokenizer_fingerprint(load_tokenizer(folder)) != tokenizer_fingerprint(tokenizer):
+        raise UserError(
+            f"The model in {origin} has another tokenizer, so its weights mean other tokens: give "
+            f"--dataset.tokenizer {folder}."
+        )
+    own, given = model.state_dict(), source.state_dict()
+    for name, tensor in own.items():
+        if name in given and tensor.shape != given[name].shape:
+            raise UserError(
+                f"The model in {origin} has another shape: {name} is {_shape(given[name].shape)} "
+                f"there and {_shape(tensor.shape)} here; give the same model and dataset settings."
+            )
+    missing = [name for name in own if name not in given]
+    if other := [name for name in missing if not name.startswith("blocks.")]:
+        raise UserError(
+            f"The model in {origin} has no {other[0]}: give the same model settings as there."
+        )
+    for block in sorted({int(name.split(".")[1]) for name in missing}):
+        log.warning(
+            "Block %d starts from new weights: %s has none for %r there.",
+            block + 1,
+            origin,
+            model.pattern[block],
+        )
+    model.load_state_dict({name: given[name] for name in own if name in given}, strict=False)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

@@ -15,9 +15,9 @@ from typing import Literal
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import deepenough.par  # noqa: F401 - registers our own models for loading
+import deepenough.par.modeling  # noqa: F401 - registers our own models for loading
 from deepenough.config import dump, resolve
-from deepenough.data import open_corpus
+from deepenough.data.corpus import open_corpus
 from deepenough.errors import UserError
 from deepenough.hf.loading import load
 from deepenough.runs import Metrics, Record, RunFolder, read_records

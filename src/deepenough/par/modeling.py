@@ -6,45 +6,160 @@ Transformer-XL's: pass `memories` back in to continue a stream. `generate()` kee
 instead, which is the same computation, and sees as far back as training did
 (`config.sliding_window`).
 
-Shapes: B lanes, S new tokens, K keys, D width, N blocks.
+Shapes: B streams, S new tokens, K keys, D width, N blocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.utils.generic import ModelOutput
 
+from deepenough.config import validate
 from deepenough.errors import UserError
 from deepenough.hf.generation import CheckedGenerationMixin
-from deepenough.nn.dropout import Dropout
-from deepenough.nn.embedding import embedding
+from deepenough.nn.adaptive_softmax import AdaptiveEmbedding
+from deepenough.nn.layers import Dropout
 from deepenough.nn.relative_attention import RelativeAttention
-from deepenough.par.block import ParBlock
-from deepenough.par.choice import BranchChoice
-from deepenough.par.config import ParConfig, with_pattern
-from deepenough.par.context import Contexts
-from deepenough.par.flops import branch_flops, embedding_flops, head_flops
-from deepenough.par.pattern import BRANCHES, IDENTITY, OPEN
+from deepenough.par.config import BRANCHES, IDENTITY, OPEN, ParModelConfig, check_pattern
+from deepenough.par.layers import (
+    BranchChoice,
+    ParBlock,
+    RelativeContextCache,
+    branch_flops,
+    embedding_flops,
+    head_flops,
+)
 from deepenough.trace import DepthTrace
 
 Memories = tuple[Tensor | None, ...]
+"""Normalised states of earlier tokens, one entry a block; None for a block without attention."""
+
+
+class ParConfig(PreTrainedConfig):
+    """A Transformer-XL whose blocks are given by `pattern`, or still searched (`*`).
+
+    `ParModelConfig` documents the options and their ranges; beside them stand the vocabulary, the
+    `length` of a segment in training, and how a search mixes branches.
+    """
+
+    model_type = "par"
+    attribute_map = {  # noqa: RUF012 - the form transformers asks for
+        "hidden_size": "d_model",
+        "num_hidden_layers": "num_blocks",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "d_ff",
+    }
+    keys_to_ignore_at_inference = ["memories", "past_key_values", "trace"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        vocab_size: int = 8000,
+        d_model: int = 128,
+        num_heads: int = 4,
+        d_ff: int = 512,
+        num_blocks: int = 6,
+        pattern: str | None = None,
+        mem_len: int = 32,
+        length: int = 32,
+        cutoffs: list[int] | tuple[int, ...] = (),
+        div_value: float = 4.0,
+        adaptive_input: bool = False,
+        dropout: float = 0.1,
+        attention_dropout: float = 0.0,
+        straight_through: bool = False,
+        learn_tau: bool = False,
+        initializer_range: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.d_ff = d_ff
+        self.pattern = OPEN * num_blocks if pattern is None else pattern
+        self.num_blocks = len(self.pattern)
+        self.mem_len = mem_len
+        self.length = length
+        self.cutoffs = [int(cut) for cut in cutoffs]
+        self.div_value = div_value
+        self.adaptive_input = adaptive_input
+        self.dropout = dropout
+        self.attention_dropout = attention_dropout
+        self.straight_through = straight_through
+        self.learn_tau = learn_tau
+        self.initializer_range = initializer_range
+        self._check()
+        self.initializer_range = initializer_range or d_model**-0.5
+        # Without an adaptive softmax the output shares the input's embeddings.
+        kwargs.setdefault("tie_word_embeddings", not self.cutoffs)
+        super().__init__(**kwargs)
+
+    @classmethod
+    def from_model(
+        cls, model: ParModelConfig, vocab_size: int, length: int, pattern: str | None, **more: Any
+    ) -> ParConfig:
+        """Return the config of a model by its settings.
+
+        Args:
+            model: The settings; their own pattern is not read.
+            vocab_size: Size of the tokenizer's vocabulary.
+            length: Tokens of a segment in training.
+            pattern: The blocks, or None to search all of them.
+            **more: Other arguments of `ParConfig`.
+        """
+        values = {field.name: getattr(model, field.name) for field in fields(model)}
+        values |= {"vocab_size": vocab_size, "length": length, "pattern": pattern}
+        return cls(**values | more)
+
+    def with_pattern(self, pattern: str) -> ParConfig:
+        """Return the same config with other blocks."""
+        values = self.to_dict()
+        for name in ("pattern", "num_blocks", "model_type"):
+            values.pop(name, None)
+        return ParConfig(**values, pattern=pattern)
+
+    @property
+    def sliding_window(self) -> int:
+        """How far back a token sees: the longest reach that training has, memory and segment."""
+        return self.mem_len + self.length
+
+    def _check(self) -> None:
+        check_pattern(self.pattern, allow_open=True)
+        names = [field.name for field in fields(ParModelConfig)]
+        validate(ParModelConfig(**{name: getattr(self, name) for name in names}))
+        for name in ("vocab_size", "length"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1: got {getattr(self, name)}.")
+        if self.cutoffs and self.cutoffs[-1] >= self.vocab_size:
+            raise UserError(
+                f"The cutoffs {self.cutoffs} must lie between 1 and {self.vocab_size - 1}: "
+                f"the vocabulary size, {self.vocab_size}, is not one of them."
+            )
 
 
 @dataclass
 class ParOutput(ModelOutput):
+    """What a forward pass returns."""
+
     loss: Tensor | None = None
     """Mean negative log-likelihood in nats."""
     logits: Tensor | None = None
     """`[B, S, V]`; left out where only the loss is asked for."""
     memories: Memories | None = None
-    """To be passed with the next segment of the same lanes."""
+    """To be passed with the next segment of the same streams."""
     past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     """`[B, S, D]` before the first and after every block, the last one normed."""
@@ -52,6 +167,8 @@ class ParOutput(ModelOutput):
 
 
 class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
+    """A causal language model of attention, dense, identity and open blocks."""
+
     config_class = ParConfig
     config: ParConfig
     base_model_prefix = ""
@@ -63,13 +180,12 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
 
     def __init__(self, config: ParConfig) -> None:
         super().__init__(config)
-        self.embedding = embedding(
-            config.vocab_size,
-            config.d_model,
-            config.cutoffs,
-            config.div_value,
-            config.adaptive_input,
-        )
+        size = (config.vocab_size, config.d_model)
+        self.embedding: nn.Module
+        if config.adaptive_input:
+            self.embedding = AdaptiveEmbedding(*size, config.cutoffs, config.div_value)
+        else:
+            self.embedding = nn.Embedding(*size)
         self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(ParBlock(config, kind) for kind in config.pattern)
         self.norm = nn.LayerNorm(config.d_model)
@@ -85,7 +201,7 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
             self.choice = BranchChoice(config.num_blocks, config.straight_through, config.learn_tau)
         self.block_seconds: Tensor | None = None
         """Latency of each block, where it has been measured on this machine; goes into traces."""
-        self._contexts = Contexts(config)
+        self._contexts = RelativeContextCache(config)
         self.post_init()
 
     # -- what transformers asks of a model ---------------------------------------------------
@@ -111,9 +227,11 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
             init.constant_(module.decided, -1)
 
     def get_input_embeddings(self) -> nn.Module:
+        """Return the table of embeddings, or the adaptive one."""
         return self.embedding
 
     def get_output_embeddings(self) -> nn.Module | None:
+        """Return the output layer; None where it is an adaptive softmax."""
         return None if self.config.cutoffs else self.output
 
     # -- the forward pass --------------------------------------------------------------------
@@ -133,10 +251,23 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
         return_dict: bool | None = None,
         **_: Any,
     ) -> ParOutput | tuple[Any, ...]:
-        """`labels` are shifted here, as everywhere in transformers, and come with logits; `targets`
-        are the next tokens themselves, for streams in which the last token's successor is known
-        too, and give the loss alone. A cache that is still empty takes the `memories` in, a filled
-        one has them. `noise` replaces the SuperNet's own Gumbel draw."""
+        """Return loss or logits, new memories, the cache and, in evaluation, a trace.
+
+        Args:
+            input_ids: Token ids, `[B, S]`.
+            attention_mask: 0 at padding.
+            labels: Token ids, shifted here as everywhere in transformers; they come with logits.
+            targets: The next tokens themselves, for streams in which the last token's successor is
+                known too; they give the loss alone.
+            memories: What the last pass over the same streams returned.
+            past_key_values: A cache; one that is still empty takes the memories in, a filled one
+                has them.
+            use_cache: Whether to make a cache where none is given.
+            noise: Gumbel noise for the SuperNet, instead of its own draw.
+            output_hidden_states: Whether to return the states between the blocks.
+            logits_to_keep: Compute logits of so many last tokens only; 0 for all.
+            return_dict: False for a tuple instead of a `ParOutput`.
+        """
         cache = past_key_values
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
@@ -175,10 +306,10 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
         noise: Tensor | None,
         states: list[Tensor] | None,
     ) -> tuple[Tensor, Memories | None]:
-        num_lanes, num_new = input_ids.shape
+        num_streams, num_new = input_ids.shape
         hidden = self.dropout(self.embedding(input_ids) * self.config.d_model**0.5)
         context = self._contexts.get(num_new, num_keys, hidden, attention_mask)
-        weights = self.choice(num_lanes, noise) if self.choice is not None else None
+        weights = self.choice(num_streams, noise) if self.choice is not None else None
         kept: list[Tensor | None] = []
         cache_index = 0
         for index, block in enumerate(self.blocks):
@@ -202,7 +333,7 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
         return hidden, tuple(kept) if cache is None else None
 
     def _remember(self, memory: Tensor | None, normed: Tensor) -> Tensor:
-        """The last `mem_len` states, cut off from the graph."""
+        """Return the last `mem_len` states, cut off from the graph."""
         length = self.config.mem_len
         if memory is not None and normed.shape[1] < length:
             normed = torch.cat([memory, normed], 1)
@@ -235,8 +366,8 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
         logits_to_keep: int,
     ) -> DepthTrace:
         kinds = self.pattern
-        units = num_lanes, num_new = input_ids.shape
-        sizes = (num_lanes, num_new, num_keys, num_projected)
+        units = num_streams, num_new = input_ids.shape
+        sizes = (num_streams, num_new, num_keys, num_projected)
         in_blocks = sum(branch_flops(self.config, kind, *sizes) for kind in kinds)
         flops = embedding_flops(self.config, input_ids).view(units) + in_blocks / input_ids.numel()
         with_head = flops[:, -logits_to_keep:] if targets is None else flops
@@ -275,9 +406,12 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
                 block.kind = BRANCHES[branch]  # type: ignore[assignment]
 
     def with_pattern(self, pattern: str) -> ParForCausalLM:
-        """A model of the given pattern with this one's weights, wherever it has them."""
-        config = with_pattern(self.config, pattern)
-        other = ParForCausalLM(config)
+        """Return a model of the given pattern with this one's weights.
+
+        Raises:
+            UserError: The pattern needs weights that this model does not have.
+        """
+        other = ParForCausalLM(self.config.with_pattern(pattern))
         own, wanted = self.state_dict(), other.state_dict()
         missing = [name for name in wanted if name not in own]
         if missing:
@@ -289,12 +423,12 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
         return other.to(device=self.device, dtype=self.dtype).train(self.training)  # type: ignore[call-arg]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Branches of closed blocks are not computed any more, so they are not kept either."""
+        """Save the model without the branches of closed blocks, which are computed no more."""
         model = self if self.pattern == self.config.pattern else self.with_pattern(self.pattern)
         super(ParForCausalLM, model).save_pretrained(*args, **kwargs)
 
     def probabilities(self) -> Tensor:
-        """`pi` over attention, dense and identity for every block, decided ones included."""
+        """Return `pi` over attention, dense and identity for every block, closed ones included."""
         if self.choice is None:
             raise ValueError(f"the pattern {self.pattern} has no open block")
         return self.choice.probabilities().detach()
@@ -302,3 +436,7 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
 
 def _memory_length(memories: Memories | None) -> int:
     return next((m.shape[1] for m in memories or () if m is not None), 0)
+
+
+AutoConfig.register("par", ParConfig)
+AutoModelForCausalLM.register(ParConfig, ParForCausalLM)

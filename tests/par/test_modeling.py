@@ -1,19 +1,19 @@
-"""The model: patterns against each other, memory, losses, decisions, files."""
+"""The model and its config: patterns, memory, losses, decisions, files, generation."""
 
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 
-from deepenough import ParForCausalLM, UserError
+from deepenough import ParConfig, ParForCausalLM, UserError
 
 FORMS = [{}, {"cutoffs": [10, 20]}, {"cutoffs": [10, 20], "adaptive_input": True}]
 
 
-def tokens(lanes: int = 3, length: int = 5, seed: int = 1) -> torch.Tensor:
-    return torch.randint(0, 40, (lanes, length), generator=torch.Generator().manual_seed(seed))
+def tokens(streams: int = 3, length: int = 5, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 40, (streams, length), generator=torch.Generator().manual_seed(seed))
 
 
 # -- the SuperNet and its patterns ---------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_given_noise_replaces_the_draw(make_model):
 def test_gradient_reaches_every_choice_and_weight(make_model, straight_through):
     model = make_model(num_blocks=3, straight_through=straight_through, learn_tau=True).train()
     # Large enough a batch that every branch is drawn somewhere.
-    model(tokens(lanes=24), targets=tokens(lanes=24, seed=2)).loss.backward()
+    model(tokens(streams=24), targets=tokens(streams=24, seed=2)).loss.backward()
     assert (model.choice.alpha.grad != 0).all()
     assert model.choice.log_tau.grad != 0
     for name, parameter in model.named_parameters():
@@ -161,9 +161,9 @@ def test_a_stream_in_segments_equals_one_long_segment(make_model, pattern, piece
 
 def test_memory_reaches_mem_len_back_and_no_further(make_model):
     model = make_model(pattern="a", mem_len=3, length=4)
-    first = tokens(lanes=2, length=6)
-    first[1, 3:] = first[0, 3:]  # the lanes agree in the last three tokens alone
-    second = tokens(lanes=1, length=4, seed=2).repeat(2, 1)
+    first = tokens(streams=2, length=6)
+    first[1, 3:] = first[0, 3:]  # the streams agree in the last three tokens alone
+    second = tokens(streams=1, length=4, seed=2).repeat(2, 1)
     logits = model(second, memories=model(first).memories).logits
     torch.testing.assert_close(logits[0], logits[1])
     first[1, 3] = (first[0, 3] + 1) % 40
@@ -402,3 +402,233 @@ def test_bfloat16(make_model, form, autocast):
         model(ids, targets=targets, memories=memories, noise=noise).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+# -- the config ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 3}, "3 heads do not divide the width 16: choose num_heads so that"),
+        ({"pattern": "axd"}, "'axd' has the unknown letter 'x'"),
+        ({"pattern": "--"}, "'--' has no block"),
+        ({"pattern": ""}, "has no block"),
+        ({"num_blocks": 0}, "has no block"),
+        ({"cutoffs": [20, 10]}, r"\[20, 10\] are not sorted and distinct: give them in rising"),
+        ({"cutoffs": [10, 10]}, "not sorted and distinct"),
+        ({"cutoffs": [0, 10]}, "each of cutoffs must be at least 1: got 0"),
+        ({"cutoffs": [-3]}, "each of cutoffs must be at least 1: got -3"),
+        ({"cutoffs": [10, 41]}, "must lie between 1 and 39"),
+        ({"cutoffs": [10, 40]}, "the vocabulary size, 40, is not one of them"),
+        ({"adaptive_input": True}, "Adaptive input embeddings need cutoffs: give cutoffs as well"),
+        ({"cutoffs": [10, 20], "div_value": 5.0}, "2 cutoffs with a div_value of 5 do not fit the"),
+        ({"cutoffs": [10], "div_value": 0.0}, "div_value must be at least 1"),
+        ({"mem_len": -1}, "mem_len must be at least 0: got -1"),
+        ({"length": 0}, "length must be at least 1: got 0"),
+        ({"d_model": 0}, "d_model must be at least 1: got 0"),
+        ({"num_heads": 0}, "num_heads must be at least 1: got 0"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1"),
+        ({"d_ff": 0}, "d_ff must be at least 1"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and below 1: got 1.0"),
+        ({"attention_dropout": -0.1}, "attention_dropout must be at least 0"),
+    ],
+)
+def test_bad_values_get_one_sentence(make_config, changes, message):
+    with pytest.raises(UserError, match=message) as caught:
+        make_config(**changes)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+def test_a_search_is_a_pattern_of_stars(make_config):
+    assert make_config(num_blocks=3).pattern == "***"
+    fixed = make_config(num_blocks=3, pattern="ad-d")
+    assert (fixed.pattern, fixed.num_blocks, fixed.num_hidden_layers) == ("ad-d", 4, 4)
+
+
+def test_what_follows_from_the_sizes(make_config):
+    config = make_config()
+    assert config.sliding_window == 9
+    assert config.initializer_range == 0.25
+    assert config.tie_word_embeddings
+    assert not make_config(cutoffs=[10]).tie_word_embeddings
+
+
+def test_other_blocks_and_nothing_else(make_config):
+    config = make_config(num_blocks=3, cutoffs=[10, 20], adaptive_input=True, learn_tau=True)
+    other = config.with_pattern("ad--")
+    assert other.pattern == "ad--"
+    same, changed = config.to_dict(), other.to_dict()
+    for values in (same, changed):
+        del values["pattern"], values["num_blocks"]
+    assert same == changed
+
+
+def test_round_trip(make_config, tmp_path):
+    config = make_config(pattern="a*-", cutoffs=[10, 20], straight_through=True)
+    config.save_pretrained(tmp_path)
+    assert ParConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+
+
+# -- generate(): with a cache, without one, in batches, beams and samples -----------------------
+
+WRITERS = [
+    {"pattern": "aad"},
+    {"pattern": "d-a"},
+    {"num_blocks": 3},
+    {"pattern": "ada", "cutoffs": [10, 20]},
+    {"pattern": "ad", "cutoffs": [10, 20], "adaptive_input": True},
+    {"pattern": "aa", "mem_len": 0},
+    {"pattern": "a", "mem_len": 0, "length": 1},
+    {"pattern": "d-d"},
+]
+WRITER_NAMES = [" ".join(f"{value}" for value in form.values()) for form in WRITERS]
+NUM_NEW = 16  # the window is 9 tokens, or less
+
+
+@pytest.fixture
+def make_writer(make_model):
+    """Models whose blocks are strong enough that they do not repeat one token for ever."""
+
+    def make(**changes):
+        model = make_model(**changes).double()  # so that rounding decides nothing
+        with torch.no_grad():
+            model.norm.bias.zero_()
+            model.norm.weight.fill_(1.0)
+            for parameter in model.blocks.parameters():
+                parameter.mul_(4.0)
+        return model
+
+    return make
+
+
+def prompt(streams: int = 2, length: int = 3) -> torch.Tensor:
+    return torch.randint(1, 40, (streams, length), generator=torch.Generator().manual_seed(1))
+
+
+def write(model, ids, **options):
+    options = {"max_new_tokens": NUM_NEW, "do_sample": False, "pad_token_id": 0} | options
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, **options)
+
+
+@pytest.mark.parametrize("form", WRITERS, ids=WRITER_NAMES)
+@pytest.mark.parametrize("length", [1, 20])
+def test_cache_gives_the_tokens_of_recomputing(make_writer, form, length):
+    """Beyond the window, where the cache has dropped what training never saw."""
+    model = make_writer(**form)
+    ids = prompt(length=length)
+    cached = write(model, ids)
+    assert cached.shape == (2, length + NUM_NEW)
+    assert torch.equal(cached, write(model, ids, use_cache=False))
+
+
+def test_the_models_written_with_here_say_different_things(make_writer):
+    assert len(write(make_writer(pattern="aad"), prompt())[:, 3:].unique()) > 8
+
+
+@pytest.mark.parametrize("form", WRITERS, ids=WRITER_NAMES)
+def test_logits_with_a_cache_equal_those_of_the_whole_text(make_writer, form):
+    model = make_writer(**form)
+    ids = prompt(length=30)
+    whole = model(ids).logits
+    for cache in (DynamicCache(config=model.config), DynamicCache()):
+        parts = [
+            model(piece, past_key_values=cache).logits
+            for piece in ids.split((4, 1, 1, 12, 1, 11), 1)
+        ]
+        torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_cache_is_made_when_asked_for(make_writer):
+    model = make_writer(pattern="ad")
+    first = model(prompt(), use_cache=True)
+    assert first.memories is None
+    second = model(prompt(), past_key_values=first.past_key_values)
+    whole = model(torch.cat([prompt(), prompt()], 1)).logits
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole)
+    assert model(prompt()).past_key_values is None
+
+
+@pytest.mark.parametrize("form", WRITERS, ids=WRITER_NAMES)
+def test_generation_goes_on_from_memory(make_writer, form):
+    """With and without a cache; and as from the whole text, where the window shows all of it."""
+    model = make_writer(**form)
+    read, ids = prompt(length=4), prompt(length=3)
+    memories = model(read).memories
+    cached = write(model, ids, memories=memories)
+    assert torch.equal(cached, write(model, ids, memories=memories, use_cache=False))
+    if model.config.mem_len >= 4:
+        whole = write(model, torch.cat([read, ids], 1))
+        assert torch.equal(cached, whole[:, 4:])
+
+
+@pytest.mark.parametrize("form", WRITERS, ids=WRITER_NAMES)
+def test_padded_batch_equals_one_by_one(make_writer, form):
+    model = make_writer(**form)
+    texts = [prompt(streams=1, length=length)[0] for length in (7, 2, 12)]
+    batch = torch.zeros(3, 12, dtype=torch.long)
+    mask = torch.zeros_like(batch)
+    for row, text in enumerate(texts):
+        batch[row, -len(text) :] = text
+        mask[row, -len(text) :] = 1
+    together = write(model, batch, attention_mask=mask)
+    assert torch.equal(together, write(model, batch, attention_mask=mask, use_cache=False))
+    for row, text in enumerate(texts):
+        alone = write(model, text[None])
+        assert torch.equal(together[row, 12:], alone[0, len(text) :])
+
+
+@pytest.mark.parametrize("form", WRITERS[1:4], ids=WRITER_NAMES[1:4])
+def test_beams_with_a_cache_equal_beams_without(make_writer, form):
+    model = make_writer(**form)
+    cached = write(model, prompt(), num_beams=3, num_return_sequences=2)
+    assert cached.shape == (4, 3 + NUM_NEW)
+    recomputed = write(model, prompt(), num_beams=3, num_return_sequences=2, use_cache=False)
+    assert torch.equal(cached, recomputed)
+
+
+def test_sampling_repeats_with_its_seed(make_writer):
+    model = make_writer(pattern="ad")
+    samples = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        samples.append(write(model, prompt(), do_sample=True, temperature=1.5, top_k=20))
+    assert torch.equal(samples[0], samples[1])
+    assert not torch.equal(samples[0], samples[2])
+
+
+def test_generation_stops_at_the_end_token(make_writer):
+    model = make_writer(pattern="ad")
+    free = write(model, prompt(streams=1))[0, 3:].tolist()
+    end = free[5]
+    stopped = write(model, prompt(streams=1), eos_token_id=end)[0, 3:].tolist()
+    assert stopped == free[: free.index(end) + 1]
+
+
+def test_generation_gives_hidden_states_of_every_block(make_model):
+    model, ids = make_model(pattern="ad-a"), prompt()
+    written = write(model, ids, output_hidden_states=True, return_dict_in_generate=True)
+    shapes = [[tuple(state.shape) for state in step] for step in written.hidden_states]
+    assert shapes[0] == [(2, 3, model.config.d_model)] * 5
+    assert shapes[1:] == [[(2, 1, model.config.d_model)] * 5] * (NUM_NEW - 1)
+    output = model(ids, output_hidden_states=True)
+    torch.testing.assert_close(output.logits, model.output(output.hidden_states[-1]))
+    assert model(ids).hidden_states is None
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"cache_implementation": "static"}, "cache that grows"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "attention weights"),
+        ({"prompt_lookup_num_tokens": 3}, "without prompt_lookup_num_tokens"),
+    ],
+)
+def test_what_cannot_be_generated_with_is_refused_by_name(make_model, option, named):
+    model = make_model(pattern="ad")
+    with pytest.raises(UserError, match=named):
+        write(model, prompt(streams=1), **option)
+    with pytest.raises(UserError, match=named):
+        model.generate(prompt(streams=1), GenerationConfig(max_new_tokens=4, **option))

@@ -1,8 +1,12 @@
-"""Token embeddings, plain or adaptive (arXiv 1809.10853).
+"""The two ends of a model with a large vocabulary, each in clusters of falling width.
 
-The adaptive form gives frequent tokens the full width and each further cluster a width divided by
-`factor` once more, projected up again: the input side of an adaptive softmax with the same cutoffs.
+Output: the adaptive softmax (arXiv 1609.04309) is torch's `AdaptiveLogSoftmaxWithLoss`; where to
+cut its clusters, `deepenough.nn.cutoffs` finds. Input: adaptive embeddings (arXiv 1809.10853) give
+frequent tokens the full width and each further cluster a width divided by `factor` once more,
+projected up again.
 """
+
+from __future__ import annotations
 
 from itertools import pairwise
 
@@ -11,11 +15,13 @@ from torch import Tensor, nn
 
 
 def cluster_width(width: int, factor: float, cluster: int) -> int:
-    """Inner width of a cluster, counted from 0 for the most frequent tokens."""
+    """Return the inner width of a cluster, counted from 0 for the most frequent tokens."""
     return int(width // factor**cluster)
 
 
 class AdaptiveEmbedding(nn.Module):
+    """Token embeddings, narrower for rarer tokens."""
+
     def __init__(self, vocab_size: int, width: int, cutoffs: list[int], factor: float) -> None:
         super().__init__()
         self.width = width
@@ -30,6 +36,7 @@ class AdaptiveEmbedding(nn.Module):
             )
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return one row of `width` values for every id."""
         flat = ids.reshape(-1)
         rows_found, parts = [], []
         for cluster, (low, high) in enumerate(pairwise(self.bounds)):
@@ -45,18 +52,10 @@ class AdaptiveEmbedding(nn.Module):
 
 
 def adaptive_embedding_ref(module: AdaptiveEmbedding, ids: Tensor) -> Tensor:
-    """Token by token: the row of its cluster's table, projected."""
+    """Return the same token by token: the row of its cluster's table, projected."""
     rows = []
     for token in ids.flatten().tolist():
         cluster = sum(token >= cut for cut in module.bounds[1:-1])
         row = module.tables[cluster](torch.tensor(token - module.bounds[cluster]))
         rows.append(module.projections[cluster](row))
     return torch.stack(rows).view(*ids.shape, module.width)
-
-
-def embedding(
-    vocab_size: int, width: int, cutoffs: list[int], factor: float, adaptive: bool
-) -> nn.Module:
-    if adaptive:
-        return AdaptiveEmbedding(vocab_size, width, cutoffs, factor)
-    return nn.Embedding(vocab_size, width)

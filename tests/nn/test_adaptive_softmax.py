@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 
-from deepenough.nn.embedding import (
+from deepenough.nn.adaptive_softmax import (
     AdaptiveEmbedding,
     adaptive_embedding_ref,
     cluster_width,
-    embedding,
 )
 
 CUTOFFS = [4, 10]
@@ -45,9 +43,6 @@ def test_rare_tokens_have_narrow_tables(module):
     shapes = [tuple(table.weight.shape) for table in module.tables]
     assert shapes == [(4, 16), (6, 4), (15, 1)]
     assert [cluster_width(16, 4.0, cluster) for cluster in range(3)] == [16, 4, 1]
-    plain = embedding(25, 16, CUTOFFS, 4.0, adaptive=False)
-    assert isinstance(plain, nn.Embedding)
-    assert sum(p.numel() for p in module.tables.parameters()) < plain.weight.numel() / 3
 
 
 @pytest.mark.parametrize("token", [-1, 25])

@@ -1,0 +1,77 @@
+"""Linear maps and dropout that are fast on a CPU, and torch's own elsewhere.
+
+`Linear`: for 16 to 48 rows of 512 values and more, as a beam search has them, a row times the
+weights runs at a fifth of the rate of matrix products. Asked for the other way round, weights times
+transposed rows, the same numbers come up to three times sooner.
+
+`Dropout`: torch's dropout spends its time in the generator (0.87 ms for 131k elements, of which the
+multiplication is 0.01 ms). One 64-bit draw here serves four elements, which is four times faster;
+the probability is rounded to a multiple of 2^-16.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_FEW_ROWS = range(16, 49)
+_MIN_WIDTH = 512
+_LEVELS = 1 << 16
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` that multiplies transposed where a CPU has few, wide rows."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return what `nn.Linear` returns, to the rounding of another order of summation."""
+        if not self._is_transposed_faster(rows):
+            return super().forward(rows)
+        columns = rows.reshape(-1, self.in_features).t()
+        bias = self._parameters["bias"]
+        if bias is None:
+            product = torch.mm(self.weight, columns)
+        else:
+            product = torch.addmm(bias[:, None], self.weight, columns)
+        return product.t().contiguous().view(*rows.shape[:-1], self.out_features)
+
+    def _is_transposed_faster(self, rows: Tensor) -> bool:
+        return (
+            self.in_features >= _MIN_WIDTH
+            and rows.numel() // self.in_features in _FEW_ROWS
+            and rows.device.type == "cpu"
+            and rows.dtype == torch.float32
+            and not torch.is_grad_enabled()
+        )
+
+
+class Dropout(nn.Module):
+    """Dropout with a fast generator on a CPU."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` with elements dropped and the others scaled up, in training mode only."""
+        if not self.training or self.probability == 0.0:
+            return x
+        if x.device.type != "cpu":
+            return F.dropout(x, self.probability)
+        return x * dropout_mask(x.shape, self.probability, x.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the probability, for `print(model)`."""
+        return f"probability={self.probability}"
+
+
+def dropout_mask(shape: torch.Size, probability: float, dtype: torch.dtype) -> Tensor:
+    """Return a CPU tensor of zeros, with the given probability, and `1 / (1 - probability)`."""
+    num_elements = shape.numel()
+    words = torch.empty(-(-num_elements // 4), dtype=torch.int64).random_(-(1 << 63), None)
+    bits = words.view(torch.int16)[:num_elements].view(shape)
+    threshold = min(round(probability * _LEVELS), _LEVELS - 1)
+    # The comparison writes numbers at once: turning booleans into them takes four times as long.
+    mask = torch.empty(shape, dtype=dtype)
+    torch.ge(bits, threshold - _LEVELS // 2, out=mask)
+    return mask.mul_(_LEVELS / (_LEVELS - threshold))

@@ -1,0 +1,131 @@
+"""The commands `deepenough par search|derive|train|eval|generate`."""
+
+from __future__ import annotations
+
+import json
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from deepenough.config import Command
+
+if TYPE_CHECKING:
+    from deepenough.par.config import (
+        ParDeriveConfig,
+        ParEvalConfig,
+        ParGenerateConfig,
+        ParSearchConfig,
+        ParTrainConfig,
+    )
+
+
+def run_search(config: ParSearchConfig) -> None:
+    """Search, and print the pattern found."""
+    from deepenough.par.training import search
+    from deepenough.training.distributed import is_main_process
+
+    found = search(config)
+    if is_main_process():
+        share = found.relative_cost
+        cost = "" if share is None else f", {share:.0%} of the baseline's cost"
+        print(f"pattern {found.pattern}{cost}; next: deepenough par plot {quote(config.out)}")
+
+
+def run_derive(config: ParDeriveConfig) -> None:
+    """Print the pattern of a search, and the command that trains it."""
+    from deepenough.par.training import derive_run
+    from deepenough.runs import RunFolder
+
+    run = RunFolder.open(config.run)
+    found = derive_run(run, config.budget, config.spend)
+    if config.json:
+        content = {"pattern": found.pattern, "relative_cost": found.relative_cost}
+        print(json.dumps(content | {"pi": found.probabilities}))
+        return
+    cost = f" at {found.relative_cost:.0%} of the baseline's cost" if found.relative_cost else ""
+    print(f"{found.pattern}{cost}")
+    budget = "" if config.budget is None else f" --budget {config.budget:g}"
+    budget += f" --spend {config.spend:g}" if config.spend else ""
+    if run.derived.exists():
+        print(f"{run.derived} holds an earlier model: move it away before the next command")
+    settings = quote(str(run.config))
+    print(f"next: deepenough par search --config {settings} --resume --retrain scratch{budget}")
+
+
+def run_train(config: ParTrainConfig) -> None:
+    """Train, and print where the model is."""
+    from deepenough.par.training import train
+    from deepenough.training.distributed import is_main_process
+
+    run = train(config)
+    if is_main_process():
+        place = quote(str(run.path))
+        print(f"model in {run.model}; next: deepenough par generate {place} --prompt 'Once'")
+
+
+def run_eval(config: ParEvalConfig) -> None:
+    """Measure a model and print the figures."""
+    from deepenough.par.evaluation import evaluate
+
+    values = evaluate(config)
+    if config.json:
+        print(json.dumps(values))
+        return
+    for name, value in values.items():
+        print(f"{name.replace('_', ' '):24}{value:,.4g}")
+
+
+def run_generate(config: ParGenerateConfig) -> None:
+    """Print a prompt and what the model writes after it."""
+    from deepenough.par.evaluation import continue_text
+
+    print(continue_text(config))
+
+
+COMMANDS = (
+    Command(
+        name="search",
+        help="find which blocks a language model needs on your text and machine",
+        config="deepenough.par.config:ParSearchConfig",
+        run=run_search,
+        description="Train a SuperNet that chooses its blocks, and derive the pattern it found.",
+        example="deepenough par search --data mytext.txt --out runs/mine --budget 0.65",
+    ),
+    Command(
+        name="derive",
+        help="read the block pattern out of a search",
+        config="deepenough.par.config:ParDeriveConfig",
+        run=run_derive,
+        description="Print the likeliest block pattern of a search, within a budget if one is "
+        "given.",
+        example="deepenough par derive runs/mine --budget 0.65",
+        positional=("run",),
+    ),
+    Command(
+        name="train",
+        help="train a language model with a given or derived pattern",
+        config="deepenough.par.config:ParTrainConfig",
+        run=run_train,
+        description="Train a language model with a given block pattern (default: interleaved).",
+        example="deepenough par train --data mytext.txt --pattern aadadd --out runs/aadadd",
+    ),
+    Command(
+        name="eval",
+        help="measure perplexity and bits per byte of a trained model",
+        config="deepenough.par.config:ParEvalConfig",
+        run=run_eval,
+        description="Measure perplexity per token and per word, bits per byte and tokens a second "
+        "on a\ntext, with the model's own tokenizer, in segments as long as in training unless\n"
+        "--length says otherwise.",
+        example="deepenough par eval runs/mine --data mytext.txt --split valid",
+        positional=("run",),
+    ),
+    Command(
+        name="generate",
+        help="write text with a trained model",
+        config="deepenough.par.config:ParGenerateConfig",
+        run=run_generate,
+        description="Continue a prompt with a trained model.",
+        example="deepenough par generate runs/mine --prompt 'The function returns'",
+        positional=("run",),
+    ),
+)
