@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from deepenough.data.corpus import open_corpus
-from deepenough.decoding.accelerate import accelerate
 from deepenough.decoding.instructions import instructions
 from deepenough.decoding.losses import full_words
 from deepenough.decoding.own_text import Written

@@ -34,8 +34,6 @@ from record import save_result
 from torch import Tensor
 
 from deepenough.data.corpus import open_corpus
-from deepenough.decoding.accelerate import accelerate
-from deepenough.decoding.carry import INDEX, Carry
 from deepenough.decoding.carry_fit import fit_carry
 from deepenough.decoding.drafters import INDEX, LinearDrafter
 from deepenough.decoding.engine import make_engine

@@ -34,7 +34,6 @@ from deepenough.hf.intercept import (
     start_at,
 )
 from deepenough.par.modeling import ParConfig, ParForCausalLM
-from deepenough.shortcut.replacement import Replacement
 from deepenough.shortcut.submodules import (
     LinearMap,
     Replacement,
