@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from deepenough.data.corpus import open_corpus
+from deepenough.decoding.api import early_exit
+from deepenough.decoding.early_exit import make_policy
+from deepenough.decoding.exit_scoring import choose_exits, measured_prices
 from deepenough.decoding.instructions import instructions
 from deepenough.decoding.losses import full_words
 from deepenough.decoding.own_text import Written

@@ -34,6 +34,7 @@ from record import save_result
 from torch import Tensor
 
 from deepenough.data.corpus import open_corpus
+from deepenough.decoding.api import speculate
 from deepenough.decoding.carry_fit import fit_carry
 from deepenough.decoding.drafters import INDEX, LinearDrafter
 from deepenough.decoding.engine import make_engine

@@ -3,7 +3,6 @@
 import importlib
 
 COMMANDS: dict[str, str] = {
-    "demo": "show every method in a few minutes, without data or network",
     "shortcut fit": "fit linear maps between the layers of a Hugging Face model",
     "shortcut eval": "measure what each layer already knows",
     "shortcut lens": "show what every layer would say after every token of a prompt",

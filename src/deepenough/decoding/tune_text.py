@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from deepenough.data.corpus import open_corpus
+from deepenough.decoding.engine import make_engine
 from deepenough.decoding.instructions import instructions
 from deepenough.decoding.own_text import LEAST_PROMPT, Written, beginnings, continue_prompts
 from deepenough.errors import UserError
