@@ -49,7 +49,6 @@ class GeneralEngine(Engine):
         self._last_position = None if limit is None else limit - 1
         self._cache = _RewritableCache(0, 0)
         self._tokens = torch.empty(0)
-        self._contexts: dict[tuple[int, ...], _Context] = {}
 
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
         """Start a batch from its prompts; see `Engine.prefill`."""
@@ -81,23 +80,19 @@ class GeneralEngine(Engine):
     def start_step(self, tokens_BT: Tensor, offset: int = 0) -> Step:
         """Embed the next tokens of every sequence; see `Engine.start_step`."""
         starts = [length + offset for length in self.lengths]
-        step = self._step(tokens_BT, self._mask(offset + tokens_BT.shape[1]), starts, offset)
-        self._tokens, self._contexts = tokens_BT, {tuple(range(len(tokens_BT))): step.context}
-        return step
+        self._tokens = tokens_BT
+        return self._step(tokens_BT, self._mask(offset + tokens_BT.shape[1]), starts, offset)
 
     def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
         """Make a step of the latest tokens of some sequences; see `Engine.resume`.
 
         Masks and rotary cos/sin are made anew for these sequences.
         """
-        chosen = tuple(rows)
-        if chosen not in self._contexts:
-            index = torch.tensor(rows, device=hidden_BTD.device)
-            mask_BC = self._mask(1)
-            mask_BC = None if mask_BC is None else mask_BC[index]
-            context: _Context = self._step(self._tokens[index], mask_BC, list(starts)).context
-            self._contexts[chosen] = context._replace(rows=index)
-        return Step(hidden_BTD, 0, self._contexts[chosen])
+        index = torch.tensor(rows, device=hidden_BTD.device)
+        mask_BC = self._mask(1)
+        mask_BC = None if mask_BC is None else mask_BC[index]
+        context: _Context = self._step(self._tokens[index], mask_BC, list(starts)).context
+        return Step(hidden_BTD, 0, context._replace(rows=index))
 
     def _step(
         self, tokens_BT: Tensor, mask_BC: Tensor | None, starts: list[int], offset: int = 0

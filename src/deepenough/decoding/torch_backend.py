@@ -222,6 +222,7 @@ class _LlamaLayer:
 
     @classmethod
     def of(cls, layer: Any) -> _LlamaLayer:
+        """Return the parts of a layer, its projections joined."""
         attention, mlp = layer.self_attn, layer.mlp
         return cls(
             input_norm=layer.input_layernorm.weight,

@@ -1,0 +1,98 @@
+"""The engines: the model's own numbers, layers and weights, or a refusal."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from deepenough import UserError
+from deepenough.decoding.api import speculate
+from deepenough.decoding.general_backend import GeneralEngine
+from deepenough.decoding.torch_backend import rms_norm
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+
+
+def test_own_layers_are_used_where_asked(small, prompts) -> None:
+    expected = small.generate(**prompts(3), **GREEDY)
+    fast = speculate(small, "none", fused=False)
+    assert isinstance(fast.decoding_engine, GeneralEngine)
+    assert torch.equal(fast.generate(**prompts(3), **GREEDY), expected)
+
+
+def test_weights_are_not_held_twice(make_model, prompts) -> None:
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fast = speculate(model, "none")
+    layer = model.model.layers[0]
+    together = layer.self_attn.q_proj.weight.untyped_storage()
+    for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+        assert projection.weight.untyped_storage().data_ptr() == together.data_ptr()
+    assert fast.decoding_engine.layers[0].qkv_proj.weight.data_ptr() == together.data_ptr()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert fast.lm_head.weight is model.lm_head.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_norm_is_that_of_torch(dtype) -> None:
+    hidden, weight = 7 * torch.randn(5, 24, dtype=dtype), torch.randn(24, dtype=dtype)
+    eps = torch.tensor(1e-3, dtype=dtype)
+    torch.testing.assert_close(
+        rms_norm(hidden, weight, eps), F.rms_norm(hidden, (24,), weight, float(eps))
+    )
+
+
+def test_changed_weights_are_noticed(make_model, prompts) -> None:
+    model = make_model()
+    fast = speculate(model, "none")
+    model.double()  # new storage for every parameter
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(3.0)
+    expected = model.generate(**prompts(1), **GREEDY)
+    assert torch.equal(fast.generate(**prompts(1), **GREEDY), expected)
+
+
+def test_flops_are_those_of_the_matrices(small, prompts) -> None:
+    fast = speculate(small, "none")
+    fast.generate(**prompts(1), max_new_tokens=1, do_sample=False)
+    layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48  # q, o; k, v; gate, up, down
+    # The cost is counted with the new token in sight: 8 tokens.
+    expected = 3 * (2 * layer + 4 * 8 * 32) + 2 * 40 * 32
+    assert float(fast.trace.flops[0, 0]) == expected
+
+
+def test_models_that_cannot_be_decoded_are_refused(make_model) -> None:
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "intermediate_size": 16}
+    sliding = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=8))
+    with pytest.raises(UserError, match="SlidingWindow"):
+        speculate(sliding.eval())
+    with pytest.raises(UserError, match="does not generate"):
+        speculate(BertForMaskedLM(BertConfig(**sizes)).eval())
+    pair = T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(UserError, match="encoder-decoder"):
+        speculate(T5ForConditionalGeneration(pair).eval())
+    with pytest.raises(UserError, match="training mode"):
+        speculate(make_model().train())
+    with pytest.raises(UserError, match="adaptively already"):
+        speculate(speculate(make_model()))
+
+
+@pytest.mark.parametrize(
+    "scaling", [{"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}]
+)
+def test_rotary_codes_that_change_with_length_are_left_to_the_model(
+    make_model, prompts, scaling
+) -> None:
+    model = make_model(rope_parameters={"rope_theta": 10000.0, **scaling})
+    fast = speculate(model, "none")
+    assert isinstance(fast.decoding_engine, GeneralEngine) == (scaling["rope_type"] == "dynamic")
+    expected = model.generate(**prompts(3), **GREEDY)
+    assert torch.equal(fast.generate(**prompts(3), **GREEDY), expected)
