@@ -2,16 +2,19 @@
 
 import json
 import logging
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deepenough.data.translation import Pair, TranslationData, open_parallel, read_pairs
-from deepenough.data.translation_batches import TokenBatches, cut_by_tokens
-from deepenough.data.translation_pairs import (
+from deepenough.config import validate
+from deepenough.data.translation import Pair, TranslationDataConfig, open_parallel, read_pairs
+from deepenough.data.translation_batches import (
     EncodedPairs,
     Sentences,
+    TokenBatches,
+    cut_by_tokens,
     encode_pairs,
     joint_tokenizer,
 )
@@ -42,27 +45,27 @@ def folder(tmp_path):
 
 
 def test_a_folder_with_splits(folder):
-    text = open_parallel(TranslationData(corpus=str(folder)))
+    text = open_parallel(str(folder), TranslationDataConfig())
     assert text.splits == ("train", "valid", "test")
     assert list(text.pairs("train")) == [("one", "eins"), ("two", "zwei"), ("three", "drei")]
     assert list(text.pairs("test")) == [Pair("five", "fünf")]
 
 
 def test_the_other_direction_and_another_test(folder):
-    data = TranslationData(corpus=str(folder), source="de", target="en", test="test_2017")
-    text = open_parallel(data)
+    dataset = TranslationDataConfig(source="de", target="en", test="test_2017")
+    text = open_parallel(str(folder), dataset)
     assert list(text.pairs("test")) == [Pair("sechs", "six")]
 
 
 def test_a_folder_of_the_data_variable(folder, monkeypatch):
     monkeypatch.setenv("DEEPENOUGH_DATA", str(folder.parent))
-    assert open_parallel(TranslationData(corpus="text")).splits == ("train", "valid", "test")
+    assert open_parallel("text", TranslationDataConfig()).splits == ("train", "valid", "test")
 
 
 def test_two_files_of_one_stem_are_divided_into_splits(tmp_path):
     lines = [f"line {number}" for number in range(120)]
     write(tmp_path, news_en="\n".join(lines), news_de="\n".join(map(str.upper, lines)))
-    text = open_parallel(TranslationData(corpus=str(tmp_path / "news")))
+    text = open_parallel(str(tmp_path / "news"), TranslationDataConfig())
     parts = {split: list(text.pairs(split)) for split in text.splits}
     assert [len(parts[split]) for split in ("train", "valid", "test")] == [114, 3, 3]
     assert {pair.source for part in parts.values() for pair in part} == set(lines)
@@ -71,7 +74,7 @@ def test_two_files_of_one_stem_are_divided_into_splits(tmp_path):
 @pytest.mark.parametrize("num", [1, 2])
 def test_too_few_pairs_to_hold_some_out(tmp_path, num):
     write(tmp_path, few_en="a\n" * num, few_de="b\n" * num)
-    text = open_parallel(TranslationData(corpus=str(tmp_path / "few")))
+    text = open_parallel(str(tmp_path / "few"), TranslationDataConfig())
     with pytest.raises(UserError, match="too few to keep some for valid and test: give such files"):
         list(text.pairs("train"))
 
@@ -79,12 +82,12 @@ def test_too_few_pairs_to_hold_some_out(tmp_path, num):
 def test_other_test_files_are_of_folders_only(tmp_path):
     write(tmp_path, news_en="a\n" * 60, news_de="b\n" * 60)
     with pytest.raises(UserError, match=r"news is no folder with several test files: leave out"):
-        open_parallel(TranslationData(corpus=str(tmp_path / "news"), test="other"))
+        open_parallel(str(tmp_path / "news"), TranslationDataConfig(test="other"))
 
 
 def test_files_of_different_lengths_are_named_with_their_counts(tmp_path):
     folder = write(tmp_path, train_en="a\nb\nc\nd\n", train_de="a\nb\n")
-    text = open_parallel(TranslationData(corpus=str(folder)))
+    text = open_parallel(str(folder), TranslationDataConfig())
     with pytest.raises(UserError, match=r"train\.en has 4 lines, but .*train\.de has 2"):
         list(text.pairs("train"))
     with pytest.raises(UserError, match=r"train\.de has 2 lines, but .*train\.en has 4"):
@@ -93,7 +96,7 @@ def test_files_of_different_lengths_are_named_with_their_counts(tmp_path):
 
 def test_empty_lines_are_dropped_in_pairs_and_counted_once(tmp_path, caplog):
     folder = write(tmp_path, train_en="a\n\nc\nd\n", train_de="a\nb\n  \nd\n")
-    text = open_parallel(TranslationData(corpus=str(folder)))
+    text = open_parallel(str(folder), TranslationDataConfig())
     text = type(text)(text.name, {"train": text.sources["train"].args[0]})  # nothing held out
     with caplog.at_level(logging.WARNING):
         assert list(text.pairs("train")) == [("a", "a"), ("d", "d")]
@@ -105,14 +108,14 @@ def test_empty_lines_are_dropped_in_pairs_and_counted_once(tmp_path, caplog):
 
 def test_another_encoding_is_refused_with_its_line(folder):
     (folder / "train.de").write_bytes("eins\nzwei\nfünf\n".encode("latin-1"))
-    text = open_parallel(TranslationData(corpus=str(folder)))
+    text = open_parallel(str(folder), TranslationDataConfig())
     with pytest.raises(UserError, match=r"train\.de is not UTF-8 \(line 3\): convert it"):
         list(text.pairs("train"))
 
 
 def test_two_bytes_a_character_are_refused(folder):
     (folder / "train.de").write_bytes("eins\nzwei\nfünf\n".encode("utf-16"))
-    text = open_parallel(TranslationData(corpus=str(folder)))
+    text = open_parallel(str(folder), TranslationDataConfig())
     with pytest.raises(UserError, match=r"train\.de is UTF-16 text: save it as UTF-8"):
         list(text.pairs("train"))
 
@@ -129,20 +132,26 @@ def test_line_ends_and_a_byte_order_mark_are_no_text(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"corpus": "./nothing"}, "There is no parallel text ./nothing"),
         ({"target": "fr"}, r"has no training text: it needs files train\.en and train\.fr"),
         ({"test": "test_2018"}, r"has no pair of files test_2018\.en"),
     ],
 )
 def test_what_is_missing_is_said(folder, changes, sentence):
     with pytest.raises(UserError, match=sentence):
-        open_parallel(TranslationData(**({"corpus": str(folder)} | changes)))
+        open_parallel(str(folder), TranslationDataConfig(**changes))
+
+
+@pytest.mark.parametrize("name", ["./nothing", "nothing", "/no/such/folder"])
+def test_a_name_that_is_nothing_is_refused_without_asking_a_hub(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=f"There is no parallel text {name}: give a folder"):
+        open_parallel(name, TranslationDataConfig())
 
 
 def test_a_file_without_its_counterpart(tmp_path):
     write(tmp_path, news_en="a\n")
     with pytest.raises(UserError, match=r"news\.en has no counterpart: there is no .*news\.de"):
-        open_parallel(TranslationData(corpus=str(tmp_path / "news")))
+        open_parallel(str(tmp_path / "news"), TranslationDataConfig())
 
 
 @pytest.mark.parametrize(
@@ -155,7 +164,7 @@ def test_a_file_without_its_counterpart(tmp_path):
 )
 def test_settings_that_cannot_be_are_refused(changes, sentence):
     with pytest.raises(UserError, match=sentence):
-        TranslationData(**changes).check()
+        validate(TranslationDataConfig(**changes))
 
 
 # -- ids ---------------------------------------------------------------------------------------
@@ -165,13 +174,13 @@ def test_settings_that_cannot_be_are_refused(changes, sentence):
 def tokenizer(folder, shared_cache):
     lines = "a man rides a red bike\na woman walks her dog\n" * 20
     write(folder, train_en=lines, train_de="ein mann\neine frau\n" * 20)
-    data = TranslationData(corpus=str(folder), vocab_size=285, cache=str(shared_cache))
-    return joint_tokenizer(open_parallel(data), data)
+    dataset = TranslationDataConfig(vocab_size=280, cache=str(shared_cache))
+    return joint_tokenizer(open_parallel(str(folder), dataset), dataset)
 
 
 def test_any_character_comes_back(tokenizer):
     pairs = [Pair("a man 🚲 ж", "ein 漢字 mann")]
-    encoded = encode_pairs(pairs, tokenizer, 64, "given", keep=True)
+    encoded = encode_pairs(pairs, tokenizer, 64, "given", truncate=True)
     for side, text in ((encoded.source, pairs[0].source), (encoded.target, pairs[0].target)):
         ids = side[0].tolist()
         assert ids[-1] == tokenizer.eos_token_id
@@ -182,8 +191,8 @@ def test_any_character_comes_back(tokenizer):
 def test_long_sentences_are_left_out_of_training_and_cut_elsewhere(tokenizer, caplog):
     pairs = [Pair("a man", "ein mann"), Pair("a red bike " * 30, "ein mann")]
     with caplog.at_level(logging.WARNING):
-        training = encode_pairs(pairs, tokenizer, 20, "train", keep=False)
-        measured = encode_pairs(pairs, tokenizer, 20, "test", keep=True)
+        training = encode_pairs(pairs, tokenizer, 20, "train", truncate=False)
+        measured = encode_pairs(pairs, tokenizer, 20, "test", truncate=True)
     assert len(training) == 1
     assert len(measured) == 2 and measured.pairs == pairs
     assert measured.source.lengths.max() == 20
@@ -191,7 +200,7 @@ def test_long_sentences_are_left_out_of_training_and_cut_elsewhere(tokenizer, ca
     assert "train: 1 of 2 pairs are longer than 20 tokens and were left out." in caplog.messages
     assert "test: 1 of 2 pairs are longer than 20 tokens and were cut." in caplog.messages
     with pytest.raises(UserError, match="All 1 pairs of train are longer than 20 tokens"):
-        encode_pairs(pairs[1:], tokenizer, 20, "train", keep=False)
+        encode_pairs(pairs[1:], tokenizer, 20, "train", truncate=False)
 
 
 def test_a_batch_is_padded_on_each_side():
@@ -255,7 +264,7 @@ def test_a_sentence_longer_than_a_batch_is_no_batch():
 def test_multi30k(data_dir):
     if not (data_dir / "multi30k").is_dir():
         pytest.skip("multi30k is not among the local corpora")
-    text = open_parallel(TranslationData(test="test_2016_flickr"))
+    text = open_parallel("multi30k", TranslationDataConfig(test="test_2016_flickr"))
     assert [sum(1 for _ in text.pairs(split)) for split in text.splits] == [29000, 1014, 1000]
 
 
@@ -279,7 +288,7 @@ def dataset(request, tmp_path, monkeypatch) -> Path:
 
 
 def test_a_dataset_gives_pairs_and_its_missing_split_is_held_out(dataset, caplog):
-    text = open_parallel(TranslationData(corpus=f"hf:{dataset}"))
+    text = open_parallel(f"hf:{dataset}", TranslationDataConfig())
     assert text.splits == ("train", "valid", "test")
     assert list(text.pairs("valid")) == [
         ("a dog runs", "ein Hund rennt"),
@@ -291,7 +300,7 @@ def test_a_dataset_gives_pairs_and_its_missing_split_is_held_out(dataset, caplog
 
 
 def test_a_dataset_without_the_language_says_which_it_has(dataset):
-    text = open_parallel(TranslationData(corpus=f"hf:{dataset}", target="fr"))
+    text = open_parallel(f"hf:{dataset}", TranslationDataConfig(target="fr"))
     with pytest.raises(UserError, match="has no language 'fr' but en, de"):
         list(text.pairs("train"))
 
@@ -299,6 +308,6 @@ def test_a_dataset_without_the_language_says_which_it_has(dataset):
 def test_a_translation_column_that_is_text_is_refused(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "train.jsonl").write_text(json.dumps({"translation": "ein Hund"}) + "\n")
-    text = open_parallel(TranslationData(corpus=f"hf:{tmp_path}"))
+    text = open_parallel(f"hf:{tmp_path}", TranslationDataConfig())
     with pytest.raises(UserError, match="does not map languages to text"):
         list(text.pairs("valid"))

@@ -1,7 +1,7 @@
 """Training a translator: from text to BLEU, exact resumption, and what is refused."""
 
 import itertools
-import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,14 +10,22 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from deepenough.config import resolve
-from deepenough.data.translation import TranslationData, open_parallel
-from deepenough.data.translation_pairs import joint_tokenizer
+from deepenough.data.translation import TranslationDataConfig, open_parallel
+from deepenough.data.translation_batches import TokenBatches, joint_tokenizer
 from deepenough.errors import UserError
-from deepenough.lazy.evaluation import LazyEvaluation, evaluate
-from deepenough.lazy.settings import LazySettings
-from deepenough.lazy.training import LazyTraining, encode_splits, make_model, train
-from deepenough.lazy.translate import TranslationTask
-from deepenough.lazy.translate_score import SearchSettings, bleu
+from deepenough.lazy.config import (
+    BeamSearchConfig,
+    LazyModelConfig,
+    TranslationEvalConfig,
+    TranslationTrainConfig,
+)
+from deepenough.lazy.evaluation import bleu, evaluate_translation, load_translator
+from deepenough.lazy.training import (
+    TranslationTask,
+    encode_splits,
+    new_translator,
+    train_translation,
+)
 from deepenough.runs import read_records
 from deepenough.training.config import TrainingConfig
 
@@ -43,12 +51,12 @@ def corpus(tmp_path_factory) -> Path:
 def tiny(corpus, shared_cache):
     def make(folder: Path, **changes):
         values = {
-            "run.folder": str(folder),
-            "data.corpus": str(corpus),
-            "data.cache": str(shared_cache),
-            "data.vocab_size": 290,
-            "data.max_length": 32,
-            "data.batch_tokens": 160,
+            "out": str(folder),
+            "data": str(corpus),
+            "dataset.cache": str(shared_cache),
+            "dataset.vocab_size": 290,
+            "dataset.max_length": 32,
+            "dataset.batch_tokens": 160,
             "model.d_model": 32,
             "model.num_heads": 2,
             "model.d_ff": 64,
@@ -65,7 +73,9 @@ def tiny(corpus, shared_cache):
             "train.save_every": 4,
         }
         return resolve(
-            LazyTraining, None, values | {k.replace("__", "."): v for k, v in changes.items()}
+            TranslationTrainConfig,
+            None,
+            values | {k.replace("__", "."): v for k, v in changes.items()},
         )
 
     return make
@@ -78,7 +88,7 @@ def losses(folder: Path, kind: str = "train") -> dict[int, float]:
 
 @pytest.mark.parametrize("mechanism", ["lazy", "universal", "act", "transformer"])
 def test_a_training_from_text_to_bleu(tiny, tmp_path, mechanism):
-    run = train(tiny(tmp_path / "run", model__mechanism=mechanism))
+    run = train_translation(tiny(tmp_path / "run", model__mechanism=mechanism))
     falling = losses(run.path)
     assert falling[8] < falling[1] - 0.3
     records, _ = read_records(run.metrics)
@@ -97,16 +107,16 @@ def test_a_training_from_text_to_bleu(tiny, tmp_path, mechanism):
 
 def test_a_resumed_training_is_the_uninterrupted_one(tiny, tmp_path):
     changes = {"fewest_encoder_steps": 1, "train__accumulate": 2}
-    train(tiny(tmp_path / "whole", **changes))
+    train_translation(tiny(tmp_path / "whole", **changes))
     run = tmp_path / "cut"
-    train(tiny(run, **changes))
+    train_translation(tiny(run, **changes))
     # As if it had been killed after step 4: later checkpoint and model gone.
     newest = sorted((run / "checkpoints").iterdir())[-1]
     for path in (*newest.iterdir(), *(run / "model").iterdir()):
         path.unlink()
     newest.rmdir()
     (run / "model").rmdir()
-    train(tiny(run, run__resume=True, **changes))
+    train_translation(tiny(run, resume=True, **changes))
     assert losses(run) == losses(tmp_path / "whole")
     assert losses(run, "test") == losses(tmp_path / "whole", "test")
 
@@ -114,19 +124,21 @@ def test_a_resumed_training_is_the_uninterrupted_one(tiny, tmp_path):
 @pytest.mark.parametrize("world_size", [2, 3, 40])
 def test_the_mean_over_processes_is_the_mean_over_tokens(corpus, shared_cache, world_size):
     """Also of more processes than there are pairs."""
-    data = TranslationData(
-        str(corpus), cache=str(shared_cache), vocab_size=290, max_length=32, batch_tokens=160
+    dataset = TranslationDataConfig(
+        cache=str(shared_cache), vocab_size=290, max_length=32, batch_tokens=160
     )
-    text = open_parallel(data)
-    tokenizer = joint_tokenizer(text, data)
-    pairs = encode_splits(text, tokenizer, data.max_length)
-    small = LazySettings(d_model=32, num_heads=2, d_ff=64, encoder_steps=2, decoder_steps=2)
-    model = make_model(small, tokenizer, data.max_length).eval()
+    text = open_parallel(str(corpus), dataset)
+    tokenizer = joint_tokenizer(text, dataset)
+    pairs = encode_splits(text, tokenizer, dataset.max_length)
+    small = LazyModelConfig(d_model=32, num_heads=2, d_ff=64, encoder_steps=2, decoder_steps=2)
+    model = new_translator(small, tokenizer, dataset.max_length).eval()
 
     def task(rank: int, world: int) -> TranslationTask:
         place = SimpleNamespace(process_index=rank, num_processes=world)
         settings = TrainingConfig()
-        return TranslationTask(model, tokenizer, pairs, data, settings, SearchSettings(), place)
+        return TranslationTask(
+            model, tokenizer, pairs, dataset, settings, BeamSearchConfig(), place
+        )
 
     alone = task(0, 1).loss(model, "weights", 3, 0)
     shares = [task(rank, world_size).loss(model, "weights", 3, 0) for rank in range(world_size)]
@@ -138,28 +150,37 @@ def test_the_mean_over_processes_is_the_mean_over_tokens(corpus, shared_cache, w
 
 
 def test_epochs_become_steps(tiny, tmp_path):
-    settings = tiny(tmp_path / "run", epochs=1.0, data__batch_tokens=800)
-    run = train(settings)
-    steps = json.loads(run.metrics.read_text().splitlines()[-1])["step"]
-    assert 1 <= steps < 8
+    """Two epochs are as many steps as they have batches, which are counted here by hand."""
+    settings = tiny(tmp_path / "run", epochs=2.0, dataset__batch_tokens=800, train__accumulate=2)
+    run = train_translation(settings)
+    text = open_parallel(settings.data, settings.dataset)
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    pairs = encode_splits(text, tokenizer, settings.dataset.max_length)["train"]
+    lengths = pairs.source.lengths, pairs.target.lengths
+    batches = TokenBatches(*lengths, 800, settings.train.seed)
+    epoch = [batches.rows(index) for index in range(len(batches))]
+    assert sorted(row for rows in epoch for row in rows) == list(range(len(pairs)))
+    assert len(epoch) > 1
+    last = read_records(run.metrics)[0][-1].step
+    assert last == resolve(TranslationTrainConfig, run.config).train.steps == len(epoch)
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"epochs": 0.0}, "epochs must be above 0"),
-        ({"fewest_encoder_steps": 3}, r"from 1 to model.encoder_steps \(2\): got 3"),
+        ({"fewest_encoder_steps": 3}, r"at most model.encoder_steps \(2\): got 3"),
         ({"model__encoder_steps": 0}, "encoder_steps must be at least 1: got 0"),
         ({"search__beams": 0}, "search.beams must be at least 1"),
-        ({"search__epsilon": 2.0}, r"epsilon must be in \[0, 1\]"),
+        ({"search__epsilon": 2.0}, "search.epsilon must be at least 0 and at most 1"),
         ({"model__mechanism": "universal", "search__epsilon": 0.1}, "Only lazy models have gates"),
         ({"model__mechanism": "transformer", "search__decoder_steps": 3}, "shares no block"),
-        ({"data__target": "fr"}, "has no training text"),
+        ({"dataset__target": "fr"}, "has no training text"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_folder_is_made(tiny, tmp_path, changes, sentence):
     with pytest.raises(UserError, match=sentence):
-        train(tiny(tmp_path / "run", **changes))
+        train_translation(tiny(tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
 
 
@@ -177,14 +198,84 @@ def test_a_model_without_capitals_is_measured_without_them(tiny, tmp_path):
     assert bleu(lower, upper).score < 10.0
     measured = bleu(lower, upper, lowercase=True)
     assert measured.score == pytest.approx(100.0) and "case:lc" in measured.signature
-    settings = tiny(tmp_path / "run", data__lowercase=True, train__steps=1)
-    train(settings)
-    values = evaluate(LazyEvaluation(settings.run.folder, search=SearchSettings(beams=1)))
+    settings = tiny(tmp_path / "run", dataset__lowercase=True, train__steps=1)
+    train_translation(settings)
+    values = evaluate_translation(
+        TranslationEvalConfig(settings.out, search=BeamSearchConfig(beams=1))
+    )
     assert "case:lc" in values["signature"]
 
 
 def test_search_settings_leave_to_the_model_what_is_not_given():
-    assert SearchSettings(beams=1).arguments() == {"num_beams": 1, "do_sample": False}
-    given = SearchSettings(encoder_steps=9, epsilon=0.2).arguments()
+    assert BeamSearchConfig(beams=1).generation() == {"num_beams": 1, "do_sample": False}
+    given = BeamSearchConfig(encoder_steps=9, epsilon=0.2).generation()
     assert given["encoder_steps"] == 9 and given["epsilon"] == 0.2
     assert "decoder_steps" not in given
+
+
+# -- language modelling
+
+
+@pytest.fixture(scope="module")
+def language_run(tmp_path_factory, lazy, text_file, shared_cache) -> Path:
+    folder = tmp_path_factory.mktemp("language") / "run"
+    values = {
+        "task": "language",
+        "out": folder,
+        "data": text_file,
+        "dataset.cache": shared_cache,
+        "dataset.vocab_size": 400,
+        "dataset.batch_size": 4,
+        "dataset.length": 8,
+        "model.d_model": 16,
+        "model.num_heads": 2,
+        "model.d_ff": 32,
+        "model.decoder_steps": 2,
+        "model.label_smoothing": 0.1,
+        "train.steps": 8,
+        "train.warmup": 2,
+        "train.lr": 0.01,
+        "train.log_every": 1,
+        "train.valid_every": 8,
+        "train.save_every": 4,
+    }
+    assert lazy("train", *(f"--{name}={value}" for name, value in values.items())) == 0
+    return folder
+
+
+def test_a_language_model_is_measured_in_perplexity(language_run):
+    records, _ = read_records(language_run / "metrics.jsonl")
+    losses = [record.values["loss"] for record in records if record.kind == "train"]
+    assert losses[-1] < losses[0]
+    test = next(record.values for record in records if record.kind == "test")
+    assert test["perplexity"] == pytest.approx(math.exp(test["loss"]))
+
+
+def test_eval_repeats_the_test_and_takes_other_steps(lazy, language_run, capsys):
+    assert lazy("eval", language_run) == 0
+    assert "perplexity" in capsys.readouterr().out
+    records, _ = read_records(language_run / "metrics.jsonl")
+    test = next(record.values for record in records if record.kind == "test")
+    again = records[-1].values
+    assert records[-1].kind == "language"
+    assert again["loss"] == pytest.approx(test["loss"], abs=1e-6)
+    assert lazy("eval", language_run, "--decoder_steps", "4", "--split", "valid") == 0
+    deeper = read_records(language_run / "metrics.jsonl")[0][-1].values
+    assert deeper["flops_per_token"] > again["flops_per_token"]
+    assert lazy("eval", language_run, "--decoder_epsilon", "1.0") == 0
+    sooner = read_records(language_run / "metrics.jsonl")[0][-1].values
+    assert sooner["flops_per_token"] < again["flops_per_token"]
+
+
+def test_a_split_or_steps_that_cannot_be_are_refused(lazy, language_run):
+    with pytest.raises(UserError, match="has no split 'dev'"):
+        lazy("eval", language_run, "--split", "dev")
+    with pytest.raises(UserError, match="steps must be at least 1: got 0"):
+        lazy("eval", language_run, "--decoder_steps", "0")
+    with pytest.raises(UserError, match="patience must be at least 1: got 0"):
+        lazy("eval", language_run, "--decoder_epsilon", "0.5", "--patience", "0")
+
+
+def test_a_language_model_does_not_translate(language_run):
+    with pytest.raises(UserError, match="is a language model, which has no source"):
+        load_translator(str(language_run))

@@ -15,7 +15,7 @@ from deepenough.lazy.transition import (
     sentence_similarity,
     squared_cosine,
     step_similarity,
-    update_share,
+    update_gate,
 )
 
 
@@ -35,7 +35,7 @@ def test_the_gate_by_hand():
     y = torch.tensor([[6.0, 8.0], [-4.0, 3.0], [1.0, 1.0], [-5.0, 0.0]])
     # parallel, orthogonal, 45 degrees, opposite
     assert squared_cosine(x, y).tolist() == pytest.approx([1.0, 0.0, 0.5, 1.0])
-    assert update_share(x, y).tolist() == pytest.approx([0.0, 1.0, 0.5, 0.0])
+    assert update_gate(x, y).tolist() == pytest.approx([0.0, 1.0, 0.5, 0.0])
 
 
 def test_a_step_by_hand():
@@ -44,7 +44,7 @@ def test_a_step_by_hand():
     state, gate, _ = transition.step(torch.tensor([[1.0, 0.0]]))
     assert gate.item() == pytest.approx(0.5)
     assert state.tolist() == [pytest.approx([1.5, 0.5])]
-    assert torch.equal(transition(torch.tensor([[1.0, 0.0]])), state)
+    assert torch.allclose(transition(torch.tensor([[1.0, 0.0]])), state)
 
 
 def test_a_step_compared_with_the_state_it_would_make_by_hand():
@@ -138,12 +138,12 @@ def test_any_block_can_be_made_lazy():
 def test_noise_is_taken_out_of_the_products_by_hand():
     """x = (1, 0) and e = (0, 1): without e the state would not turn, with it by 18 degrees."""
     noisy, update, noise = torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, 0.0]]), torch.ones(1)
-    assert update_share(noisy, update, "state").item() == pytest.approx(0.1)
-    assert update_share(noisy, update, "state", noise).item() == pytest.approx(0.0, abs=1e-6)
-    assert update_share(noisy, update, "update").item() == pytest.approx(0.5)
-    assert update_share(noisy, update, "update", noise).item() == pytest.approx(0.0, abs=1e-6)
+    assert update_gate(noisy, update, "state").item() == pytest.approx(0.1)
+    assert update_gate(noisy, update, "state", noise).item() == pytest.approx(0.0, abs=1e-6)
+    assert update_gate(noisy, update, "update").item() == pytest.approx(0.5)
+    assert update_gate(noisy, update, "update", noise).item() == pytest.approx(0.0, abs=1e-6)
     # More than there is: nothing is known of such a state, and it is left where it is.
-    assert update_share(noisy, update, "state", 9 * noise).item() == 0.0
+    assert update_gate(noisy, update, "state", 9 * noise).item() == 0.0
 
 
 @pytest.mark.parametrize("compare", ["state", "update"])

@@ -1,10 +1,10 @@
 """Parallel text: pairs of a sentence and its translation, in up to three splits, always streamed.
 
-Where pairs come from: a folder with files such as `train.en` and `train.de`; two files of one stem
-(`news` for `news.en` and `news.de`); the same under `$DEEPENOUGH_DATA`; a `datasets` name with a
-column for each language or one column `translation`. Pairs of which one side is empty are dropped
-and counted. What is wrong with a file is said of the file: its line count, or the line that is not
-UTF-8, for a translation model learns whatever stands there.
+Pairs come from a folder with files such as `train.en` and `train.de`, from two files of one stem
+(`news` for `news.en` and `news.de`), from the same under `$DEEPENOUGH_DATA`, or from a `datasets`
+name with a column for each language or one column `translation`. Pairs of which one side is empty
+are dropped and counted. Files of different lengths and files that are not UTF-8 are refused, since
+a model would learn from misaligned or broken text.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deepenough.config import bounded
 from deepenough.data.corpus import SPLITS, candidates, open_splits
 from deepenough.data.text_files import SPLIT_NAMES, check_utf8
 from deepenough.errors import UserError
@@ -29,6 +30,8 @@ HELD_OUT_EVERY = 50
 
 
 class Pair(NamedTuple):
+    """A sentence and its translation."""
+
     source: str
     target: str
 
@@ -37,12 +40,8 @@ Pairs = Callable[[], Iterator[Pair]]
 
 
 @dataclass
-class TranslationData:
-    """Parallel text and batches"""
-
-    corpus: str = "multi30k"
-    """Parallel text: a folder with files such as train.en and train.de, the stem of two files, the
-    same under $DEEPENOUGH_DATA, or a `datasets` name (`hf:name`, `hf:name:config`)."""
+class TranslationDataConfig:
+    """Parallel text and batches."""
 
     source: str = "en"
     """Language to translate from: the ending of its files, or its column."""
@@ -58,51 +57,52 @@ class TranslationData:
     """A SentencePiece .model file or a folder with a Hugging Face tokenizer; by default one is
     trained on both languages together."""
 
-    vocab_size: int = 8000
-    """Number of pieces of a tokenizer that is trained."""
+    vocab_size: int = bounded(8000, ge=1)
+    """Vocabulary size of a tokenizer that is trained."""
 
     lowercase: bool = False
-    """Lower the case of all text; saved with the tokenizer."""
+    """Lowercase all text; saved with the tokenizer."""
 
-    max_length: int = 128
-    """Tokens of a sentence at most: longer pairs are left out of training, longer sources are cut
+    max_length: int = bounded(128, ge=2)
+    """Most tokens of a sentence: longer pairs are left out of training, longer sources are cut
     when translating."""
 
-    batch_tokens: int = 2048
-    """Tokens in one batch at most, on the longer side and with padding, over all processes."""
+    batch_tokens: int = bounded(2048, ge=2)
+    """Most tokens of a batch, on the longer side and with padding, over all processes."""
 
     cache: str | None = None
-    """Folder for tokenizers that were trained; by default $XDG_CACHE_HOME/deepenough or
+    """Folder for trained tokenizers; by default $XDG_CACHE_HOME/deepenough or
     ~/.cache/deepenough."""
 
     def check(self) -> None:
-        if self.max_length < 2:
-            raise UserError(f"data.max_length must be at least 2: got {self.max_length}.")
+        """Check that a batch holds a sentence and that there are two languages."""
         if self.batch_tokens < self.max_length:
             raise UserError(
                 f"A batch of {self.batch_tokens} tokens cannot hold a sentence of "
-                f"{self.max_length}: raise data.batch_tokens or lower data.max_length."
+                f"{self.max_length}: raise dataset.batch_tokens or lower dataset.max_length."
             )
         if self.source == self.target:
             raise UserError(
-                f"data.source and data.target are both {self.source!r}: name two languages."
+                f"dataset.source and dataset.target are both {self.source!r}: name two languages."
             )
 
 
 @dataclass(frozen=True)
 class ParallelText:
-    """`sources` maps each split to a function that starts its pairs."""
+    """Parallel text by split, always streamed."""
 
     name: str
     sources: Mapping[str, Pairs]
-    _told: set[str] = field(default_factory=set)
+    """For each split a function that starts its pairs."""
+    _warned: set[str] = field(default_factory=set)
 
     @property
     def splits(self) -> tuple[str, ...]:
+        """Names of the splits, in the order train, valid, test."""
         return tuple(split for split in SPLITS if split in self.sources)
 
     def pairs(self, split: str) -> Iterator[Pair]:
-        """The pairs of a split, those with an empty side dropped and counted in the log."""
+        """Yield the pairs of a split; a warning counts those dropped for an empty side."""
         if split not in self.sources:
             raise UserError(f"{self.name} has no split {split!r}: it has {', '.join(self.splits)}.")
         num_kept = num_empty = 0
@@ -112,8 +112,8 @@ class ParallelText:
                 yield pair
             else:
                 num_empty += 1
-        if num_empty and split not in self._told:
-            self._told.add(split)
+        if num_empty and split not in self._warned:
+            self._warned.add(split)
             logger.warning(
                 "%s, %s: %d of %d pairs have an empty side and were left out.",
                 self.name, split, num_empty, num_empty + num_kept,
@@ -122,73 +122,78 @@ class ParallelText:
             raise UserError(f"The {split} split of {self.name} holds no pair with text.")
 
 
-def open_parallel(data: TranslationData) -> ParallelText:
-    """Find parallel text by name; a split that it lacks is taken out of the training pairs."""
-    languages = (data.source, data.target)
-    sources = None if data.corpus.startswith("hf:") else _find_files(data, languages)
+def open_parallel(data: str, dataset: TranslationDataConfig) -> ParallelText:
+    """Return the parallel text named `data`; a split that it lacks is held out of the training."""
+    languages = (dataset.source, dataset.target)
+    sources = None if data.startswith("hf:") else _find_files(data, dataset)
     if sources is None:
         sources = _from_hub(data, languages)
-    if data.test is not None and not _is_folder(data.corpus):
+    if dataset.test is not None and not _is_folder(data):
         raise UserError(
-            f"{data.corpus} is no folder with several test files: leave out test ({data.test!r})."
+            f"{data} is no folder with several test files: leave out test ({dataset.test!r})."
         )
     missing = [split for split in ("valid", "test") if split not in sources]
     if missing:
         train = sources["train"]
         for split in ("train", *missing):
             sources[split] = partial(_held_out, train, split, missing)
-    return ParallelText(data.corpus, sources)
+    return ParallelText(data, sources)
 
 
-def _is_folder(corpus: str) -> bool:
-    return not corpus.startswith("hf:") and any(place.is_dir() for place in candidates(corpus))
+def _is_folder(data: str) -> bool:
+    return not data.startswith("hf:") and any(path.is_dir() for path in candidates(data))
 
 
-def _find_files(data: TranslationData, languages: tuple[str, str]) -> dict[str, Pairs] | None:
-    for place in candidates(data.corpus):
-        if place.is_dir():
-            return _in_folder(place, data, languages)
-        files = [place.with_name(f"{place.name}.{language}") for language in languages]
-        if found := [path for path in files if path.is_file()]:
+def _find_files(data: str, dataset: TranslationDataConfig) -> dict[str, Pairs] | None:
+    for path in candidates(data):
+        if path.is_dir():
+            return _in_folder(path, dataset)
+        files = [path.with_name(f"{path.name}.{lang}") for lang in (dataset.source, dataset.target)]
+        if found := [file for file in files if file.is_file()]:
             if len(found) == 1:
-                lacking = next(path for path in files if path not in found)
+                lacking = next(file for file in files if file not in found)
                 raise UserError(f"{found[0]} has no counterpart: there is no {lacking}.")
             return {"train": partial(read_pairs, *files)}
     return None
 
 
-def _in_folder(folder: Path, data: TranslationData, languages: tuple[str, str]) -> dict[str, Pairs]:
-    stems = {
-        language: {path.name.removesuffix(f".{language}") for path in folder.glob(f"*.{language}")}
-        for language in languages
-    }
-    both = sorted(stems[data.source] & stems[data.target])
+def _in_folder(folder: Path, dataset: TranslationDataConfig) -> dict[str, Pairs]:
+    source, target = dataset.source, dataset.target
+    stems = [
+        {path.name.removesuffix(f".{language}") for path in folder.glob(f"*.{language}")}
+        for language in (source, target)
+    ]
+    both = sorted(stems[0] & stems[1])
     named: dict[str, str] = {}
     for stem in both:
         words = re.split(r"[._-]", stem.lower())
         split = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
         if split is not None:
             named.setdefault(split, stem)
-    if data.test is not None:
-        if data.test not in both:
+    if dataset.test is not None:
+        if dataset.test not in both:
             raise UserError(
-                f"{folder} has no pair of files {data.test}.{data.source} and "
-                f"{data.test}.{data.target}: it has {', '.join(both) or 'none'}."
+                f"{folder} has no pair of files {dataset.test}.{source} and "
+                f"{dataset.test}.{target}: it has {', '.join(both) or 'none'}."
             )
-        named["test"] = data.test
+        named["test"] = dataset.test
     if "train" not in named:
         raise UserError(
-            f"{folder} has no training text: it needs files train.{data.source} and "
-            f"train.{data.target}, and has {', '.join(both) or 'no such pair'}."
+            f"{folder} has no training text: it needs files train.{source} and train.{target}, "
+            f"and has {', '.join(both) or 'no such pair'}."
         )
     return {
-        split: partial(read_pairs, *(folder / f"{stem}.{language}" for language in languages))
+        split: partial(read_pairs, folder / f"{stem}.{source}", folder / f"{stem}.{target}")
         for split, stem in named.items()
     }
 
 
 def read_pairs(source: Path, target: Path) -> Iterator[Pair]:
-    """Line by line; UserError, with both counts, if the files are not of a length."""
+    """Yield the pairs of two files, line by line.
+
+    Raises:
+        UserError: The files have different numbers of lines; names both.
+    """
     sources, targets = read_strictly(source), read_strictly(target)
     number = 0
     while True:
@@ -209,7 +214,11 @@ def read_pairs(source: Path, target: Path) -> Iterator[Pair]:
 
 
 def read_strictly(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file; UserError at the first that is something else."""
+    """Yield the lines of a UTF-8 file.
+
+    Raises:
+        UserError: A line is not UTF-8.
+    """
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
@@ -227,13 +236,14 @@ def read_strictly(path: Path) -> Iterator[str]:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _from_hub(data: TranslationData, languages: tuple[str, str]) -> dict[str, Pairs]:
-    if data.corpus.startswith((".", "/", "~")):
+def _from_hub(data: str, languages: tuple[str, str]) -> dict[str, Pairs]:
+    is_repository = data.count("/") == 1 and not data.startswith((".", "/", "~"))
+    if not data.startswith("hf:") and not is_repository:
         raise UserError(
-            f"There is no parallel text {data.corpus}: give a folder with train.{data.source} and "
-            f"train.{data.target}, or the stem of two such files."
+            f"There is no parallel text {data}: give a folder with train.{languages[0]} and "
+            f"train.{languages[1]}, or the stem of two such files."
         )
-    name, _, config = data.corpus.removeprefix("hf:").partition(":")
+    name, _, config = data.removeprefix("hf:").partition(":")
     found = open_splits(name, config or None, "no folder or pair of files of that name is here")
     return {split: partial(_hub_pairs, rows, languages, name) for split, rows in found.items()}
 
@@ -249,7 +259,7 @@ def _hub_pairs(rows: Any, languages: tuple[str, str], name: str) -> Iterator[Pai
         if lacking := [language for language in languages if language not in texts]:
             raise UserError(
                 f"The dataset {name} has no language {lacking[0]!r} but {', '.join(texts)}: set "
-                "data.source and data.target."
+                "dataset.source and dataset.target."
             )
         sides = [texts[language] for language in languages]
         # No text is an empty side; a line break would be two lines for everything that follows.
@@ -259,9 +269,9 @@ def _hub_pairs(rows: Any, languages: tuple[str, str], name: str) -> Iterator[Pai
 def _held_out(pairs: Pairs, wanted: str, missing: list[str]) -> Iterator[Pair]:
     num_pairs = num_wanted = 0
     for pair in pairs():
-        place = num_pairs % HELD_OUT_EVERY
+        index = num_pairs % HELD_OUT_EVERY
         num_pairs += 1
-        split = missing[place] if place < len(missing) else "train"
+        split = missing[index] if index < len(missing) else "train"
         if split == wanted:
             num_wanted += 1
             yield pair

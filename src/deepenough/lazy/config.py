@@ -1,44 +1,152 @@
-"""Configuration of Lazy Transformers and of the models they are compared with."""
+"""Configuration of Lazy Transformers and settings of the `deepenough lazy` commands.
+
+Every option of a model is defined once, in `LazyModelConfig`: `LazyTransformerConfig` (what Hugging
+Face saves with a model) takes its options and defaults from there, and a training chooses among the
+same options under `model:`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from transformers import PreTrainedConfig
 
+from deepenough.config import RunConfig, bounded, validate
+from deepenough.data.config import DatasetConfig
+from deepenough.data.translation import TranslationDataConfig
 from deepenough.errors import UserError
 from deepenough.lazy.transition import STATE, UPDATE
+from deepenough.training.config import TrainingConfig
 
 LAZY, UNIVERSAL, ACT, TRANSFORMER = "lazy", "universal", "act", "transformer"
 MECHANISMS = (LAZY, UNIVERSAL, ACT, TRANSFORMER)
-STEP_SIGNALS = ("none", "sinusoid", "learned")
-NORMS = ("final", "every")
-COMPARED = (UPDATE, STATE)
-GATE, TURN = "gate", "turn"
-RESTS = (GATE, TURN)
-"""What is small where a token is at rest: its gate, or how far a step has turned its state."""
-USUAL_EPSILONS = {
+ANGLE = "angle"
+DEFAULT_EPSILONS = {
     STATE: (0.05, 0.075, 0.1),
     UPDATE: (0.15, 0.2, 0.25),
-    TURN: (0.0035, 0.005, 0.008),
+    ANGLE: (0.0035, 0.005, 0.008),
 }
-"""Epsilons with which tokens of trained translators make about 3/4, 3/5 and half of 8 steps."""
+"""Epsilons with which tokens of trained translators make about 3/4, 3/5 and half of 8 steps, by
+what they are compared with."""
+
+TRANSLATION, PROGRAMS, LANGUAGE = "translation", "programs", "language"
+TASKS = (TRANSLATION, PROGRAMS, LANGUAGE)
+"""What a model can be trained for, and the kinds of the records that its evaluation writes."""
+STEPS_RECORD, EPSILON_RECORD = "steps", "epsilon"
+"""Kinds of the records of the two sweeps."""
+TOKENS_RECORD, REST_RECORD = "lazy_tokens", "lazy_rest"
+"""Kinds of the records of one pair, and of many sentences, that `lazy plot` draws."""
 
 
-class LazyTransformerConfig(PreTrainedConfig):
-    """Steps are applications of one block; only `transformer` has a block of its own for each.
+@dataclass
+class LazyModelConfig:
+    """Model"""
 
-    - `mechanism`: `lazy`; `universal`, the plain Universal Transformer (arXiv 1807.03819); `act`,
-      the same with Adaptive Computation Time; `transformer`, nothing shared.
-    - `compare`: what the gates compare a state with: the `state` that a whole update would make, or
-      the `update` itself.
-    - `clean_gates`: whether gates are freed of the noise of dropout in training.
-    - `norm`: `final`, one norm after the last step; `every`, the paper's, one after each.
-    - `step_signal`: whether the block is told which step it makes, up to `max_steps`.
-    - `epsilon`, `patience`: a source token whose gate is below `epsilon` for `patience` steps in a
-      row stops; 0 lets none stop. `decoder_epsilon` is the same for target tokens.
-    - `rest`: `gate`, as above; `turn`, what is below `epsilon` is the squared sine of the angle by
-      which a step has turned the state. Both can be changed in a trained model.
+    mechanism: Literal["lazy", "universal", "act", "transformer"] = "lazy"
+    """lazy; universal, the plain Universal Transformer (arXiv 1807.03819); act, the same with
+    Adaptive Computation Time; transformer, with a separate block for every step."""
+
+    d_model: int = bounded(256, ge=1)
+    """Width of the hidden states."""
+
+    num_heads: int = bounded(4, ge=1)
+    """Attention heads."""
+
+    d_ff: int = bounded(1024, ge=1)
+    """Width of the feed-forward network."""
+
+    encoder_steps: int = bounded(6, ge=1)
+    """Steps over the source."""
+
+    decoder_steps: int = bounded(6, ge=1)
+    """Steps over the target."""
+
+    compare: Literal["state", "update"] = "state"
+    """What gates compare a state with: the state that the whole update would produce, or the update
+    itself."""
+
+    norm: Literal["final", "every"] = "final"
+    """A norm after the last step only, or after every step as in the paper."""
+
+    step_encoding: Literal["none", "sinusoid", "learned"] = "none"
+    """Encoding by which the block knows which step it makes; with none, it can make any number of
+    steps."""
+
+    max_steps: int = bounded(64, ge=1)
+    """Most steps that a step encoding covers."""
+
+    dropout: float = bounded(0.1, ge=0, lt=1)
+    """Dropout of embeddings and updates."""
+
+    ff_dropout: float = bounded(0.0, ge=0, lt=1)
+    """Dropout inside the feed-forward network."""
+
+    clean_gates: bool = False
+    """Remove the noise of dropout from the gates in training, so that they are those of
+    inference."""
+
+    label_smoothing: float = bounded(0.0, ge=0, lt=1)
+    """Share of the target's probability that is spread over the vocabulary in training."""
+
+    act_cost: float = bounded(0.01, ge=0)
+    """Weight of the ponder cost of Adaptive Computation Time (tau)."""
+
+    epsilon: float = bounded(0.0, ge=0, le=1)
+    """Gate (or angle, see halt_on) below which a source token halts, outside training; 0 lets none
+    halt."""
+
+    decoder_epsilon: float = bounded(0.0, ge=0, le=1)
+    """The same for target tokens."""
+
+    patience: int = bounded(1, ge=1)
+    """Steps in a row for which it must be below epsilon."""
+
+    halt_on: Literal["gate", "angle"] = "gate"
+    """What is compared with epsilon: the gate, or the squared sine of the angle by which a step has
+    turned the state. Can be changed in a trained model."""
+
+    def check(self) -> None:
+        """Check what concerns several options."""
+        if self.d_model % self.num_heads or self.d_model % 2:
+            raise UserError(
+                f"The width {self.d_model} must be even and a multiple of the {self.num_heads} "
+                "heads: choose another d_model or num_heads."
+            )
+        for name in ("encoder_steps", "decoder_steps"):
+            self.check_steps(getattr(self, name), name)
+        for name in ("epsilon", "decoder_epsilon"):
+            self.check_epsilon(getattr(self, name), name)
+
+    def check_steps(self, steps: int, name: str) -> None:
+        """Raise UserError if the model cannot make so many steps."""
+        if steps < 1:
+            raise UserError(f"{name} must be at least 1: got {steps}.")
+        if self.step_encoding != "none" and steps > self.max_steps:
+            raise UserError(
+                f"{name} is {steps}, but the step encoding of this model covers {self.max_steps} "
+                "steps: ask for fewer, or raise max_steps before training."
+            )
+
+    def check_epsilon(self, epsilon: float, name: str) -> None:
+        """Raise UserError if tokens of this model cannot halt at this epsilon."""
+        if not 0.0 <= epsilon <= 1.0:
+            raise UserError(f"{name} must be at least 0 and at most 1: got {epsilon}.")
+        if epsilon > 0.0 and self.mechanism != LAZY:
+            raise UserError(
+                f"Only lazy models have gates that can reach equilibrium: leave {name} at 0 for "
+                f"the mechanism {self.mechanism}."
+            )
+
+
+class LazyTransformerConfig(PreTrainedConfig, LazyModelConfig):
+    """Hugging Face configuration of both Lazy Transformers.
+
+    Args:
+        vocab_size: Size of the vocabulary.
+        max_positions: Longest sequence, in tokens.
+        is_encoder_decoder: False for the causal language model.
+        **kwargs: The options of `LazyModelConfig` and those of every `PreTrainedConfig`.
     """
 
     model_type = "lazy-transformer"
@@ -54,43 +162,21 @@ class LazyTransformerConfig(PreTrainedConfig):
     def __init__(
         self,
         vocab_size: int = 8000,
-        d_model: int = 256,
-        num_heads: int = 4,
-        d_ff: int = 1024,
-        encoder_steps: int = 6,
-        decoder_steps: int = 6,
-        mechanism: str = LAZY,
-        compare: str = STATE,
-        norm: str = "final",
-        step_signal: str = "none",
-        max_steps: int = 64,
         max_positions: int = 1024,
-        dropout: float = 0.1,
-        ff_dropout: float = 0.0,
-        clean_gates: bool = False,
-        label_smoothing: float = 0.0,
-        act_cost: float = 0.01,
-        epsilon: float = 0.0,
-        decoder_epsilon: float = 0.0,
-        patience: int = 1,
-        rest: str = GATE,
         is_encoder_decoder: bool = True,
         **kwargs: Any,
     ) -> None:
-        self.vocab_size, self.d_model, self.num_heads, self.d_ff = (
-            vocab_size,
-            d_model,
-            num_heads,
-            d_ff,
-        )
-        self.encoder_steps, self.decoder_steps = encoder_steps, decoder_steps
-        self.mechanism, self.compare, self.norm = mechanism, compare, norm
-        self.step_signal, self.max_steps, self.max_positions = step_signal, max_steps, max_positions
-        self.dropout, self.ff_dropout, self.clean_gates = dropout, ff_dropout, clean_gates
-        self.label_smoothing, self.act_cost = label_smoothing, act_cost
-        self.epsilon, self.decoder_epsilon, self.patience = epsilon, decoder_epsilon, patience
-        self.rest = rest
-        self._check()
+        names = {option.name for option in fields(LazyModelConfig)}
+        model = LazyModelConfig(**{name: kwargs.pop(name) for name in names & kwargs.keys()})
+        for name, hint in get_type_hints(LazyModelConfig).items():
+            choices, value = get_args(hint), getattr(model, name)
+            if choices and value not in choices:
+                raise UserError(f"{name} is one of {', '.join(choices)}: got {value!r}.")
+        validate(model)
+        for name, value in (("vocab_size", vocab_size), ("max_positions", max_positions)):
+            if value < 1:
+                raise UserError(f"{name} must be at least 1: got {value}.")
+        vars(self).update(vars(model), vocab_size=vocab_size, max_positions=max_positions)
         kwargs.setdefault("tie_word_embeddings", True)
         for name, number in (("bos", 1), ("eos", 2), ("pad", 3)):
             kwargs.setdefault(f"{name}_token_id", number)
@@ -98,66 +184,365 @@ class LazyTransformerConfig(PreTrainedConfig):
         super().__init__(is_encoder_decoder=is_encoder_decoder, **kwargs)
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> PreTrainedConfig:
-        """Itself: transformers' own would rename in a copy what begins with `decoder_`."""
+        """Return this config: transformers would rename what begins with `decoder_` in a copy."""
         return self
 
     @property
-    def usual_epsilons(self) -> tuple[float, ...]:
+    def default_epsilons(self) -> tuple[float, ...]:
         """Epsilons to begin with, from careful to bold; none for a model without gates."""
         if self.mechanism != LAZY:
             return ()
-        return USUAL_EPSILONS[TURN if self.rest == TURN else self.compare]
+        return DEFAULT_EPSILONS[ANGLE if self.halt_on == ANGLE else self.compare]
 
-    def _check(self) -> None:
-        for name, choices in (
-            ("mechanism", MECHANISMS),
-            ("compare", COMPARED),
-            ("norm", NORMS),
-            ("rest", RESTS),
-            ("step_signal", STEP_SIGNALS),
-        ):
-            if getattr(self, name) not in choices:
-                given = getattr(self, name)
-                raise UserError(f"{name} is one of {', '.join(choices)}: got {given!r}.")
-        for name in (
-            "vocab_size",
-            "d_model",
-            "num_heads",
-            "d_ff",
-            "max_steps",
-            "max_positions",
-            "patience",
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1: got {getattr(self, name)}.")
-        if self.d_model % self.num_heads or self.d_model % 2:
-            raise UserError(
-                f"The width {self.d_model} must be even and a multiple of the {self.num_heads} "
-                "heads: choose another d_model or num_heads."
-            )
-        for name in ("dropout", "ff_dropout", "label_smoothing"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise UserError(f"{name} must be in [0, 1): got {getattr(self, name)}.")
-        for name in ("encoder_steps", "decoder_steps"):
-            self.check_steps(getattr(self, name), name)
+
+# -- search ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class BeamSearchConfig:
+    """Search for a translation"""
+
+    beams: int = bounded(4, ge=1)
+    """Number of beams; 1 for greedy search."""
+
+    length_penalty: float = 0.6
+    """Scores are divided by the length to this power: more favours longer translations."""
+
+    tokens: int = bounded(4096, ge=1)
+    """Source tokens translated at once."""
+
+    encoder_steps: int | None = bounded(None, ge=1)
+    """Steps over the source; by default those of training."""
+
+    decoder_steps: int | None = bounded(None, ge=1)
+    """Steps over the target; by default those of training."""
+
+    epsilon: float | None = bounded(None, ge=0, le=1)
+    """Gate (or angle, as the model's halt_on says) below which a source token halts; 0 lets none
+    halt."""
+
+    decoder_epsilon: float | None = bounded(None, ge=0, le=1)
+    """The same for target tokens."""
+
+    patience: int | None = bounded(None, ge=1)
+    """Steps in a row for which it must be below epsilon."""
+
+    def check_for(self, model: Any) -> None:
+        """Raise UserError if this model cannot do it, before anything is computed."""
+        validate(self, "search.")
+        for name, part in (("encoder_steps", model.encoder), ("decoder_steps", model.decoder)):
+            if (steps := getattr(self, name)) is not None:
+                part.stack.check_steps(steps, name)
         for name in ("epsilon", "decoder_epsilon"):
-            self.check_epsilon(getattr(self, name), name)
+            if (epsilon := getattr(self, name)) is not None:
+                model.config.check_epsilon(epsilon, name)
 
-    def check_steps(self, steps: int, name: str) -> None:
-        """Refuse a number of steps that the model cannot make."""
-        if steps < 1:
-            raise UserError(f"{name} must be at least 1: got {steps}.")
-        if self.step_signal != "none" and steps > self.max_steps:
+    def halting(self) -> dict[str, Any]:
+        """Return the steps, epsilons and patience that are given, None left out."""
+        names = ("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon", "patience")
+        chosen = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def generation(self) -> dict[str, Any]:
+        """Return arguments for `generate()`; what is not given is left to the model."""
+        search: dict[str, Any] = {"num_beams": self.beams, "do_sample": False}
+        if self.beams > 1:
+            search["length_penalty"] = self.length_penalty
+        return search | self.halting()
+
+
+# -- training --------------------------------------------------------------------------------------
+
+ProgramKind = Literal["addition", "copy", "program"]
+MAX_NESTING = 25
+"""As many operations as there are names for variables."""
+
+
+@dataclass
+class ProgramConfig:
+    """Programs to execute"""
+
+    kinds: list[ProgramKind] = field(default_factory=lambda: ["addition"])
+    """What is drawn from, evenly: addition of two numbers, copy of one, and program, with control
+    flow."""
+
+    length: int = bounded(3, ge=1)
+    """Most digits of a number."""
+
+    nesting: int = bounded(2, ge=1, le=MAX_NESTING)
+    """Most operations nested in a program."""
+
+    fixed: bool = False
+    """Give all samples the full length and nesting instead of drawing them up to it."""
+
+    reverse: bool = False
+    """Write answers last digit first: a carry is then known before the digit that needs it."""
+
+    batch_size: int = bounded(64, ge=1)
+    """Programs per batch, over all processes."""
+
+    eval_size: int = bounded(1000, ge=1)
+    """Held-out programs to measure, fewer where there are not so many."""
+
+    def check(self) -> None:
+        """Check that there is something to draw from."""
+        if not self.kinds:
+            raise UserError("dataset.kinds is empty: name addition, copy or program.")
+
+    @property
+    def max_length(self) -> int:
+        """Characters that no program and no answer exceeds."""
+        return 32 + self.nesting * (32 + 4 * self.length) + 2 * self.length
+
+
+@dataclass
+class TranslationTrainConfig(RunConfig):
+    """Train a translator that updates only what still changes."""
+
+    METHOD: ClassVar[str] = "lazy"
+
+    task: Literal["translation"] = "translation"
+    """What is learned: translation, programs or language; each has options of its own."""
+
+    data: str = "multi30k"
+    """Parallel text: a folder with files such as train.en and train.de, the stem of two files, the
+    same under $DEEPENOUGH_DATA, or a `datasets` name (`hf:name`, `hf:name:config`)."""
+
+    dataset: TranslationDataConfig = field(default_factory=TranslationDataConfig)
+    model: LazyModelConfig = field(
+        default_factory=lambda: LazyModelConfig(
+            decoder_steps=4, dropout=0.2, ff_dropout=0.1, label_smoothing=0.1
+        )
+    )
+    train: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(
+            lr=1.5e-3, warmup=1000, weight_decay=0.01, betas=[0.9, 0.98]
+        )
+    )
+    search: BeamSearchConfig = field(default_factory=BeamSearchConfig)
+    epochs: float | None = bounded(30.0, gt=0)
+    """Epochs over the training pairs, which decide train.steps; null to use train.steps instead."""
+
+    fewest_encoder_steps: int | None = bounded(None, ge=1)
+    """Let every batch draw its number of encoder steps, from this to model.encoder_steps; by
+    default all batches make the latter. What was trained with varying steps tolerates others
+    better."""
+
+    def check(self) -> None:
+        """Check that the range of encoder steps is one."""
+        fewest, most = self.fewest_encoder_steps, self.model.encoder_steps
+        if fewest is not None and fewest > most:
             raise UserError(
-                f"{name} is {steps}, but the step signal of this model reaches {self.max_steps} "
-                "steps: ask for fewer, or raise max_steps before training."
+                f"fewest_encoder_steps must be at most model.encoder_steps ({most}): got {fewest}."
             )
 
-    def check_epsilon(self, epsilon: float, name: str) -> None:
-        if not 0.0 <= epsilon <= 1.0:
-            raise UserError(f"{name} must be in [0, 1], as gates and turns are: got {epsilon}.")
-        if epsilon > 0.0 and self.mechanism != LAZY:
+
+@dataclass
+class ProgramTrainConfig(RunConfig):
+    """Train a model that executes programs."""
+
+    METHOD: ClassVar[str] = "lazy"
+
+    task: Literal["programs"] = "programs"
+    """What is learned: translation, programs or language; each has options of its own."""
+
+    dataset: ProgramConfig = field(default_factory=ProgramConfig)
+    model: LazyModelConfig = field(
+        default_factory=lambda: LazyModelConfig(
+            d_model=128, d_ff=512, encoder_steps=4, decoder_steps=4, dropout=0.0
+        )
+    )
+    train: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(steps=4000, lr=1e-3, warmup=400, betas=[0.9, 0.98])
+    )
+
+
+@dataclass
+class LanguageTrainConfig(RunConfig):
+    """Train a language model that updates only what still changes."""
+
+    METHOD: ClassVar[str] = "lazy"
+
+    task: Literal["language"] = "language"
+    """What is learned: translation, programs or language; each has options of its own."""
+
+    data: str = "python"
+    """Text: `python` (the prose inside Python), a file, folder or glob, a folder of
+    $DEEPENOUGH_DATA, or a `datasets` name (`hf:name`, `hf:name:config:column`)."""
+
+    dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(length=64))
+    model: LazyModelConfig = field(
+        default_factory=lambda: LazyModelConfig(dropout=0.2, ff_dropout=0.1)
+    )
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+@dataclass
+class TranslationEvalConfig:
+    """Measure a translator."""
+
+    run: str
+    """Folder of a finished training."""
+
+    task: Literal["translation"] = "translation"
+    """What the run was trained for; read from the run, and needed only to see the options of a task
+    without one."""
+
+    split: str = "test"
+    """Split to measure on: test or valid."""
+
+    test: str | None = None
+    """Other test files of the same folder, such as test_2017_flickr; by default the training's."""
+
+    batch_size: int = bounded(32, ge=1)
+    """Sentences per batch when the encoder is timed."""
+
+    search: BeamSearchConfig = field(default_factory=BeamSearchConfig)
+
+    def check(self) -> None:
+        """Check that the split and the test files agree."""
+        if self.test is not None and self.split != "test":
             raise UserError(
-                f"Only lazy models have gates that can reach equilibrium: leave {name} at 0 for "
-                f"the mechanism {self.mechanism}."
+                f"test names other test files, but the {self.split} split was asked for: leave one "
+                "of them out."
             )
+
+
+@dataclass
+class ProgramEvalConfig:
+    """Measure a model that executes programs."""
+
+    run: str
+    """Folder of a finished training."""
+
+    task: Literal["programs"] = "programs"
+    """What the run was trained for; read from the run, and needed only to see the options of a task
+    without one."""
+
+    split: str = "test"
+    """Programs to measure on, test or valid: neither is ever trained on."""
+
+    length: int | None = bounded(None, ge=1)
+    """Most digits of a number; by default as in training. More measures extrapolation."""
+
+    nesting: int | None = bounded(None, ge=1, le=MAX_NESTING)
+    """Most operations nested in a program; by default as in training."""
+
+    search: BeamSearchConfig = field(default_factory=lambda: BeamSearchConfig(beams=1))
+
+
+@dataclass
+class LanguageEvalConfig:
+    """Measure a language model."""
+
+    run: str
+    """Folder of a finished training."""
+
+    task: Literal["language"] = "language"
+    """What the run was trained for; read from the run, and needed only to see the options of a task
+    without one."""
+
+    split: str = "test"
+    """Split of the text that it was trained on."""
+
+    decoder_steps: int | None = bounded(None, ge=1)
+    """Steps over the text; by default those of training."""
+
+    decoder_epsilon: float | None = bounded(None, ge=0, le=1)
+    """Gate (or angle, as the model's halt_on says) below which a token halts; 0 lets none halt."""
+
+    patience: int | None = bounded(None, ge=1)
+    """Steps in a row for which it must be below epsilon."""
+
+
+@dataclass
+class SweepConfig(TranslationEvalConfig):
+    """Measure BLEU over steps and epsilons."""
+
+    encoder_steps: list[int] = bounded(default_factory=lambda: [2, 4, 6, 8, 9], ge=1)
+    """Encoder steps of the grid; an empty list for no grid."""
+
+    decoder_steps: list[int] = bounded(default_factory=lambda: [2, 3, 4, 5, 6], ge=1)
+    """Decoder steps of the grid."""
+
+    epsilons: list[float] | None = bounded(None, ge=0, le=1)
+    """Epsilons at which source tokens halt, each measured with the steps of training; by default
+    seven from 0 to 0.3 for lazy models and none for others, which have no gates."""
+
+    sentences: int | None = bounded(None, ge=1)
+    """Sentences to measure on; by default all of the split."""
+
+
+@dataclass
+class TranslateConfig:
+    """Translate lines of text."""
+
+    run: str
+    """Folder of a finished training."""
+
+    file: str | None = None
+    """File with a sentence on every line; by default standard input."""
+
+    rows: int = bounded(32, ge=1)
+    """Lines translated at once; 1 answers every line as soon as it is read."""
+
+    search: BeamSearchConfig = field(default_factory=BeamSearchConfig)
+
+
+@dataclass
+class LazyPlotConfig:
+    """Look inside a model that translates or executes programs, and draw it."""
+
+    run: str
+    """Folder of a finished training."""
+
+    source: str | None = None
+    """Sentence or program to look at; by default one of the split."""
+
+    target: str | None = None
+    """Its translation, or what it prints; by default the model's own, or that of the split."""
+
+    sentence: int = bounded(0, ge=0)
+    """Which sentence or program of the split to look at, without a source; counted from 0."""
+
+    split: str = "test"
+    """Split that the distribution is taken over: test or valid."""
+
+    sentences: int = bounded(256, ge=1)
+    """Sentences or programs of the split that the distribution is taken over."""
+
+    epsilon: float | None = bounded(None, gt=0, le=1)
+    """Gate (or angle, as the model's halt_on says) below which a source token is at rest; by
+    default 0.1, where gates compare a state with its update 0.25, and of angles 0.008."""
+
+    patience: int = bounded(1, ge=1)
+    """Steps in a row for which it must be below epsilon."""
+
+    encoder_steps: int | None = bounded(None, ge=1)
+    """Steps over the source; by default those of training."""
+
+    decoder_steps: int | None = bounded(None, ge=1)
+    """Steps over the target; by default those of training."""
+
+    out: str | None = None
+    """Folder for the pictures; by default plots in the run."""
+
+    def check(self) -> None:
+        """Check that a target comes with its source."""
+        if self.target is not None and self.source is None:
+            raise UserError("A target needs its source: give both, or neither.")
+
+
+TRAIN_CONFIGS: dict[str, type] = {
+    TRANSLATION: TranslationTrainConfig,
+    PROGRAMS: ProgramTrainConfig,
+    LANGUAGE: LanguageTrainConfig,
+}
+EVAL_CONFIGS: dict[str, type] = {
+    TRANSLATION: TranslationEvalConfig,
+    PROGRAMS: ProgramEvalConfig,
+    LANGUAGE: LanguageEvalConfig,
+}

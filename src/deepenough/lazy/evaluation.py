@@ -1,174 +1,372 @@
-"""Use of a finished translator: translate lines as they come, measure BLEU, depth and cost."""
+"""Use and measure finished models: translations, BLEU, depth and cost, perplexity.
+
+Beside quality, a translator's evaluation measures the steps, FLOPs and seconds of the encoder. A
+sweep repeats it for other numbers of steps than those of training (the paper's "zero-shot
+inferring"), and for other values of `epsilon`, which trades BLEU for compute. Every result is
+appended to the run's records as soon as it is found, so that an interrupted sweep loses nothing.
+
+`open_candidate` offers a text-to-text run to `deepenough compare`. What concerns programs alone is
+in `programs.py`.
+"""
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import sacrebleu
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
-from deepenough.config import resolve
+from deepenough.config import resolve, validate
+from deepenough.data.prepare import split_tokens
 from deepenough.data.tokenizer import load_tokenizer, lowers_case
-from deepenough.data.translation import Pair, TranslationData, open_parallel
-from deepenough.data.translation_pairs import EncodedPairs, encode_pairs
+from deepenough.data.translation import Pair, open_parallel
+from deepenough.data.translation_batches import (
+    IGNORE_INDEX,
+    EncodedPairs,
+    cut_by_tokens,
+    encode_pairs,
+)
 from deepenough.errors import UserError
-from deepenough.lazy import (
+from deepenough.lazy.config import (
+    EPSILON_RECORD,
+    LANGUAGE,
+    LAZY,
+    PROGRAMS,
+    STEPS_RECORD,
+    TRANSLATION,
+    BeamSearchConfig,
+    LanguageEvalConfig,
+    LanguageTrainConfig,
     LazyTransformerConfig,
+    SweepConfig,
+    TranslationEvalConfig,
+    TranslationTrainConfig,
+)
+from deepenough.lazy.modeling import (
     LazyTransformerForCausalLM,
     LazyTransformerForConditionalGeneration,
 )
-from deepenough.lazy.training import LazyTraining
-from deepenough.lazy.translate_score import SearchSettings, bleu, translate_pairs
-from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_records
+from deepenough.measurement import (
+    ComparedData,
+    ComparedTask,
+    Entry,
+    Interval,
+    OperatingPoint,
+    Scores,
+    content_of,
+)
+from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_config, read_records
 from deepenough.trace import DepthTrace
+from deepenough.training.distributed import from_all, place_among
+from deepenough.training.language import evaluate_language as language_quality
 from deepenough.training.logging import without_bars
 
-EVALUATION = "translation"
-"""Kind of the records that tell BLEU, depth and cost of one setting."""
-ENCODER_ARGUMENTS = ("encoder_steps", "epsilon", "patience")
-ROUNDS = 3
-"""Times that the encoder is timed for a record."""
+C = TypeVar("C")
+
+NUM_TIMINGS = 3
+"""How often the encoder is timed for a record."""
+SWEEP_EPSILONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+COMPARED_SENTENCES = 128
+BLEU_RESAMPLES = 1000
+
+# -- finished runs ---------------------------------------------------------------------------------
 
 
 class Translator(NamedTuple):
+    """A text-to-text model and its tokenizer."""
+
     model: LazyTransformerForConditionalGeneration
     tokenizer: Any
 
 
-def load_translator(folder: str) -> Translator:
-    """The model of a finished run, or of a folder in Hugging Face form, ready for use."""
-    path = model_folder(folder)
-    try:
-        config = LazyTransformerConfig.from_pretrained(path)
-        # transformers would fill what a language model lacks with new weights.
-        if LazyTransformerForCausalLM.__name__ in (config.architectures or ()):
-            raise UserError(
-                f"The model in {folder} is a language model, which has no source to translate: "
-                "give the folder of a translator."
-            )
-        with without_bars():
-            model = LazyTransformerForConditionalGeneration.from_pretrained(path)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(f"The translator in {folder} cannot be loaded: {reason}.") from error
+def load_translator(run: str) -> Translator:
+    """Return the model of a finished run, or of a folder in Hugging Face form, ready for use."""
+    path = model_folder(run)
+    model = _load(LazyTransformerForConditionalGeneration, run)
     return Translator(model.eval(), load_tokenizer(str(path)))
 
 
+def _load(model_class: type, run: str) -> Any:
+    path = model_folder(run)
+    try:
+        config = LazyTransformerConfig.from_pretrained(path)
+        # transformers would fill what a language model lacks with new weights.
+        is_causal = LazyTransformerForCausalLM.__name__ in (config.architectures or ())
+        if is_causal and model_class is not LazyTransformerForCausalLM:
+            raise UserError(
+                f"The model in {run} is a language model, which has no source to translate: "
+                "give the folder of a translator."
+            )
+        with without_bars():
+            return model_class.from_pretrained(path)  # type: ignore[attr-defined]
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"The model in {run} cannot be loaded: {reason}.") from error
+
+
+def task_of(run: str) -> str:
+    """Return what a run was trained for; translation where nothing tells."""
+    folder = RunFolder(model_folder(run).parent)
+    return str(read_config(str(folder.path)).get("task", TRANSLATION)) if folder.is_run() else ""
+
+
+def trained_with(config_class: type[C], run: str) -> C:
+    """Return the settings that a run was trained with."""
+    folder = RunFolder(model_folder(run).parent)
+    if not folder.config.is_file():
+        raise UserError(
+            f"Nothing tells what the model in {run} was trained on: give the folder of a run."
+        )
+    return resolve(config_class, folder.config)
+
+
+def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
+    """Append to the run's records, at its last step; a bare model folder keeps none."""
+    folder = RunFolder(model_folder(run).parent)
+    if not folder.metrics.is_file():
+        return
+    records, _ = read_records(folder.metrics)
+    step = max((record.step for record in records), default=0)
+    Metrics(folder.metrics).append(Record(step, kind, values))
+
+
+# -- search and scores -----------------------------------------------------------------------------
+
+
+def translate_pairs(
+    model: LazyTransformerForConditionalGeneration,
+    tokenizer: Any,
+    pairs: EncodedPairs,
+    search: BeamSearchConfig,
+    advance: Callable[[int], None] | None = None,
+    accelerator: Accelerator | None = None,
+) -> list[str]:
+    """Return the translation of every source, in order.
+
+    Args:
+        model: The translator.
+        tokenizer: Its tokenizer.
+        pairs: Sources to translate; targets are not read.
+        search: How to search.
+        advance: Called with the number of sentences that this process has just translated.
+        accelerator: Shares the batches among its processes; all get all translations.
+    """
+    search.check_for(model)
+    rank, world = place_among(accelerator)
+    lengths = pairs.source.lengths
+    # Similar lengths together, longest first: memory that suffices at first suffices always.
+    order = np.argsort(-lengths, kind="stable")
+    batches = cut_by_tokens(order, lengths, max(search.tokens, int(lengths.max())))
+    translated: list[tuple[int, str]] = []
+    for rows in batches[rank::world]:
+        texts = _translate(model, tokenizer, pairs, rows.tolist(), search)
+        translated += zip(rows.tolist(), texts, strict=True)
+        if advance is not None:
+            advance(len(rows))
+    translations = [""] * len(pairs)
+    for row, text in chain.from_iterable(from_all(accelerator, translated)):
+        translations[row] = text
+    return translations
+
+
+@torch.inference_mode()
+def _translate(
+    model: Any, tokenizer: Any, pairs: EncodedPairs, rows: list[int], search: BeamSearchConfig
+) -> list[str]:
+    batch = pairs.batch(rows, model.device)
+    # A translation may be longer than its source, but hardly twice as long.
+    limits = (2 * batch["attention_mask"].sum(1) + 10).clamp(max=model.config.max_positions - 1)
+    written = model.generate(
+        batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        max_new_tokens=int(limits.max()),
+        stopping_criteria=StoppingCriteriaList([_LengthLimits(limits)]),
+        **search.generation(),
+    )
+    texts: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
+    return [text.strip() for text in texts]
+
+
+class _LengthLimits(StoppingCriteria):
+    """A limit for each sentence, so that a translation does not depend on its batch."""
+
+    def __init__(self, limits_B: Tensor) -> None:
+        self.limits = limits_B
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        # The beams of a sentence are neighbouring rows; the first token is the start token.
+        num_beams = len(input_ids) // len(self.limits)
+        return self.limits.repeat_interleave(num_beams) <= input_ids.shape[1] - 1
+
+
 def translate_lines(
-    translator: Translator, lines: Iterable[str], search: SearchSettings, at_once: int = 32
+    translator: Translator, lines: Iterable[str], search: BeamSearchConfig, at_once: int = 32
 ) -> Iterator[str]:
-    """The translation of every line, in order; of an empty one an empty one."""
+    """Yield the translation of every line, in order; that of an empty line is empty."""
     if at_once < 1:
         raise UserError(f"rows must be at least 1: got {at_once}.")
-    limit = source_limit(translator.model)
     iterator = iter(lines)
     while chunk := list(islice(iterator, at_once)):
-        full = [line for line in chunk if line.strip()]
-        made: Iterator[str] = iter(())
+        full = [Pair(line, "") for line in chunk if line.strip()]
+        translations: Iterator[str] = iter(())
         if full:
-            pairs = [Pair(line, "") for line in full]
-            encoded = encode_pairs(pairs, translator.tokenizer, limit, "input", keep=True)
-            made = iter(translate_pairs(*translator, encoded, search))
+            encoded = encode_input(translator, full)
+            translations = iter(translate_pairs(*translator, encoded, search))
         for line in chunk:
-            yield next(made) if line.strip() else ""
+            yield next(translations) if line.strip() else ""
 
 
-def source_limit(model: LazyTransformerForConditionalGeneration) -> int:
-    """Tokens of a source at most, so that a translation twice as long still has positions."""
-    return max(2, (model.config.max_positions - 16) // 2)
+def encode_input(translator: Translator, pairs: Iterable[Pair]) -> EncodedPairs:
+    """Return pairs as ids, cut so that a translation twice as long still has positions."""
+    limit = max(2, (translator.model.config.max_positions - 16) // 2)
+    return encode_pairs(pairs, translator.tokenizer, limit, "input", truncate=True)
 
 
-@dataclass
-class LazyEvaluation:
-    """Measure a translator."""
+class Bleu(NamedTuple):
+    """Corpus BLEU and sacrebleu's signature of how it was computed."""
 
-    run: str
-    """Folder of a finished training."""
-
-    split: str = "test"
-    """Split to measure on: test or valid."""
-
-    test: str | None = None
-    """Other test files of the same folder, such as test_2017_flickr; by default the training's."""
-
-    batch_size: int = 32
-    """Sentences in one batch when the encoder is timed."""
-
-    search: SearchSettings = field(default_factory=SearchSettings)
-
-    def check(self) -> None:
-        if self.batch_size < 1:
-            raise UserError(f"batch_size must be at least 1: got {self.batch_size}.")
-        if self.test is not None and self.split != "test":
-            raise UserError(
-                f"test names other test files, but the {self.split} split was asked for: leave one "
-                "of them out."
-            )
+    score: float
+    signature: str
 
 
-def evaluate(settings: LazyEvaluation) -> dict[str, Any]:
-    """BLEU, depth and cost on a split; recorded in the run."""
-    settings.check()
-    translator = load_translator(settings.run)
-    pairs = measured_pairs(settings, translator)
-    values = measure(translator, pairs, settings.search, settings.batch_size)
-    values |= {"split": settings.split, "test": settings.test}
-    keep_record(settings.run, EVALUATION, values)
+def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Bleu:
+    """Return corpus BLEU of detokenized text; sacrebleu tokenizes it itself.
+
+    `lowercase` is for models that write no capitals; the signature says so (`case:lc`).
+    """
+    if not references:
+        raise UserError("BLEU needs references: give a split with a target side.")
+    if len(translations) != len(references):
+        raise UserError(
+            f"There are {len(translations)} translations but {len(references)} references: BLEU "
+            "compares them one by one."
+        )
+    metric = sacrebleu.BLEU(lowercase=lowercase)
+    score = metric.corpus_score(list(translations), [list(references)])
+    return Bleu(float(score.score), str(metric.get_signature()))
+
+
+@torch.inference_mode()
+def plain_loss(
+    model: LazyTransformerForConditionalGeneration,
+    pairs: EncodedPairs,
+    batch_tokens: int,
+    accelerator: Accelerator | None = None,
+) -> dict[str, float]:
+    """Return the mean loss per target token and their number; processes share the batches."""
+    rank, world = place_among(accelerator)
+    total = 0.0
+    num_tokens = 0
+    order = pairs.target.lengths.argsort(kind="stable")
+    lengths = np.maximum(pairs.source.lengths, pairs.target.lengths)
+    for rows in cut_by_tokens(order, lengths, batch_tokens)[rank::world]:
+        batch = pairs.batch(rows.tolist(), model.device)
+        tokens = int((batch["targets"] != IGNORE_INDEX).sum())
+        total += float(model(**batch).plain_loss) * tokens
+        num_tokens += tokens
+    losses, counts = zip(*from_all(accelerator, (total, num_tokens)), strict=True)
+    return {"loss": sum(losses) / sum(counts), "tokens": float(sum(counts))}
+
+
+# -- translation -----------------------------------------------------------------------------------
+
+
+def evaluate_translation(config: TranslationEvalConfig) -> dict[str, Any]:
+    """Measure BLEU, depth and cost on a split, record them in the run and return them."""
+    validate(config)
+    translator = load_translator(config.run)
+    pairs = measured_pairs(config, translator)
+    values = measure(translator, pairs, config.search, config.batch_size)
+    values |= {"split": config.split, "test": config.test}
+    keep_record(config.run, TRANSLATION, values)
     return values
 
 
-def measured_pairs(settings: LazyEvaluation, translator: Translator) -> EncodedPairs:
-    """The pairs of the split, of the text that the model was trained on."""
-    data = trained_on(settings.run)
-    if settings.test is not None:
-        data = replace(data, test=settings.test)
-    text = open_parallel(data)
-    name = f"{text.name}, {settings.split}"
+def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
+    """Yield one measurement after another, each with its `kind`, and record it in the run."""
+    validate(config)
+    if (task := task_of(config.run)) not in ("", TRANSLATION):
+        raise UserError(
+            f"{config.run} was trained on {task}, but a sweep measures BLEU: give the run of a "
+            "translator."
+        )
+    translator = load_translator(config.run)
+    default = SWEEP_EPSILONS if translator.model.config.mechanism == LAZY else ()
+    epsilons = default if config.epsilons is None else config.epsilons
+    searches = [
+        (STEPS_RECORD, replace(config.search, encoder_steps=encoder, decoder_steps=decoder))
+        for encoder in config.encoder_steps
+        for decoder in config.decoder_steps
+    ]
+    searches += [(EPSILON_RECORD, replace(config.search, epsilon=value)) for value in epsilons]
+    for _, search in searches:  # all are checked before the first is measured
+        search.check_for(translator.model)
+    pairs = measured_pairs(config, translator).head(config.sentences)
+    for kind, search in searches:
+        values = measure(translator, pairs, search, config.batch_size)
+        values |= {"split": config.split, "test": config.test}
+        keep_record(config.run, kind, values)
+        yield {"kind": kind} | values
+
+
+def measured_pairs(config: TranslationEvalConfig, translator: Translator) -> EncodedPairs:
+    """Return the pairs of the split, from the text that the model was trained on."""
+    trained = trained_with(TranslationTrainConfig, config.run)
+    dataset = trained.dataset
+    if config.test is not None:
+        dataset = replace(dataset, test=config.test)
+    text = open_parallel(trained.data, dataset)
+    name = f"{text.name}, {config.split}"
     return encode_pairs(
-        text.pairs(settings.split), translator.tokenizer, data.max_length, name, keep=True
+        text.pairs(config.split), translator.tokenizer, dataset.max_length, name, truncate=True
     )
 
 
 def measure(
-    translator: Translator, pairs: EncodedPairs, search: SearchSettings, batch_size: int
+    translator: Translator, pairs: EncodedPairs, search: BeamSearchConfig, batch_size: int
 ) -> dict[str, Any]:
-    """BLEU and seconds of the search; steps, FLOPs and seconds of the encoder."""
+    """Return BLEU and seconds of the search, and steps, FLOPs and seconds of the encoder."""
     config = translator.model.config
     started = time.perf_counter()
     translations = translate_pairs(*translator, pairs, search)
     seconds = time.perf_counter() - started
     references = [pair.target for pair in pairs.pairs]
     score = bleu(translations, references, lowers_case(translator.tokenizer))
-    chosen = {name: value for name, value in asdict(search).items() if value is not None}
     names = ("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon", "patience")
-    setting = {name: chosen.get(name, getattr(config, name)) for name in names}
+    setting = {name: getattr(config, name) for name in names} | search.halting()
     values: dict[str, Any] = {"bleu": score.score, "signature": score.signature}
     values |= {"mechanism": config.mechanism, "beams": search.beams, **setting}
     values |= {"sentences": len(pairs), "seconds": seconds}
-    return values | measure_encoder(translator.model, pairs, search, batch_size, rounds=ROUNDS)
+    return values | measure_encoder(translator.model, pairs, search, batch_size, NUM_TIMINGS)
 
 
 @torch.inference_mode()
 def measure_encoder(
     model: LazyTransformerForConditionalGeneration,
     pairs: EncodedPairs,
-    search: SearchSettings,
+    search: BeamSearchConfig,
     batch_size: int,
-    rounds: int = 1,
+    num_timings: int = 1,
 ) -> dict[str, float]:
-    """Mean steps of a source token, FLOPs of all, and the seconds they took in such batches, the
-    fastest of so many rounds."""
-    arguments = {k: v for k, v in search.arguments().items() if k in ENCODER_ARGUMENTS}
+    """Return the encoder's mean steps per source token, its FLOPs, and the fastest of its times."""
+    names = ("encoder_steps", "epsilon", "patience")
+    arguments = {name: value for name, value in search.halting().items() if name in names}
     order = pairs.source.lengths.argsort(kind="stable")[::-1]
     parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     batches = [pairs.batch(part.tolist(), model.device) for part in parts]
     model.encoder(batches[0]["input_ids"], batches[0]["attention_mask"], **arguments)  # warm-up
     seconds = float("inf")
-    for _ in range(rounds):
+    for _ in range(num_timings):
         started = time.perf_counter()
         traces: list[DepthTrace] = [
             model.encoder(batch["input_ids"], batch["attention_mask"], **arguments).trace
@@ -184,21 +382,142 @@ def measure_encoder(
     }
 
 
-def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
-    """Append to the run's records, at its last step; a bare model folder keeps none."""
-    folder = RunFolder(model_folder(run).parent)
-    if not folder.metrics.is_file():
-        return
-    records, _ = read_records(folder.metrics)
-    step = max((record.step for record in records), default=0)
-    Metrics(folder.metrics).append(Record(step, kind, values))
+# -- language --------------------------------------------------------------------------------------
 
 
-def trained_on(run: str) -> TranslationData:
-    """The settings of the text that a run was trained on."""
-    folder = RunFolder(model_folder(run).parent)
-    if not folder.config.is_file():
-        raise UserError(
-            f"Nothing tells what the model in {run} was trained on: give the folder of a run."
+def evaluate_language(config: LanguageEvalConfig) -> dict[str, Any]:
+    """Measure perplexity, bits per byte and FLOPs per token; record and return them."""
+    validate(config)
+    model: Any = _load(LazyTransformerForCausalLM, config.run)
+    names = ("decoder_steps", "decoder_epsilon", "patience")
+    for name in names:
+        if (value := getattr(config, name)) is not None:
+            setattr(model.config, name, value)
+    trained = trained_with(LanguageTrainConfig, config.run)
+    tokenizer = load_tokenizer(str(model_folder(config.run)))
+    dataset = trained.dataset
+    tokens, _ = split_tokens(trained.data, dataset, config.split, tokenizer, dataset.ends_lines)
+    started = time.perf_counter()
+    values: dict[str, Any] = dict(language_quality(model, tokens, dataset))
+    values["seconds"] = time.perf_counter() - started
+    values |= {"split": config.split, "mechanism": model.config.mechanism}
+    values |= {name: getattr(model.config, name) for name in names}
+    keep_record(config.run, LANGUAGE, values)
+    return values
+
+
+# -- comparison ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Translations:
+    """Answers of one pass over the sentences, with their traces."""
+
+    texts: list[str] = field(default_factory=list)
+    source: list[DepthTrace] = field(default_factory=list)
+    target: list[DepthTrace] = field(default_factory=list)
+
+
+class TranslationCandidate:
+    """A translator in a comparison: BLEU over epsilons and steps.
+
+    The traces of encoder and decoder are captured as the search calls them; layers are the steps of
+    a source token plus those of a target token, each on average. Padding costs nothing in a trace,
+    but torch's counter counts it.
+    """
+
+    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+        self.name, self.entry = name, entry
+        self.translator = load_translator(entry.run)
+        self.mechanism = str(self.translator.model.config.mechanism)
+        self.pairs, self.task = self._open(entry.run, data)
+        self.references = [pair.target for pair in self.pairs.pairs]
+
+    def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, ComparedTask]:
+        trained, tokenizer = trained_with(TranslationTrainConfig, run), self.translator.tokenizer
+        dataset = trained.dataset
+        text, split = open_parallel(data.data or trained.data, dataset), data.split or "test"
+        name = f"{text.name}, {split}"
+        pairs = encode_pairs(text.pairs(split), tokenizer, dataset.max_length, name, truncate=True)
+        kept = pairs.head(min(len(pairs), data.limit or COMPARED_SENTENCES))
+        detail = {"sentences": len(kept), "languages": f"{dataset.source} to {dataset.target}"}
+        detail |= {"lowercase": lowers_case(tokenizer), "content": content_of(kept.pairs)}
+        return kept, ComparedTask("translation", text.name, split, "sentence", "BLEU", True, detail)
+
+    def _quality(self, texts: list[str]) -> Interval:
+        """Return BLEU with sacrebleu's own bootstrap over sentences."""
+        metric = sacrebleu.BLEU(lowercase=lowers_case(self.translator.tokenizer))
+        score: Any = metric.corpus_score(texts, [self.references], n_bootstrap=BLEU_RESAMPLES)
+        value = float(score.score)
+        # sacrebleu gives the middle of the resampled scores and half the width of their 95 %.
+        middle, half = float(score._mean), float(score._ci)
+        return Interval(value, min(value, middle - half), max(value, middle + half))
+
+    def points(self) -> Sequence[OperatingPoint]:
+        """Return all steps, fewer steps, and epsilons, the deepest first."""
+        config, grid = self.translator.model.config, self.entry.grid
+        command = f"deepenough lazy eval {shlex.quote(self.entry.run)} --search.beams 1"
+        found = [OperatingPoint("all steps", {}, command=command)]
+        steps = grid.steps
+        if steps is None:
+            own = config.encoder_steps
+            steps = sorted({max(1, 2 * own // 3), max(1, own // 3)} - {own}, reverse=True)
+        epsilons = config.default_epsilons if grid.epsilon is None else grid.epsilon
+        for each in steps:
+            config.check_steps(each, "encoder_steps")
+            told = f"{command} --search.encoder_steps {each}"
+            setting = {"encoder_steps": each}
+            name = f"{each} step{'s' * (each > 1)}"
+            found.append(OperatingPoint(name, setting, "fixed depth", told))
+        for value in epsilons if self.mechanism == LAZY else ():
+            config.check_epsilon(value, "epsilon")
+            told = f"{command} --search.epsilon {value:g}"
+            found.append(OperatingPoint(f"ε {value:g}", {"epsilon": value}, command=told))
+        return found
+
+    def run(self, point: OperatingPoint) -> Translations:
+        """Translate all sources at an operating point; this is what is timed."""
+        model, made = self.translator.model, Translations()
+        hooks = [
+            model.encoder.register_forward_hook(lambda *call: made.source.append(call[2].trace)),
+            model.register_forward_hook(lambda *call: made.target.append(call[2].trace)),
+        ]
+        search = BeamSearchConfig(beams=1, **dict(point.settings))
+        try:
+            made.texts = translate_pairs(*self.translator, self.pairs, search)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return made
+
+    def judge(self, point: OperatingPoint, answers: Translations) -> Scores:
+        """Return the quality and cost of what `run` returned."""
+        both = answers.source + answers.target
+        return Scores(
+            quality=self._quality(answers.texts),
+            units=len(answers.texts),
+            layers=_mean_steps(answers.source) + _mean_steps(answers.target),
+            flops=sum(trace.total_flops for trace in both),
         )
-    return resolve(LazyTraining, folder.config).data
+
+
+def open_candidate(entry: Entry, name: str, data: ComparedData) -> TranslationCandidate:
+    """Return a finished run as a comparison measures it."""
+    task = task_of(entry.run)
+    if task == TRANSLATION:
+        return TranslationCandidate(entry, name, data)
+    if task == PROGRAMS:
+        from deepenough.lazy.programs import ProgramCandidate  # which builds on this module
+
+        return ProgramCandidate(entry, name, data)
+    raise UserError(
+        f"{entry.run} was trained on {task}, which has no operating points to compare: leave it "
+        "out."
+    )
+
+
+def _mean_steps(traces: Sequence[DepthTrace]) -> float:
+    """Return how many steps ran for a real token, on average; padding has no FLOPs."""
+    ran = sum(int(trace.ran.sum()) for trace in traces)
+    real = sum(int(torch.count_nonzero(trace.flops)) for trace in traces)
+    return ran / real if real else 0.0

@@ -1,128 +1,310 @@
-"""Train a Lazy Transformer, or one of its baselines, to translate."""
+"""Train a Lazy Transformer, or one of its baselines, to translate or to model language.
+
+A task says where the pairs of a step come from and how answers are scored. The loss that is
+minimised has smoothed labels where the config says so; what is recorded is the plain one, since a
+smoothed loss has no meaning as a measure. Validation measures the plain loss and BLEU of greedy
+translations, the test BLEU with beams. Training on programs is in `programs.py`.
+
+A language model carries nothing from one batch to the next, so it predicts within segments of
+`dataset.length` tokens; its steps are `model.decoder_steps`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+import hashlib
+import logging
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
-from deepenough.data.translation import ParallelText, TranslationData, open_parallel
-from deepenough.data.translation_pairs import EncodedPairs, encode_pairs, joint_tokenizer
+from deepenough.config import validate
+from deepenough.data.config import DatasetConfig
+from deepenough.data.prepare import Prepared, prepare
+from deepenough.data.tokenizer import lowers_case, save_tokenizer
+from deepenough.data.translation import ParallelText, TranslationDataConfig, open_parallel
+from deepenough.data.translation_batches import (
+    EncodedPairs,
+    TokenBatches,
+    encode_pairs,
+    joint_tokenizer,
+)
 from deepenough.errors import UserError
-from deepenough.lazy import LazyTransformerConfig, LazyTransformerForConditionalGeneration
-from deepenough.lazy.settings import LazySettings
-from deepenough.lazy.translate import TranslationTask
-from deepenough.lazy.translate_score import SearchSettings
+from deepenough.lazy.config import (
+    BeamSearchConfig,
+    LanguageTrainConfig,
+    LazyModelConfig,
+    LazyTransformerConfig,
+    TranslationTrainConfig,
+)
+from deepenough.lazy.evaluation import bleu, plain_loss, translate_pairs
+from deepenough.lazy.modeling import (
+    LazyTransformerForCausalLM,
+    LazyTransformerForConditionalGeneration,
+)
 from deepenough.runs import RunFolder
-from deepenough.training.config import RunSettings, TrainingConfig
-from deepenough.training.distributed import make_accelerator
+from deepenough.training.config import TrainingConfig, seed_at
+from deepenough.training.distributed import make_accelerator, on_main
+from deepenough.training.language import LanguageTask
+from deepenough.training.logging import without_bars
+from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
 from deepenough.training.trainer import check_folder, training
 
+logger = logging.getLogger("deepenough")
 
-@dataclass
-class LazyTraining:
-    """A translator that updates only what still changes."""
+# What decides the weights of a model; its other options can be changed at any time.
+MODEL_IDENTITY = (
+    "vocab_size", "d_model", "num_heads", "d_ff", "encoder_steps", "decoder_steps", "mechanism",
+    "compare", "norm", "step_encoding", "max_steps", "dropout", "ff_dropout", "clean_gates",
+    "label_smoothing", "act_cost",
+)  # fmt: skip
 
-    task: Literal["translation"] = "translation"
-    """What is learned: translation, programs or language; each has options of its own."""
 
-    run: RunSettings = field(default_factory=RunSettings)
-    data: TranslationData = field(default_factory=TranslationData)
-    model: LazySettings = field(default_factory=LazySettings)
-    train: TrainingConfig = field(
-        default_factory=lambda: TrainingConfig(
-            lr=1.5e-3, warmup=1000, weight_decay=0.01, betas=[0.9, 0.98]
-        )
+def train_translation(config: TranslationTrainConfig) -> RunFolder:
+    """Train a translator and return its run folder."""
+    validate(config)
+    accelerator = make_accelerator(config.train, may_skip=False)
+    check_folder(config, accelerator)
+    text = open_parallel(config.data, config.dataset)
+    tokenizer = joint_tokenizer(text, config.dataset)
+    pairs = encode_splits(text, tokenizer, config.dataset.max_length)
+    torch.manual_seed(config.train.seed)
+    model = new_translator(config.model, tokenizer, config.dataset.max_length)
+    config.search.check_for(model)
+    task = TranslationTask(
+        model,
+        tokenizer,
+        pairs,
+        config.dataset,
+        config.train,
+        config.search,
+        accelerator,
+        config.fewest_encoder_steps,
     )
-    search: SearchSettings = field(default_factory=SearchSettings)
-    epochs: float | None = 30.0
-    """Rounds over the training pairs, which decide train.steps; null to count these instead."""
-
-    fewest_encoder_steps: int | None = None
-    """Let every batch draw its encoder steps, from these to model.encoder_steps; by default all
-    batches make the latter. What was trained with many numbers of steps bears others better."""
-
-    def check(self) -> None:
-        self.train.check()
-        self.data.check()
-        self.search.check()
-        if self.epochs is not None and not self.epochs > 0:
-            raise UserError(f"epochs must be above 0: got {self.epochs}.")
-        fewest, most = self.fewest_encoder_steps, self.model.encoder_steps
-        if fewest is not None and not 1 <= fewest <= most:
-            raise UserError(
-                f"fewest_encoder_steps must be from 1 to model.encoder_steps ({most}): "
-                f"got {fewest}."
-            )
-
-
-def train(settings: LazyTraining) -> RunFolder:
-    settings.check()
-    accelerator = make_accelerator(settings.train, may_skip=False)
-    check_folder(settings.run, accelerator)
-    text = open_parallel(settings.data)
-    tokenizer = joint_tokenizer(text, settings.data)
-    pairs = encode_splits(text, tokenizer, settings.data.max_length)
-    torch.manual_seed(settings.train.seed)
-    model = make_model(settings.model, tokenizer, settings.data.max_length)
-    settings.search.check_for(model)
-    settings, task = _task(settings, model, tokenizer, pairs, accelerator)
-    with training(settings, task, accelerator) as trainer:
+    if config.epochs is not None:
+        task.train = config.train.for_epochs(config.epochs, len(task.batches))
+        config = replace(config, train=task.train)
+    with training(config, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
 
 
 def encode_splits(text: ParallelText, tokenizer: Any, max_length: int) -> dict[str, EncodedPairs]:
-    """All splits, the text kept of those that are measured on."""
+    """Return all splits as ids, with the text of those that are measured on."""
     return {
         split: encode_pairs(
             text.pairs(split),
             tokenizer,
             max_length,
             f"{text.name}, {split}",
-            keep=split != "train",
+            truncate=split != "train",
         )
         for split in text.splits
     }
 
 
-def make_model(
-    settings: LazySettings, tokenizer: Any, max_length: int
+def new_translator(
+    model: LazyModelConfig, tokenizer: Any, max_length: int
 ) -> LazyTransformerForConditionalGeneration:
-    """A new model; its weights are drawn from torch's generator."""
-    config = LazyTransformerConfig(
-        vocab_size=len(tokenizer),
-        # Translations may be twice as long as their sources.
-        max_positions=2 * max_length + 16,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **asdict(settings),
-    )
+    """Return a new model; its weights are drawn from torch's generator."""
+    # Translations may be twice as long as their sources.
+    config = _model_config(model, tokenizer, max_positions=2 * max_length + 16)
     return LazyTransformerForConditionalGeneration(config)
 
 
-def _task(
-    settings: LazyTraining,
-    model: LazyTransformerForConditionalGeneration,
-    tokenizer: Any,
-    pairs: dict[str, EncodedPairs],
-    accelerator: Accelerator,
-) -> tuple[LazyTraining, TranslationTask]:
-    """The task, and the settings with the number of steps it takes."""
-    task = TranslationTask(
-        model,
-        tokenizer,
-        pairs,
-        settings.data,
-        settings.train,
-        settings.search,
-        accelerator,
-        settings.fewest_encoder_steps,
+def _model_config(
+    model: LazyModelConfig, tokenizer: Any, max_positions: int
+) -> LazyTransformerConfig:
+    roles = ("bos", "eos", "pad")
+    return LazyTransformerConfig(
+        vocab_size=len(tokenizer),
+        max_positions=max_positions,
+        **{f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in roles},
+        **asdict(model),
     )
-    if settings.epochs is not None:
-        task.train = settings.train.for_epochs(settings.epochs, len(task.batches))
-        settings = replace(settings, train=task.train)
-    return settings, task
+
+
+def model_identity(config: LazyTransformerConfig) -> dict[str, Any]:
+    """Return what a model must share with the checkpoint that it continues from."""
+    return {name: getattr(config, name) for name in MODEL_IDENTITY}
+
+
+class PairsTask(PlainTask, ABC):
+    """Text-to-text training: pairs of sequences, one loss, one optimiser.
+
+    With `fewest_steps`, each batch draws its encoder steps from these to the model's own.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        model: LazyTransformerForConditionalGeneration,
+        tokenizer: Any,
+        train: TrainingConfig,
+        accelerator: Accelerator,
+        fewest_steps: int | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.train = model, tokenizer, train
+        self.fewest_steps = fewest_steps
+        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+
+    @abstractmethod
+    def pairs_of(self, index: int) -> tuple[EncodedPairs, list[int]]:
+        """Return the pairs of batch `index`, counted over the whole training: pairs and rows."""
+
+    def parameters(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the parameter groups: weight decay applies to matrices, not to vectors."""
+        own = list(self.model.parameters())
+        return {
+            WEIGHTS: [
+                {"params": [p for p in own if p.dim() > 1]},
+                {"params": [p for p in own if p.dim() <= 1], "weight_decay": 0.0},
+            ]
+        }
+
+    def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        """Return the loss of this process's share of a batch, weighted by its tokens."""
+        index = step * self.train.accumulate + micro
+        pairs, rows = self.pairs_of(index)
+        # Every other one: neighbours have similar lengths, so processes get similar work.
+        own = rows[self.rank :: self.world_size]
+        batch = pairs.batch(own or rows[:1], self.model.device)
+        output = model(**batch, encoder_steps=self._encoder_steps(index))
+        # The mean over processes must be the mean over tokens, of which they have more or fewer; a
+        # process without a pair of its own computes another's with weight 0.
+        num_own, num_all = (int(pairs.target.lengths[part].sum()) for part in (own, rows))
+        weight = num_own * self.world_size / num_all
+        return BatchLoss(output.loss * weight, output.plain_loss * weight, num_own)
+
+    def _encoder_steps(self, index: int) -> int | None:
+        """Return the steps of a batch, the same on all processes so that none waits."""
+        if self.fewest_steps is None:
+            return None
+        draw = random.Random(seed_at(self.train.seed, "encoder steps", index))
+        return draw.randint(self.fewest_steps, self.model.config.encoder_steps)
+
+    def save(self, folder: Path) -> None:
+        """Write the model and its tokenizer."""
+        with without_bars():
+            self.model.save_pretrained(folder)
+        save_tokenizer(self.tokenizer, folder)
+
+
+class TranslationTask(PairsTask):
+    """Translation as a task of the training loop."""
+
+    def __init__(
+        self,
+        model: LazyTransformerForConditionalGeneration,
+        tokenizer: Any,
+        pairs: Mapping[str, EncodedPairs],
+        dataset: TranslationDataConfig,
+        train: TrainingConfig,
+        search: BeamSearchConfig,
+        accelerator: Accelerator,
+        fewest_steps: int | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer, train, accelerator, fewest_steps)
+        self.pairs, self.dataset, self.search = pairs, dataset, search
+        training_pairs = pairs["train"]
+        self.batches = TokenBatches(
+            training_pairs.source.lengths,
+            training_pairs.target.lengths,
+            dataset.batch_tokens,
+            train.seed,
+        )
+        if len(training_pairs) < self.world_size:
+            raise UserError(
+                f"{len(training_pairs)} training pairs cannot be dealt to {self.world_size} "
+                "processes."
+            )
+
+    def pairs_of(self, index: int) -> tuple[EncodedPairs, list[int]]:
+        """Return the training pairs and the rows of batch `index`."""
+        return self.pairs["train"], self.batches.rows(index)
+
+    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+        """Return plain loss and BLEU; greedy on the valid split, beam search on others."""
+        pairs = self.pairs.get(split)
+        if pairs is None:
+            return {}
+        was_training = self.model.training
+        self.model.eval()
+        values = plain_loss(self.model, pairs, self.dataset.batch_tokens, accelerator)
+        search = BeamSearchConfig(beams=1) if split == "valid" else self.search
+        translations = translate_pairs(
+            self.model, self.tokenizer, pairs, search, accelerator=accelerator
+        )
+        self.model.train(was_training)
+        references = [pair.target for pair in pairs.pairs]
+        measured = bleu(translations, references, lowers_case(self.tokenizer))
+        logger.info("BLEU %.2f on the %s split (%s)", measured.score, split, measured.signature)
+        return values | {"bleu": measured.score}
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a run must share with the checkpoint that it continues from."""
+        steps = {"fewest_encoder_steps": self.fewest_steps}
+        limits = {"batch_tokens": self.dataset.batch_tokens, "max_length": self.dataset.max_length}
+        return {
+            "model": model_identity(self.model.config) | steps,
+            "data": limits | {split: _fingerprint(pairs) for split, pairs in self.pairs.items()},
+            "train": self.train.identity(),
+        }
+
+
+def _fingerprint(pairs: EncodedPairs) -> str:
+    """Return a string that tells one set of pairs from another."""
+    digest = hashlib.blake2b(digest_size=8)
+    for side in (pairs.source, pairs.target):
+        digest.update(side.starts.tobytes())
+        digest.update(side.ids.tobytes())
+    return f"{len(pairs)} pairs ({digest.hexdigest()})"
+
+
+# -- language modelling ----------------------------------------------------------------------------
+
+
+def train_language(config: LanguageTrainConfig) -> RunFolder:
+    """Train a causal language model and return its run folder."""
+    validate(config)
+    accelerator = make_accelerator(config.train, may_skip=False)
+    check_folder(config, accelerator)
+    found: list[Prepared] = []
+    # The main process fills the cache for all.
+    on_main(accelerator, lambda: found.append(prepare(config.data, config.dataset)))
+    prepared = found[0] if found else prepare(config.data, config.dataset)
+    torch.manual_seed(config.train.seed)
+    max_positions = max(1024, config.dataset.length)
+    model_config = _model_config(config.model, prepared.tokenizer, max_positions)
+    model = LazyTransformerForCausalLM(model_config)
+    task = LazyLanguageTask(model, prepared, config.dataset, config.train, accelerator)
+    with training(config, task, accelerator) as trainer:
+        trainer.fit()
+    return trainer.run
+
+
+class LazyLanguageTask(LanguageTask):
+    """Language modelling whose recorded loss is the plain one, as labels may be smoothed."""
+
+    model: LazyTransformerForCausalLM
+    data: DatasetConfig
+
+    def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        """Return the loss of the next segment of every stream."""
+        batches = self.batches[phase]
+        batch = batches[(step * self.train.accumulate + micro) % len(batches)]
+        device = self.model.device
+        targets = batch["labels"].to(device)
+        output = model(batch["input_ids"].to(device), targets=targets)
+        return BatchLoss(output.loss, output.plain_loss, targets.numel())
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a run must share with the checkpoint that it continues from."""
+        return super().identity() | {"model": model_identity(self.model.config)}

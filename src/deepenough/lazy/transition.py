@@ -1,4 +1,4 @@
-"""The lazy transition: a state moves only as far as its update is news (ACL 2022, long 208).
+"""The lazy transition: a state moves only as far as its update is new (ACL 2022, long 208).
 
 A block, applied again and again, proposes an update of every token's state `x`:
 
@@ -6,33 +6,33 @@ A block, applied again and again, proposes an update of every token's state `x`:
     sigma  = stop_gradient(CKA(x, y))          per token, over the channels
     new x  = norm(x + (1 - sigma) * dropout(y))
 
-`1 - sigma` is called the *gate* here: the share of the update that is made. It is 1 where the
+`1 - sigma` is called the *gate* here: the share of the update that is applied. It is 1 where the
 update is orthogonal to the state and 0 where it only repeats the state's own direction, that is, in
-equilibrium: behind a norm a state is its direction, and that does not change any more.
+equilibrium: after a norm a state is its direction, which no longer changes.
 
 Linear CKA of two vectors, channels taken as samples and not centred, is the squared cosine of the
 angle between them: the Gram matrices are `x x^T` and `y y^T`, their inner product is `(x.y)^2`.
 
-`norm` is the paper's; a block that norms what it reads needs none here, but one after the last step
-(the later form of the source). Departures from that later form: its block returns `x + update`,
-which counts the residual twice, so a block here returns the update alone; and sigma is taken
-before dropout, whose noise would make every update look more like news than it is.
+`norm` is the paper's; a block that normalises its input needs none here, but one after the last
+step (as in the authors' later code). Departures from that code: its block returns `x + update`,
+which counts the residual twice, so a block here returns the update alone; and sigma is computed
+before dropout, whose noise would make every update look newer than it is.
 
-What the state is compared with is a choice. `update` is the formula above. It does not see how
-large an update is: one that is tiny but orthogonal is news to it. `state` compares `x` with the
-state that the whole update would make, as the paper's block does, whose output has the residual in
-it:
+What the state is compared with is an option. `update` is the formula above. It does not see how
+large an update is: one that is tiny but orthogonal counts as new. `state` compares `x` with the
+state that the whole update would produce, as the paper's block does, whose output includes the
+residual:
 
     sigma = stop_gradient(CKA(x, x + y)),   new x = sigma * x + (1 - sigma) * (x + y)
 
-Then a gate is the squared sine of the angle by which the state would turn, and equilibrium is what
-the word says: no angle, no movement.
+Then a gate is the squared sine of the angle by which the state would turn, and in equilibrium that
+angle is zero.
 
-Dropout bends gates. A state that has been through it is `x + e`, with noise `e` of mean 0 that is
-orthogonal to everything else; it lengthens both vectors that are compared and leaves them less
-alike than they are without it, so that a model makes larger updates while it learns than when it is
-used. Where `noise`, the expected `|e|^2`, is given, it is taken out of the three products before
-they are divided: `x.(x + y)`, `x.x` and `(x + y).(x + y)` all contain `|e|^2` once.
+Dropout biases gates. A state that has been through it is `x + e`, with zero-mean noise `e` that is
+orthogonal to everything else; it lengthens both vectors that are compared and makes them less
+similar than they are without it, so that a model makes larger updates in training than in
+inference. Where `noise`, the expected `|e|^2`, is given, it is subtracted from the three products
+before they are divided: `x.(x + y)`, `x.x` and `(x + y).(x + y)` all contain `|e|^2` once.
 """
 
 from __future__ import annotations
@@ -47,26 +47,30 @@ from torch import Tensor, nn
 from deepenough.nn.layers import Dropout
 
 UPDATE, STATE = "update", "state"
-"""What the state is compared with: the update, or the state that it would make."""
+"""What the state is compared with: the update, or the state that the whole update would produce."""
 
 
-class LazyStep(NamedTuple):
-    """What one transition made of the states `[..., D]`."""
+class TransitionOutput(NamedTuple):
+    """Result of one transition over states `[..., D]`."""
 
     state: Tensor
     """`[..., D]`, the new states."""
     gate: Tensor
-    """`[...]`, the share of the update that was made: `1 - sigma`, without a gradient."""
+    """`[...]`, the share of the update that was applied: `1 - sigma`, without a gradient."""
     noise: Tensor | None = None
-    """`[...]`, the expected `|e|^2` that dropout has left in the states, where it is counted."""
+    """`[...]`, the expected `|e|^2` that dropout has left in the states, where it is tracked."""
 
 
 class LazyTransition(nn.Module):
-    """A block around which states are updated lazily.
+    """Wrap a block so that states are updated lazily.
 
-    The block maps states `[..., D]` (and whatever else it is given) to their updates, residual not
-    added. Without `lazy` it is a plain residual connection, with which a shared block is a
-    Universal Transformer. `compare` says what sigma compares the state with.
+    Args:
+        block: Maps states `[..., D]` (and any further arguments) to updates without the residual.
+        norm: Applied to the new states, as in the paper; None for none.
+        dropout: Probability with which channels of the update are dropped in training.
+        lazy: False makes this a plain residual connection, with which a shared block is a Universal
+            Transformer.
+        compare: What sigma compares the state with, `update` or `state`.
     """
 
     def __init__(
@@ -84,20 +88,25 @@ class LazyTransition(nn.Module):
         self.lazy, self.compare = lazy, compare
 
     def forward(self, state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The new states alone, so that a transition can stand where a block stood."""
+        """Return the new states alone, so that a transition can replace a residual block."""
         return self.step(state, *args, **kwargs).state
 
     def step(
         self, state: Tensor, *args: Any, noise: Tensor | None = None, **kwargs: Any
-    ) -> LazyStep:
-        """The new states and the gates; arguments after the states go to the block.
+    ) -> TransitionOutput:
+        """Return the new states, the gates and the tracked noise.
 
-        `noise`, if it is to be taken out of the gates, is what earlier dropout left in the states.
+        Args:
+            state: `[..., D]`.
+            *args: Passed to the block after the states.
+            noise: Noise that earlier dropout left in the states, to be removed from the gates; None
+                leaves the gates as they are.
+            **kwargs: Passed to the block.
         """
         update = self.block(state, *args, **kwargs)
         dropped = self.dropout(update)
         if self.lazy:
-            gate = update_share(state, update, self.compare, noise)
+            gate = update_gate(state, update, self.compare, noise)
             moved = torch.addcmul(state, dropped, gate.unsqueeze(-1))
         else:
             gate = state.new_ones(()).expand(state.shape[:-1])
@@ -105,16 +114,18 @@ class LazyTransition(nn.Module):
         if noise is not None:
             noise = noise + gate.square() * dropout_noise(dropped, self.dropout.probability)
         if self.norm is None:
-            return LazyStep(moved, gate, noise)
+            return TransitionOutput(moved, gate, noise)
         normed = self.norm(moved)
-        return LazyStep(normed, gate, None if noise is None else _rescaled(noise, moved, normed))
+        if noise is not None:
+            noise = _rescale_noise(noise, moved, normed)
+        return TransitionOutput(normed, gate, noise)
 
 
 @torch.no_grad()
-def update_share(
+def update_gate(
     state: Tensor, update: Tensor, compare: str = UPDATE, noise: Tensor | None = None
 ) -> Tensor:
-    """The gate `1 - sigma` of every token."""
+    """Return the gate `1 - sigma` of every token, `[...]`."""
     if compare == STATE:
         return 1.0 - squared_cosine(state, state + update, noise, noise)
     return 1.0 - squared_cosine(state, update, noise)
@@ -122,7 +133,7 @@ def update_share(
 
 @torch.no_grad()
 def dropout_noise(dropped: Tensor, probability: float) -> Tensor:
-    """The expected squared length of the noise in what has been through dropout, per token.
+    """Return the expected squared length of the noise that dropout put into each token, `[...]`.
 
     With `d = m x / (1 - p)`, m a mask: `E|d - x|^2 = p / (1 - p) |x|^2 = p E|d|^2`.
     """
@@ -130,8 +141,8 @@ def dropout_noise(dropped: Tensor, probability: float) -> Tensor:
 
 
 @torch.no_grad()
-def _rescaled(noise: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Noise behind a norm: as much longer or shorter as the state is."""
+def _rescale_noise(noise: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Scale the noise as a norm has scaled the states."""
     old, new = (torch.linalg.vecdot(x, x) for x in (before, after))
     return noise * (new / old.clamp(min=torch.finfo(old.dtype).tiny))
 
@@ -139,9 +150,9 @@ def _rescaled(noise: Tensor, before: Tensor, after: Tensor) -> Tensor:
 def squared_cosine(
     x: Tensor, y: Tensor, x_noise: Tensor | None = None, common: Tensor | None = None
 ) -> Tensor:
-    """`(x.y)^2 / (x.x * y.y)` over the last axis, within [0, 1]; 0 where a vector is zero.
+    """Return `(x.y)^2 / (x.x * y.y)` over the last axis, within [0, 1]; 0 for a zero vector.
 
-    `x_noise` is taken out of `x.x`; `common`, noise that both share, out of `x.y` and `y.y`.
+    `x_noise` is subtracted from `x.x`; `common`, noise that both share, from `x.y` and `y.y`.
     """
     dot, square_x, square_y = (torch.linalg.vecdot(a, b) for a, b in ((x, y), (x, x), (y, y)))
     if x_noise is not None:
@@ -154,8 +165,13 @@ def squared_cosine(
     return cosine2.clamp(0.0, 1.0)
 
 
+def squared_sine(x: Tensor, y: Tensor) -> Tensor:
+    """Return the squared sine of the angle between two states, `[...]`: how far a step turned."""
+    return 1.0 - squared_cosine(x, y)
+
+
 def sentence_similarity(x_BTD: Tensor, y_BTD: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-    """The same of whole sentences, `[B]`: of the means over their tokens, padding left out."""
+    """Return the squared cosine of each sentence's mean token, padding excluded, `[B]`."""
     return squared_cosine(_mean_token(x_BTD, mask_BT), _mean_token(y_BTD, mask_BT))
 
 
@@ -166,18 +182,13 @@ def _mean_token(x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
     return (x_BTD * weights).sum(1) / weights.sum(1).clamp(min=1.0)
 
 
-def turned(before: Tensor, after: Tensor) -> Tensor:
-    """How far a step has turned every token's state: the squared sine of the angle, `[...]`."""
-    return 1.0 - squared_cosine(before, after)
-
-
 def step_similarity(states: Sequence[Tensor]) -> Tensor:
-    """Squared cosine of every token's consecutive states, `[B, T, N]` of N + 1 states."""
+    """Return the squared cosine of each token's consecutive states, `[B, T, N]` of N + 1 states."""
     return torch.stack([squared_cosine(*pair) for pair in pairwise(states)], -1)
 
 
 def linear_cka_ref(x: Tensor, y: Tensor) -> Tensor:
-    """CKA of one token's two vectors, literally: the normalised inner product of Gram matrices.
+    """Return the CKA of one token's two vectors by the literal formula, as a reference for tests.
 
     `<K, L> / sqrt(<K, K> * <L, L>)` with `K = x x^T` and `L = y y^T` (arXiv 1905.00414, eq. 1 and
     3, without centring).

@@ -12,7 +12,7 @@ FORMS = [
     {"mechanism": "universal"},
     {"mechanism": "act"},
     {"mechanism": "transformer"},
-    {"norm": "every", "step_signal": "learned"},
+    {"norm": "every", "step_encoding": "learned"},
     {"decoder_epsilon": 0.8},
     {"decoder_epsilon": 0.9, "epsilon": 0.9, "patience": 2, "decoder_steps": 5},
 ]

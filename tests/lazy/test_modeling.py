@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -12,15 +13,16 @@ from deepenough.lazy import (
     LazyTransformerForCausalLM,
     LazyTransformerForConditionalGeneration,
 )
-from deepenough.lazy.transition import update_share
+from deepenough.lazy.layers import smoothed_cross_entropy
+from deepenough.lazy.transition import update_gate
 
 MECHANISMS = ["lazy", "universal", "act", "transformer"]
 FORMS = [
     *({"mechanism": mechanism} for mechanism in MECHANISMS),
     {"compare": "update"},
     {"norm": "every"},
-    {"step_signal": "sinusoid"},
-    {"step_signal": "learned"},
+    {"step_encoding": "sinusoid"},
+    {"step_encoding": "learned"},
 ]
 NAMES = [" ".join(map(str, form.values())) for form in FORMS]
 
@@ -32,13 +34,13 @@ def targets():
     return wanted
 
 
-def test_usual_epsilons_fit_the_gates():
-    of_states = LazyTransformerConfig(compare="state").usual_epsilons
-    of_updates = LazyTransformerConfig(compare="update").usual_epsilons
+def test_default_epsilons_fit_the_gates():
+    of_states = LazyTransformerConfig(compare="state").default_epsilons
+    of_updates = LazyTransformerConfig(compare="update").default_epsilons
     assert 0 < of_states[0] < of_states[-1] < of_updates[0] < of_updates[-1] < 1
-    of_turns = LazyTransformerConfig(compare="update", rest="turn").usual_epsilons
-    assert 0 < of_turns[0] < of_turns[-1] < of_states[0]
-    assert LazyTransformerConfig(mechanism="universal").usual_epsilons == ()
+    of_angles = LazyTransformerConfig(compare="update", halt_on="angle").default_epsilons
+    assert 0 < of_angles[0] < of_angles[-1] < of_states[0]
+    assert LazyTransformerConfig(mechanism="universal").default_epsilons == ()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
@@ -50,7 +52,7 @@ def test_labels_and_targets_give_one_loss(make_translator, sources, targets, for
     assert alone.logits is None
     assert torch.allclose(with_logits.loss, alone.loss)
     kept = targets != -100
-    literal = torch.nn.functional.cross_entropy(with_logits.logits[kept], targets[kept])
+    literal = F.cross_entropy(with_logits.logits[kept], targets[kept])
     assert torch.allclose(alone.loss, literal)
     assert torch.equal(alone.loss, alone.plain_loss)  # in evaluation nothing is smoothed
 
@@ -64,7 +66,7 @@ def test_every_weight_learns(make_translator, sources, targets, form):
     assert output.loss != output.plain_loss
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        if "signals" not in name:
+        if "encoding" not in name:
             assert parameter.grad.abs().sum() > 0, name
 
 
@@ -110,7 +112,7 @@ def test_gates_are_those_of_the_states(make_translator, sources, compare):
     before, after = output.hidden_states[1], output.hidden_states[2]
     gate = output.gates[..., 1]
     update = (after - before) / gate[..., None]
-    assert torch.allclose(update_share(before, update, compare), gate, atol=1e-9)
+    assert torch.allclose(update_gate(before, update, compare), gate, atol=1e-9)
     assert bool((gate > 0).all() and (gate < 1).all())
 
 
@@ -123,8 +125,10 @@ def test_a_lazy_model_with_all_gates_open_is_a_universal_transformer(make_transl
     for part in lazy.modules():
         if hasattr(part, "lazy"):
             part.lazy = False
-    assert torch.equal(
-        lazy.encoder(**sources).last_hidden_state, universal.encoder(**sources).last_hidden_state
+    assert torch.allclose(
+        lazy.encoder(**sources).last_hidden_state,
+        universal.encoder(**sources).last_hidden_state,
+        atol=1e-12,
     )
 
 
@@ -142,7 +146,8 @@ def test_steps_can_be_given_at_every_call(make_translator, sources, targets, tmp
     again = LazyTransformerForConditionalGeneration.from_pretrained(
         tmp_path, encoder_steps=5, decoder_steps=4, dtype=torch.double
     )
-    assert torch.equal(again(**sources, labels=targets).logits, five.logits)
+    # Weights read from a file may be aligned differently, so that other kernels multiply them.
+    assert torch.allclose(again(**sources, labels=targets).logits, five.logits, atol=1e-12)
 
 
 def test_a_transformer_makes_no_more_steps_than_it_has_blocks(make_translator, sources):
@@ -181,7 +186,7 @@ def test_saved_and_loaded_by_the_auto_classes(make_translator, make_writer, tmp_
     ids = {"input_ids": torch.tensor([[5, 6, 7]])}
     if name == "translator":
         ids["decoder_input_ids"] = torch.tensor([[1, 8]])
-    assert torch.equal(model(**ids).logits, again(**ids).logits)
+    assert torch.allclose(model(**ids).logits, again(**ids).logits, atol=1e-12)
     assert again.output.weight is again.embedding.weight
 
 
@@ -216,11 +221,14 @@ def test_padding_costs_nothing_in_a_trace(make_translator, sources):
     [
         ({"encoder_steps": 0}, "encoder_steps must be at least 1"),
         ({"decoder_steps": -1}, "decoder_steps must be at least 1"),
-        ({"step_signal": "learned", "max_steps": 2}, "step signal of this model reaches 2 steps"),
+        (
+            {"step_encoding": "learned", "max_steps": 2},
+            "step encoding of this model covers 2 steps",
+        ),
         ({"mechanism": "eager"}, "mechanism is one of lazy, universal, act, transformer"),
         ({"num_heads": 3}, "multiple of the 3 heads"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\)"),
-        ({"epsilon": 2.0}, r"epsilon must be in \[0, 1\]"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
+        ({"epsilon": 2.0}, "epsilon must be at least 0 and at most 1"),
         ({"mechanism": "universal", "epsilon": 0.1}, "Only lazy models have gates"),
         ({"patience": 0}, "patience must be at least 1"),
     ],
@@ -231,10 +239,10 @@ def test_what_cannot_be_is_refused(changes, sentence):
 
 
 def test_calls_that_cannot_be_are_refused(make_translator, sources):
-    model = make_translator(step_signal="sinusoid", max_steps=4)
+    model = make_translator(step_encoding="sinusoid", max_steps=4)
     with pytest.raises(UserError, match="at least 1"):
         model.encoder(**sources, encoder_steps=0)
-    with pytest.raises(UserError, match="reaches 4 steps"):
+    with pytest.raises(UserError, match="covers 4 steps"):
         model.encoder(**sources, encoder_steps=5)
     with pytest.raises(UserError, match="sequence of 65 tokens is longer than the model's 64"):
         model.encoder(torch.full((1, 65), 5))
@@ -244,3 +252,28 @@ def test_a_causal_model_is_no_encoder_decoder(make_writer):
     model = make_writer()
     assert isinstance(model, LazyTransformerForCausalLM)
     assert not model.config.is_encoder_decoder
+
+
+# -- loss
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_the_smoothed_loss_equals_torchs(smoothing):
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(7, 11, generator=generator)).requires_grad_()
+    targets = torch.randint(11, (7,), generator=generator)
+    smoothed, plain = smoothed_cross_entropy(logits, targets, smoothing)
+    expected = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+    assert smoothed.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert plain.item() == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-5)
+    assert not plain.requires_grad
+    own = torch.autograd.grad(3 * smoothed, logits)[0]
+    theirs = torch.autograd.grad(3 * expected, logits)[0]
+    assert torch.allclose(own, theirs, atol=1e-6)
+
+
+def test_the_smoothed_loss_by_hand():
+    """Two words of equal score: log 2, smoothed or not."""
+    smoothed, plain = smoothed_cross_entropy(torch.zeros(1, 2), torch.tensor([0]), 0.1)
+    assert smoothed.item() == pytest.approx(0.6931472)
+    assert plain.item() == pytest.approx(0.6931472)

@@ -1,1 +1,0 @@
-"""`deepenough lazy ...`: translators that update only what still changes."""

@@ -1,0 +1,198 @@
+"""`deepenough lazy ...`: train, measure and use models that update only what still changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from deepenough.config import Command
+from deepenough.errors import UserError
+from deepenough.runs import RunFolder
+
+if TYPE_CHECKING:
+    from deepenough.lazy.config import LazyPlotConfig, SweepConfig, TranslateConfig
+
+
+def train(config: Any) -> None:
+    """Train for the task of the settings and say what can be done next."""
+    from deepenough.lazy import programs, training
+    from deepenough.training.distributed import is_main_process
+
+    trainers = {
+        "translation": training.train_translation,
+        "programs": programs.train_programs,
+        "language": training.train_language,
+    }
+    run = trainers[config.task](config)
+    if is_main_process():
+        is_translator = config.task == "translation"
+        verb, sentences = ("translate", " < sentences.txt") if is_translator else ("eval", "")
+        print(f"model in {run.model}; next: deepenough lazy {verb} {run.path}{sentences}")
+
+
+def evaluate(config: Any) -> None:
+    """Measure a model at the task it was trained for and print the figures."""
+    from deepenough.lazy import evaluation, programs
+
+    evaluations = {
+        "translation": evaluation.evaluate_translation,
+        "programs": programs.evaluate_programs,
+        "language": evaluation.evaluate_language,
+    }
+    for name, value in evaluations[config.task](config).items():
+        if isinstance(value, list):  # a table: one line per row
+            for row in value:
+                print("  ".join(f"{key} {_number(part)}" for key, part in row.items()))
+        else:
+            print(f"{name.replace('_', ' '):24}{_number(value)}")
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, (int, float)) else str(value)
+
+
+def translate(config: TranslateConfig) -> None:
+    """Print the translation of every line."""
+    from deepenough.data.text_files import read_input_lines
+    from deepenough.lazy.evaluation import load_translator, translate_lines
+
+    translator = load_translator(config.run)
+    lines = read_input_lines(config.file)
+    for translation in translate_lines(translator, lines, config.search, config.rows):
+        print(translation, flush=True)
+
+
+def sweep(config: SweepConfig) -> None:
+    """Print a table of BLEU, depth and cost, one line per measurement."""
+    from deepenough.lazy.evaluation import sweep as measurements
+
+    print(f"{'sweep':8}{'encoder':>8}{'decoder':>8}{'epsilon':>8}{'BLEU':>8}", end="")
+    print(f"{'depth':>8}{'GFLOPs':>10}{'seconds':>9}")
+    for point in measurements(config):
+        steps = f"{point['kind']:8}{point['encoder_steps']:8}{point['decoder_steps']:8}"
+        quality = f"{point['epsilon']:8.3g}{point['bleu']:8.2f}{point['encoder_depth']:8.2f}"
+        cost = f"{point['encoder_flops'] / 1e9:10.2f}{point['encoder_seconds']:9.2f}"
+        print(steps + quality + cost, flush=True)
+
+
+def plot(config: LazyPlotConfig) -> None:
+    """Look inside a run's model, draw what was found, and print the files written."""
+    from deepenough.lazy.inspection import inspect_run
+    from deepenough.report import read_run
+    from deepenough.report.lazy import write_lazy_figures
+    from deepenough.runs import model_folder
+
+    # What is no run is refused before anything is computed.
+    run = RunFolder.open(model_folder(config.run).parent)
+    inspect_run(config)
+    folder = Path(config.out) if config.out else run.plots
+    print(*write_lazy_figures(read_run(run.path), folder), sep="\n")
+
+
+# -- which task ------------------------------------------------------------------------------------
+# A task has options of its own, so it decides which settings `train` and `eval` take.
+
+
+def _train_config(argv: list[str]) -> type:
+    from deepenough.lazy.config import TRAIN_CONFIGS
+
+    task = _option(argv, "task")
+    if task is None and (file := _option(argv, "config")):
+        task = _content(Path(file)).get("task")
+    return _of_task(TRAIN_CONFIGS, task)
+
+
+def _eval_config(argv: list[str]) -> type:
+    from deepenough.lazy.config import EVAL_CONFIGS
+
+    run = argv[0] if argv and not argv[0].startswith("-") else _option(argv, "run")
+    if run is None and (file := _option(argv, "config")):
+        run = _content(Path(file)).get("run")
+    task = _option(argv, "task")
+    if isinstance(run, str):
+        path = Path(run)
+        folder = RunFolder(path.parent if (path / "config.json").is_file() else path)
+        task = _content(folder.config).get("task", task)
+    return _of_task(EVAL_CONFIGS, task)
+
+
+def _of_task(configs: dict[str, type], task: Any) -> type:
+    name = "translation" if task is None else str(task)
+    if name not in configs:
+        raise UserError(f"There is no task {name!r}: choose {', '.join(configs)}.")
+    return configs[name]
+
+
+def _option(argv: list[str], name: str) -> str | None:
+    """Return the value of an option, looked for before the words are parsed."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag == f"--{name}":
+            return value if equals else following
+    return None
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """Return a settings file; empty if it cannot be read, which its reader will say."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+COMMANDS = (
+    Command(
+        name="train",
+        help="train a translator, program executor or language model",
+        config=_train_config,
+        run=train,
+        description="Train a model whose steps update only what still changes, or a baseline.\n"
+        "Each task has options of its own: --task translation --help, --task programs --help,\n"
+        "--task language --help.",
+        example="deepenough lazy train --config configs/lazy-multi30k.yaml",
+    ),
+    Command(
+        name="eval",
+        help="measure its quality, how deep its tokens go and what that costs",
+        config=_eval_config,
+        run=evaluate,
+        description="Measure a model at the task it was trained for: BLEU with its signature,\n"
+        "encoder steps, FLOPs and seconds of a translator; exact match of a program executor;\n"
+        "perplexity of a language model. The options are those of the run's task:\n"
+        "deepenough lazy eval RUN --help.",
+        example="deepenough lazy eval runs/lazy-multi30k --search.epsilon 0.005",
+        positional=("run",),
+    ),
+    Command(
+        name="translate",
+        help="translate lines of text as they come",
+        config="deepenough.lazy.config:TranslateConfig",
+        run=translate,
+        description="Translate sentences, one per line, with a finished model.",
+        example="deepenough lazy translate runs/lazy-multi30k < sentences.txt",
+        positional=("run", "file"),
+    ),
+    Command(
+        name="sweep",
+        help="measure BLEU for other numbers of steps and other epsilons",
+        config="deepenough.lazy.config:SweepConfig",
+        run=sweep,
+        description="Measure BLEU over a grid of encoder and decoder steps, and over epsilons.",
+        example="deepenough lazy sweep runs/lazy-multi30k --encoder_steps [6,9] --beams 1",
+        positional=("run",),
+    ),
+    Command(
+        name="plot",
+        help="draw how far each token still moves at each step, and when it comes to rest",
+        config="deepenough.lazy.config:LazyPlotConfig",
+        run=plot,
+        description="Draw gates and similarities token by step for a sentence and its\n"
+        "translation, or a program and what it prints; when tokens come to rest; and what\n"
+        "sweeps have found.",
+        example='deepenough lazy plot runs/lazy-multi30k --source "A dog runs on the beach."',
+        positional=("run",),
+    ),
+)

@@ -1,0 +1,554 @@
+"""Lazy Transformers as Hugging Face models: an encoder-decoder and a causal language model.
+
+`generate()` supports beam search and keeps a key-value cache layer for every step. How many steps
+are made, and whether tokens halt in equilibrium, can be chosen anew in every call, `generate()`
+included: `encoder_steps`, `decoder_steps`, `epsilon`, `decoder_epsilon`, `patience`.
+
+FLOPs in traces are those of torch's `FlopCounterMode` in closed form (multiply-adds count as two,
+matrix products only), so a trace costs nothing to produce. Padding costs nothing and has depth 0 in
+a trace, however a batch was computed.
+
+Shapes: B sentences, S source tokens, T target tokens, K tokens including cached ones, D width, N
+steps, V vocabulary, R predicted tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+)
+from transformers import initialization as init
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.utils.generic import ModelOutput
+
+from deepenough.hf.generation import CheckedGenerationMixin
+from deepenough.lazy.config import TRANSFORMER, LazyTransformerConfig
+from deepenough.lazy.equilibrium import run_with_halting
+from deepenough.lazy.layers import (
+    EncoderMemory,
+    PaddedContext,
+    StackOutput,
+    StepStack,
+    cached_causal_mask,
+    causal_mask,
+    padding_mask,
+    smoothed_cross_entropy,
+)
+from deepenough.nn.dropout import Dropout
+from deepenough.nn.linear import Linear
+from deepenough.trace import DepthTrace
+
+IGNORE_INDEX = -100
+"""Target of a position that is not to be predicted."""
+HALTING_BIAS = -1.0
+"""Initial bias with which ACT begins with about four steps per token."""
+
+
+@dataclass
+class LazyEncoderOutput(ModelOutput):
+    """Output of the encoder."""
+
+    last_hidden_state: Tensor | None = None
+    """`[B, S, D]`."""
+    hidden_states: tuple[Tensor, ...] | None = None
+    """`[B, S, D]` before the first and after every step, before the final norm."""
+    gates: Tensor | None = None
+    """`[B, S, N]`: share of each step's update that was applied, 0 where a token had halted."""
+    ponder_cost: Tensor | None = None
+    """`[B, S]`: cost of ACT's steps."""
+    trace: DepthTrace | None = None
+    """One unit per source token; in evaluation only."""
+
+
+@dataclass
+class LazyOutput(ModelOutput):
+    """Output of both models."""
+
+    loss: Tensor | None = None
+    """Mean over target tokens in nats; in training with label smoothing, if the config says so."""
+    logits: Tensor | None = None
+    """`[B, T, V]`; None where only the loss was asked for."""
+    plain_loss: Tensor | None = None
+    """The loss without label smoothing and other terms."""
+    past_key_values: Cache | None = None
+    memories: None = None
+    """Always None: nothing is carried from one segment of a text to the next. Language models with
+    memory return it under this name."""
+    decoder_hidden_states: tuple[Tensor, ...] | None = None
+    decoder_gates: Tensor | None = None
+    """`[B, T, N]`."""
+    encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_gates: Tensor | None = None
+    """`[B, S, N]`."""
+    encoder_trace: DepthTrace | None = None
+    """One unit per source token."""
+    trace: DepthTrace | None = None
+    """One unit per target token, the output layer included; in evaluation only."""
+
+    @property
+    def hidden_states(self) -> tuple[Tensor, ...] | None:
+        """The decoder's hidden states, under the name that causal language models use."""
+        return self.decoder_hidden_states
+
+
+# -- encoder and decoder ---------------------------------------------------------------------------
+
+
+class _Side(nn.Module):
+    """What encoder and decoder share: embeddings and a stack of steps."""
+
+    def __init__(
+        self,
+        config: LazyTransformerConfig,
+        embedding: nn.Embedding,
+        num_steps: int,
+        cross_attention: bool,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = embedding
+        self.dropout = Dropout(config.dropout)
+        self.stack = StepStack(config, num_steps, cross_attention)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return embeddings of unit variance `[B, T, D]`: the tied table's variance is 1 / D."""
+        vectors = self.embedding(ids)
+        state: Tensor = self.dropout(vectors * vectors.shape[-1] ** 0.5)
+        return state
+
+    def run(
+        self,
+        state: Tensor,
+        context: PaddedContext,
+        positions: Tensor,
+        num_steps: int,
+        epsilon: float,
+        patience: int | None,
+        real_BT: Tensor | None,
+        keep_states: bool,
+    ) -> StackOutput:
+        """Apply the steps; tokens halt in equilibrium if `epsilon` is above 0, outside training."""
+        if epsilon == 0.0 or self.training:
+            output: StackOutput = self.stack(state, positions, context, num_steps, keep_states)
+            return output
+        patience = self.config.patience if patience is None else patience
+        return run_with_halting(
+            self.stack, state, positions, context, num_steps, epsilon, patience, real_BT,
+            keep_states,
+        )  # fmt: skip
+
+
+class LazyEncoder(_Side):
+    """Update source tokens, which all attend to one another, step by step."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, config: LazyTransformerConfig, embedding: nn.Embedding) -> None:
+        super().__init__(config, embedding, config.encoder_steps, cross_attention=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_steps: int | None = None,
+        epsilon: float | None = None,
+        patience: int | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> LazyEncoderOutput | tuple[Any, ...]:
+        """Encode a batch; steps, `epsilon` and `patience` are the config's unless given."""
+        config = self.config
+        num_steps = config.encoder_steps if encoder_steps is None else encoder_steps
+        epsilon = config.epsilon if epsilon is None else epsilon
+        config.check_epsilon(epsilon, "epsilon")
+        state = self.embed(input_ids)
+        positions = self.stack.encoding.positions(0, state, attention_mask)
+        context = PaddedContext(config.num_heads, padding_mask(attention_mask, state))
+        steps = self.run(
+            state, context, positions, num_steps, epsilon, patience, attention_mask,
+            bool(output_hidden_states),
+        )  # fmt: skip
+        trace = None
+        if not self.training:
+            trace = _trace(steps, step_flops(config, state.shape[1]), 0.0, attention_mask)
+        output = LazyEncoderOutput(steps.state, steps.states, steps.gates, steps.ponder_cost, trace)
+        return output if return_dict is not False else output.to_tuple()
+
+
+class DecoderOutput(NamedTuple):
+    """Output of the decoder, with what its trace needs to know."""
+
+    steps: StackOutput
+    num_keys: int
+    """Tokens that the new ones may attend to, themselves included."""
+    num_source: int | None
+    """Length of the source; None without an encoder."""
+    real_BT: Tensor | None
+    """Which new tokens are not padding; None if all are real."""
+    projected_source: bool
+    """Whether cross-attention keys and values were computed in this call."""
+
+
+class LazyDecoder(_Side):
+    """Update target tokens, which attend to earlier ones and, if there is one, to the source."""
+
+    def __init__(
+        self, config: LazyTransformerConfig, embedding: nn.Embedding, cross_attention: bool
+    ) -> None:
+        super().__init__(config, embedding, config.decoder_steps, cross_attention)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        memory: EncoderMemory | None = None,
+        cache: Cache | None = None,
+        steps: int | None = None,
+        epsilon: float | None = None,
+        patience: int | None = None,
+        keep_states: bool = False,
+    ) -> DecoderOutput:
+        """Decode new tokens; `attention_mask` covers cached tokens too, `[B, K]`."""
+        config = self.config
+        num_steps = config.decoder_steps if steps is None else steps
+        epsilon = config.decoder_epsilon if epsilon is None else epsilon
+        config.check_epsilon(epsilon, "decoder_epsilon")
+        num_past = cache.get_seq_length() if cache is not None else 0
+        num_new = input_ids.shape[1]
+        state = self.embed(input_ids)
+        positions = self.stack.encoding.positions(num_past, state, attention_mask)
+        mask, causal = causal_mask(attention_mask, num_new, state), False
+        if mask is None and num_past == 0:
+            causal = num_new > 1
+        elif mask is None:
+            mask = cached_causal_mask(num_new, num_past + num_new, state)
+        context = PaddedContext(config.num_heads, mask, causal, cache, memory)
+        projects_source = memory is not None and not memory.is_cached
+        real = None if attention_mask is None else attention_mask[:, -num_new:]
+        output = self.run(
+            state, context, positions, num_steps, epsilon, patience, real, keep_states
+        )
+        num_source = None if memory is None else memory.states.shape[1]
+        return DecoderOutput(output, num_past + num_new, num_source, real, projects_source)
+
+    def trace(self, decoded: DecoderOutput, num_scored: int) -> DepthTrace:
+        """Return the trace of a call in which the last `num_scored` tokens got logits.
+
+        The cost of cross-attention keys and values is shared by the target tokens.
+        """
+        config = self.config
+        batch_size, length, num_steps = decoded.steps.ran.shape
+        is_scored = torch.arange(length).expand(batch_size, length) >= length - num_scored
+        extra = is_scored.double() * (2 * config.d_model * config.vocab_size)
+        if decoded.projected_source and decoded.num_source is not None:
+            num_blocks = num_steps if config.mechanism == TRANSFORMER else 1
+            extra = extra + 4 * num_blocks * decoded.num_source * config.d_model**2 / length
+        each = step_flops(config, decoded.num_keys, decoded.num_source)
+        return _trace(decoded.steps, each, extra, decoded.real_BT)
+
+
+def step_flops(config: LazyTransformerConfig, num_keys: int, num_source: int | None = None) -> int:
+    """Return the FLOPs of one token in one step, attending to so many tokens (of the source)."""
+    d = config.d_model
+    projections = 4 * d * d + 2 * d * config.d_ff
+    attention = 2 * d * num_keys
+    if num_source is not None:
+        projections += 2 * d * d
+        attention += 2 * d * num_source
+    return 2 * (projections + attention)
+
+
+def _trace(
+    steps: StackOutput, flops_per_step: int, extra: Tensor | float, real_BT: Tensor | None
+) -> DepthTrace:
+    ran, depth = steps.ran, steps.depth
+    flops = ran.sum(-1).double() * flops_per_step
+    flops = flops + (extra.to(ran.device) if isinstance(extra, Tensor) else extra)
+    if real_BT is not None:
+        real = real_BT.bool()
+        ran, depth, flops = ran & real[..., None], depth * real, flops * real
+    return DepthTrace(depth=depth, ran=ran, flops=flops)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+class LazyPreTrainedModel(PreTrainedModel):
+    """Base of both models: weights, embeddings, losses."""
+
+    config_class = LazyTransformerConfig
+    config: LazyTransformerConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    accepts_loss_kwargs = False  # the loss is a mean, which a trainer divides when it accumulates
+
+    embedding: nn.Embedding
+    output: nn.Linear
+    decoder: LazyDecoder
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        elif module is self.output:  # unless it is tied to the embeddings
+            init.normal_(module.weight, std=self.config.d_model**-0.5)
+        elif isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                is_halting = module.out_features == 1
+                init.constant_(module.bias, HALTING_BIAS if is_halting else 0.0)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding table."""
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding table in every part that reads tokens."""
+        for part in self.modules():
+            if isinstance(getattr(part, "embedding", None), nn.Embedding):
+                part.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output layer."""
+        return self.output
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Replace the output layer."""
+        self.output = value  # type: ignore[assignment]
+
+    def get_decoder(self) -> LazyDecoder:
+        """Return the decoder."""
+        return self.decoder
+
+    def _output(
+        self,
+        decoded: DecoderOutput,
+        targets: Tensor | None,
+        with_logits: bool,
+        logits_to_keep: int,
+        cache: Cache | None,
+    ) -> LazyOutput:
+        """Return logits, losses and trace of what the decoder made.
+
+        Without logits, scores are computed only for tokens that have a target.
+        """
+        steps = decoded.steps
+        logits = self.output(steps.state[:, -logits_to_keep:]) if with_logits else None
+        loss = plain = trace = None
+        if targets is not None:
+            loss, plain = self._losses(steps.state, targets, logits)
+        if not self.training:
+            num_scored = steps.state.shape[1] if logits is None else logits.shape[1]
+            trace = self.decoder.trace(decoded, num_scored)
+        return LazyOutput(
+            loss=loss,
+            logits=logits,
+            plain_loss=plain,
+            past_key_values=cache,
+            decoder_hidden_states=steps.states,
+            decoder_gates=steps.gates,
+            trace=trace,
+        )
+
+    def _losses(
+        self, hidden_BTD: Tensor, targets_BT: Tensor, logits_BTV: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        targets = targets_BT.flatten()
+        kept = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+        if logits_BTV is None:
+            logits = self.output(hidden_BTD.flatten(0, 1).index_select(0, kept))
+        else:
+            logits = logits_BTV.flatten(0, 1).index_select(0, kept)
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        return smoothed_cross_entropy(logits, targets[kept], smoothing)
+
+    def _add_ponder_cost(
+        self, output: LazyOutput, cost: Tensor | None, real: Tensor | None
+    ) -> None:
+        """Add ACT's cost of steps, `tau * mean(N + R)` over real tokens, to the training loss."""
+        if cost is None or output.loss is None or not self.training:
+            return
+        weights = cost.new_ones(cost.shape) if real is None else real.to(cost.dtype)
+        mean = (cost * weights).sum() / weights.sum()
+        output.loss = output.loss + self.config.act_cost * mean
+
+
+class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenerationMixin):
+    """An encoder-decoder of shared blocks, for translation and other text-to-text tasks."""
+
+    _tied_weights_keys = {  # noqa: RUF012 - the form transformers asks for
+        "output.weight": "embedding.weight",
+        "encoder.embedding.weight": "embedding.weight",
+        "decoder.embedding.weight": "embedding.weight",
+    }
+
+    def __init__(self, config: LazyTransformerConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.encoder = LazyEncoder(config, self.embedding)
+        self.decoder = LazyDecoder(config, self.embedding, cross_attention=True)
+        self.output = Linear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
+        encoder_outputs: LazyEncoderOutput | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        encoder_steps: int | None = None,
+        decoder_steps: int | None = None,
+        epsilon: float | None = None,
+        decoder_epsilon: float | None = None,
+        patience: int | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> LazyOutput | tuple[Any, ...]:
+        """Return logits, or the loss of given targets.
+
+        `labels` (-100 where there is none) give the loss and all logits; `targets`, in the same
+        form, give the loss alone, which is cheaper: logits are computed only where there is a
+        target. Steps, epsilons and `patience` are the config's unless given.
+        """
+        wanted = labels if targets is None else targets
+        if decoder_input_ids is None:
+            if wanted is None:
+                raise ValueError("decoder_input_ids, labels or targets must be given")
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(wanted)
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids,
+                attention_mask,
+                encoder_steps=encoder_steps,
+                epsilon=epsilon,
+                patience=patience,
+                output_hidden_states=output_hidden_states,
+            )
+        states = encoder_outputs[0]
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        mask = padding_mask(attention_mask, states)
+        decoded = self.decoder(
+            decoder_input_ids,
+            decoder_attention_mask,
+            EncoderMemory(states, mask, self.config.num_heads, cache),
+            cache,
+            decoder_steps,
+            decoder_epsilon,
+            patience,
+            bool(output_hidden_states),
+        )
+        output = self._output(decoded, wanted, targets is None, logits_to_keep, cache)
+        if wanted is not None:
+            self._add_ponder_cost(output, decoded.steps.ponder_cost, wanted != IGNORE_INDEX)
+            cost = getattr(encoder_outputs, "ponder_cost", None)
+            self._add_ponder_cost(output, cost, attention_mask)
+        output.encoder_last_hidden_state = states
+        output.encoder_hidden_states = getattr(encoder_outputs, "hidden_states", None)
+        output.encoder_gates = getattr(encoder_outputs, "gates", None)
+        output.encoder_trace = getattr(encoder_outputs, "trace", None)
+        return output if return_dict is not False else output.to_tuple()
+
+    def get_encoder(self, modality: str | None = None) -> LazyEncoder:
+        """Return the encoder."""
+        return self.encoder
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """Return the decoder's input for given labels: shifted right, after the start token."""
+        start = self.config.decoder_start_token_id
+        shifted = F.pad(labels[:, :-1], (1, 0), value=start)
+        return shifted.masked_fill(shifted == IGNORE_INDEX, self.config.pad_token_id)
+
+    @staticmethod
+    def _reorder_cache(cache: Cache, beam_idx: Any) -> Cache:
+        """Reorder beams; cross-attention is the same for all beams of a sentence."""
+        assert isinstance(cache, EncoderDecoderCache)
+        cache.self_attention_cache.reorder_cache(beam_idx)
+        return cache
+
+
+class LazyTransformerForCausalLM(LazyPreTrainedModel, CheckedGenerationMixin):
+    """The decoder alone, for language modelling; its options are those named `decoder_*`."""
+
+    _tied_weights_keys = {  # noqa: RUF012 - the form transformers asks for
+        "output.weight": "embedding.weight",
+        "decoder.embedding.weight": "embedding.weight",
+    }
+
+    def __init__(self, config: LazyTransformerConfig) -> None:
+        config.is_encoder_decoder = False  # one config serves both models
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.decoder = LazyDecoder(config, self.embedding, cross_attention=False)
+        self.output = Linear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        decoder_steps: int | None = None,
+        decoder_epsilon: float | None = None,
+        patience: int | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> LazyOutput | tuple[Any, ...]:
+        """Return logits, or the loss of given targets.
+
+        `labels` are shifted here, as everywhere in transformers, and come with logits; `targets`
+        are the next tokens themselves (-100 where there is none) and give the loss alone.
+        """
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = DynamicCache()
+        decoded = self.decoder(
+            input_ids,
+            attention_mask,
+            None,
+            cache,
+            decoder_steps,
+            decoder_epsilon,
+            patience,
+            bool(output_hidden_states),
+        )
+        wanted = targets
+        if labels is not None:
+            wanted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)[:, -logits_to_keep:]
+        output = self._output(decoded, wanted, targets is None, logits_to_keep, cache)
+        self._add_ponder_cost(output, decoded.steps.ponder_cost, decoded.real_BT)
+        return output if return_dict is not False else output.to_tuple()
+
+
+AutoConfig.register(LazyTransformerConfig.model_type, LazyTransformerConfig)
+AutoModelForSeq2SeqLM.register(LazyTransformerConfig, LazyTransformerForConditionalGeneration)
+AutoModelForCausalLM.register(LazyTransformerConfig, LazyTransformerForCausalLM)

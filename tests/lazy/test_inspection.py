@@ -1,0 +1,121 @@
+"""A look inside a lazy model: what is recorded, what is drawn of it, what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deepenough.errors import UserError
+from deepenough.lazy.config import ProgramConfig
+from deepenough.lazy.programs import held_out_programs
+from deepenough.runs import read_records
+
+
+@pytest.fixture(scope="module")
+def run(make_run) -> Path:
+    return make_run()
+
+
+def last(run: Path, kind: str) -> dict:
+    return [r.values for r in read_records(run / "metrics.jsonl")[0] if r.kind == kind][-1]
+
+
+def test_a_sentence_of_the_split_is_drawn_with_all_its_numbers(lazy, run, lines, capsys):
+    words = ["--beams", "1", "--sentences", "4", "--encoder_steps", "[2,4]", "--epsilons"]
+    lazy("sweep", run, *words, "[0.0,0.5,1.0]", "--decoder_steps", "[2,3]")
+    capsys.readouterr()
+    assert lazy("plot", run, "--sentence", "1", "--epsilon", "0.5") == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    names = {path.stem for path in written}
+    assert {"lazy_tokens", "lazy_sentence", "lazy_rest", "lazy_steps", "lazy_epsilon"} <= names
+    assert {path.suffix for path in written} == {".png", ".pdf", ".svg", ".json"}
+    assert all(path.parent == run / "plots" and path.stat().st_size > 100 for path in written)
+    tokens = last(run, "lazy_tokens")
+    assert tokens["source"] == tokens["target"] == lines[1]
+    for side, num_steps in (("encoder", 4), ("decoder", 2)):
+        part = tokens[side]
+        assert len(part["gates"]) == len(part["similarity"]) == len(part["tokens"])
+        assert all(len(row) == num_steps for row in part["gates"])
+        assert len(part["sentence"]) == num_steps
+    assert len(tokens["encoder"]["depth"]) == len(tokens["encoder"]["tokens"])
+    data = json.loads((run / "plots" / "lazy_tokens.json").read_text())
+    assert data[-1]["encoder"]["gates"] == tokens["encoder"]["gates"]
+
+
+def test_the_distribution_counts_every_token_once(lazy, run, capsys):
+    assert lazy("plot", run, "--epsilon", "1.0", "--patience", "2") == 0
+    rest = last(run, "lazy_rest")
+    assert rest["tokens_by_steps"][1] == sum(rest["tokens_by_steps"]) > 0
+    assert rest["sentences"] == 40 and len(rest["similarity"]) == 4
+
+
+@pytest.mark.parametrize(("compare", "epsilon"), [("state", 0.1), ("update", 0.25)])
+def test_without_an_epsilon_it_is_one_that_fits_the_gates(lazy, make_run, capsys, compare, epsilon):
+    run = make_run(compare=compare)
+    assert lazy("plot", run, "--sentences", "4") == 0
+    assert last(run, "lazy_rest")["epsilon"] == last(run, "lazy_tokens")["epsilon"] == epsilon
+
+
+def test_a_sentence_that_is_given_is_translated(lazy, run, tmp_path, capsys):
+    words = ["--source", "two red dogs", "--encoder_steps", "6", "--sentences", "4"]
+    assert lazy("plot", run, *words, "--out", str(tmp_path / "pictures")) == 0
+    tokens = last(run, "lazy_tokens")
+    assert tokens["source"] == "two red dogs" and isinstance(tokens["target"], str)
+    assert len(tokens["encoder"]["sentence"]) == 6
+    assert (tmp_path / "pictures" / "lazy_tokens.svg").is_file()
+
+
+def test_a_model_without_gates_has_similarities(lazy, make_run, capsys):
+    run = make_run(mechanism="universal")
+    assert lazy("plot", run, "--sentences", "4") == 0
+    names = {Path(line).stem for line in capsys.readouterr().out.splitlines()}
+    assert {"lazy_tokens", "lazy_sentence"} <= names and "lazy_rest" not in names
+    assert "gates" not in last(run, "lazy_tokens")["encoder"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--epsilon", "0"], "epsilon must be above 0"),
+        (["--patience", "0"], "patience must be at least 1"),
+        (["--sentence", "40"], "has 40 pairs, counted from 0: got 40"),
+        (["--sentence=-1"], "sentence must be at least 0: got -1"),
+        (["--sentences", "0"], "sentences must be at least 1"),
+        (["--source", " "], "The source is empty"),
+        (["--target", "zwei"], "A target needs its source"),
+        (["--encoder_steps", "0"], "encoder_steps must be at least 1"),
+        (["--split", "dev"], "has no split 'dev'"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_refused(lazy, run, words, sentence):
+    with pytest.raises(UserError, match=sentence):
+        lazy("plot", run, *words)
+
+
+def test_programs_are_looked_at_as_sentences_are(lazy, programs_run, capsys):
+    assert lazy("plot", programs_run, "--sentence", "2") == 0
+    names = {Path(line).stem for line in capsys.readouterr().out.splitlines()}
+    assert {"lazy_tokens", "lazy_sentence", "lazy_rest"} <= names
+    expected = held_out_programs(ProgramConfig(length=2, eval_size=12), "test", 0)
+    tokens, many = last(programs_run, "lazy_tokens"), last(programs_run, "lazy_rest")
+    assert (tokens["source"], tokens["target"]) == (expected[2].source, expected[2].target)
+    assert "".join(tokens["encoder"]["tokens"][:-1]) == tokens["source"]
+    assert tokens["task"] == many["task"] == "programs"
+    assert many["sentences"] == 12
+    assert sum(many["tokens_by_steps"]) == sum(len(each.source) + 1 for each in expected)
+
+
+def test_another_program_is_executed_by_the_model_itself(lazy, programs_run, capsys):
+    assert lazy("plot", programs_run, "--source", "print(1+2).") == 0
+    tokens = last(programs_run, "lazy_tokens")
+    assert tokens["source"] == "print(1+2)."
+    assert len(tokens["decoder"]["tokens"]) >= 1
+
+
+def test_the_model_of_a_run_is_drawn_into_the_run(lazy, run, tmp_path, capsys):
+    assert lazy("plot", str(run / "model")) == 0
+    assert str(run / "plots" / "lazy_tokens.png") in capsys.readouterr().out
+    shutil.copytree(run / "model", tmp_path / "alone" / "model")
+    with pytest.raises(UserError, match="is not a run folder"):
+        lazy("plot", str(tmp_path / "alone" / "model"))
