@@ -20,10 +20,9 @@ from typing import Any
 from record import save_result
 
 from deepenough.config import resolve
+from deepenough.lazy.config import ProgramConfig, ProgramEvalConfig, ProgramTrainConfig
 from deepenough.lazy.evaluation import load_translator
-from deepenough.lazy.programs import ProgramData
-from deepenough.lazy.programs_training import ProgramTraining, train_programs
-from deepenough.lazy.programs_use import ProgramEvaluation, evaluate_programs
+from deepenough.lazy.programs import evaluate_programs, train_programs
 from deepenough.training.config import RunSettings, TrainingConfig
 
 STEPS = 4
@@ -50,15 +49,15 @@ def main() -> None:
     save_result("lazy_execute", {"models": table}, arguments.save)
 
 
-def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramTraining:
+def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramTrainConfig:
     width = WIDTHS[mechanism]
-    return ProgramTraining(
+    return ProgramTrainConfig(
         run=RunSettings(str(folder), resume=folder.exists()),
-        data=ProgramData(
+        data=ProgramConfig(
             kinds=["addition", "copy", "program"], length=3, nesting=2, reverse=True, batch_size=64
         ),
         model=replace(
-            ProgramTraining().model,
+            ProgramTrainConfig().model,
             mechanism=mechanism,
             d_model=width,
             d_ff=4 * width,
@@ -82,8 +81,8 @@ def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramT
 
 def figures(folder: Path) -> dict[str, Any]:
     """Parameters, and exact match by kind and by difficulty."""
-    settings = resolve(ProgramTraining, folder / "config.yaml")
-    values = evaluate_programs(ProgramEvaluation(str(folder)))
+    settings = resolve(ProgramTrainConfig, folder / "config.yaml")
+    values = evaluate_programs(ProgramEvalConfig(str(folder)))
     shown = {name: value for name, value in values.items() if name.startswith("exact")}
     return {
         "mechanism": settings.model.mechanism,

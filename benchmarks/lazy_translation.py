@@ -34,16 +34,17 @@ from record import save_result
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
-from deepenough.data.translation_pairs import IGNORED, EncodedPairs
+from deepenough.data.translation_batches import IGNORE_INDEX, EncodedPairs
+from deepenough.lazy.config import BeamSearchConfig, TranslationEvalConfig
 from deepenough.lazy.evaluation import (
-    LazyEvaluation,
     Translator,
+    bleu,
     load_translator,
     measure_encoder,
     measured_pairs,
+    plain_loss,
+    translate_pairs,
 )
-from deepenough.lazy.task import plain_loss
-from deepenough.lazy.translate_score import SearchSettings, bleu, translate_pairs
 from deepenough.nn.layers import Dropout
 
 TEST = "test_2016_flickr"
@@ -208,7 +209,7 @@ class Measured:
         for patience in PATIENCE:
             found = []
             for epsilon in CANDIDATES[self.config.rest]:
-                search = SearchSettings(epsilon=epsilon, patience=patience)
+                search = BeamSearchConfig(epsilon=epsilon, patience=patience)
                 depth = measure_encoder(model, pairs.head(256), search, BATCH)["encoder_depth"]
                 found.append((1.0 - depth / self.config.encoder_steps, epsilon))
                 if found[-1][0] > max(SAVED) + 0.1:
@@ -229,7 +230,7 @@ class Measured:
         output = self.translator.model(**batch, output_hidden_states=True)
         sides = {
             "encoder": (output.encoder_hidden_states, batch["attention_mask"] > 0),
-            "decoder": (output.decoder_hidden_states, batch["targets"] != IGNORED),
+            "decoder": (output.decoder_hidden_states, batch["targets"] != IGNORE_INDEX),
         }
         found = {}
         for side, (states, real) in sides.items():
@@ -246,7 +247,7 @@ class Measured:
         model = self.translator.model
         pairs = self.split("valid").head(256)
         batch = pairs.batch(range(256))
-        real = {"encoder": batch["attention_mask"] > 0, "decoder": batch["targets"] != IGNORED}
+        real = {"encoder": batch["attention_mask"] > 0, "decoder": batch["targets"] != IGNORE_INDEX}
         found: dict[str, dict[str, list[float]]] = {}
         for name in ("in_use",) if self.config.clean_gates else ("in_use", "in_training"):
             torch.manual_seed(0)
@@ -264,7 +265,7 @@ class Measured:
     def cost(self, split: str, setting: dict[str, Any]) -> dict[str, Any]:
         """FLOPs and seconds of the encoder as shares of the full model's, taken in turns."""
         model, pairs = self.translator.model, self.split(split)
-        searches = {"full": SearchSettings(epsilon=0.0), "exit": SearchSettings(**setting)}
+        searches = {"full": BeamSearchConfig(epsilon=0.0), "exit": BeamSearchConfig(**setting)}
         seconds: dict[str, list[float]] = {"full": [], "exit": []}
         flops, steps = {}, {}
         for _ in range(ROUNDS):
@@ -282,7 +283,7 @@ class Measured:
         }
 
     def bleu(self, split: str, setting: dict[str, Any]) -> float:
-        search = replace(SearchSettings(beams=4, length_penalty=0.6), **setting)
+        search = replace(BeamSearchConfig(beams=4, length_penalty=0.6), **setting)
 
         def make() -> dict[str, Any]:
             pairs = self.split(split)
@@ -309,9 +310,9 @@ class Measured:
         if name not in self.pairs:
             run = str(self.folder)
             if name in TESTS:
-                settings = LazyEvaluation(run, split="test", test=name)
+                settings = TranslationEvalConfig(run, split="test", test=name)
             else:
-                settings = LazyEvaluation(run, split=name)
+                settings = TranslationEvalConfig(run, split=name)
             self.pairs[name] = measured_pairs(settings, self.translator)
         return self.pairs[name]
 

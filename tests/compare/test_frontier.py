@@ -22,14 +22,17 @@ from deepenough.compare.config import CompareConfig
 from deepenough.compare.frontier import compare
 from deepenough.config import dump, resolve
 from deepenough.data.tokenizer import save_tokenizer
-from deepenough.data.translation import TranslationData, open_parallel
-from deepenough.data.translation_pairs import joint_tokenizer
-from deepenough.lazy.config import MECHANISMS
-from deepenough.lazy.programs import ProgramData
-from deepenough.lazy.programs_tokens import character_tokenizer
-from deepenough.lazy.programs_training import ProgramTraining
-from deepenough.lazy.settings import LazySettings
-from deepenough.lazy.training import LazyTraining, make_model
+from deepenough.data.translation import TranslationDataConfig, open_parallel
+from deepenough.data.translation_batches import joint_tokenizer
+from deepenough.lazy.config import (
+    MECHANISMS,
+    LazyModelConfig,
+    ProgramConfig,
+    ProgramTrainConfig,
+    TranslationTrainConfig,
+)
+from deepenough.lazy.programs import character_tokenizer
+from deepenough.lazy.training import new_translator
 from deepenough.par.config import ParTrainConfig
 from deepenough.par.training import train as train_par
 from deepenough.ponder.config import PonderTrainConfig
@@ -74,16 +77,18 @@ def labels(tmp_path_factory, reviews, tiny_bert) -> Path:
     return train_ponder(resolve(PonderTrainConfig, overrides=values)).path
 
 
-def small(mechanism: str) -> LazySettings:
-    return LazySettings(
+def small(mechanism: str) -> LazyModelConfig:
+    return LazyModelConfig(
         mechanism, d_model=16, num_heads=2, d_ff=32, encoder_steps=3, decoder_steps=2
     )
 
 
-def untrained(folder: Path, settings: LazyTraining | ProgramTraining, tokenizer: Any) -> Path:
+def untrained(
+    folder: Path, settings: TranslationTrainConfig | ProgramTrainConfig, tokenizer: Any
+) -> Path:
     """A model that has learned nothing, in a folder as training leaves it."""
     torch.manual_seed(0)
-    model = make_model(settings.model, tokenizer, settings.data.max_length)
+    model = new_translator(settings.model, tokenizer, settings.data.max_length)
     model.save_pretrained(folder / "model")
     save_tokenizer(tokenizer, folder / "model")
     dump(settings, folder / "config.yaml")
@@ -98,14 +103,14 @@ def translators(tmp_path_factory, shared_cache) -> dict[str, Path]:
     for split in ("train", "val", "test_a"):
         for language in ("en", "de"):
             (corpus / f"{split}.{language}").write_text("\n".join(SENTENCES * 10))
-    data = TranslationData(
+    data = TranslationDataConfig(
         corpus=str(corpus), vocab_size=280, max_length=24, cache=str(shared_cache)
     )
     tokenizer = joint_tokenizer(open_parallel(data), data)
     return {
         mechanism: untrained(
             tmp_path_factory.mktemp(mechanism),
-            LazyTraining(data=data, model=small(mechanism)),
+            TranslationTrainConfig(data=data, model=small(mechanism)),
             tokenizer,
         )
         for mechanism in MECHANISMS
@@ -119,7 +124,7 @@ def translator(translators) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory) -> Path:
-    settings = ProgramTraining(data=ProgramData(length=2, eval_size=12), model=small("lazy"))
+    settings = ProgramTrainConfig(data=ProgramConfig(length=2, eval_size=12), model=small("lazy"))
     return untrained(tmp_path_factory.mktemp("programs"), settings, character_tokenizer())
 
 

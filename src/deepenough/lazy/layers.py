@@ -30,8 +30,7 @@ from deepenough.errors import UserError
 from deepenough.lazy.config import ACT, LAZY, TRANSFORMER, LazyTransformerConfig
 from deepenough.lazy.transition import LazyTransition, dropout_noise
 from deepenough.nn.adaptive_computation_time import act_halting
-from deepenough.nn.dropout import Dropout
-from deepenough.nn.linear import Linear
+from deepenough.nn.layers import Dropout, Linear
 
 LONGEST_WAVE = 10_000.0
 

@@ -45,8 +45,7 @@ from deepenough.lazy.layers import (
     padding_mask,
     smoothed_cross_entropy,
 )
-from deepenough.nn.dropout import Dropout
-from deepenough.nn.linear import Linear
+from deepenough.nn.layers import Dropout, Linear
 from deepenough.trace import DepthTrace
 
 IGNORE_INDEX = -100

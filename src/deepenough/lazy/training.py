@@ -53,7 +53,7 @@ from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.language import LanguageTask
 from deepenough.training.logging import without_bars
-from deepenough.training.task import WEIGHTS, BatchLoss, PlainTask
+from deepenough.training.task import WEIGHTS, BatchLoss, Task
 from deepenough.training.trainer import check_folder, training
 
 logger = logging.getLogger("deepenough")
@@ -135,7 +135,7 @@ def model_identity(config: LazyTransformerConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in MODEL_IDENTITY}
 
 
-class PairsTask(PlainTask, ABC):
+class PairsTask(Task, ABC):
     """Text-to-text training: pairs of sequences, one loss, one optimiser.
 
     With `fewest_steps`, each batch draws its encoder steps from these to the model's own.
