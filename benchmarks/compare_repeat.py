@@ -1,30 +1,25 @@
-"""Does a comparison measured twice say the same, and what does measuring itself cost?
+"""A comparison measured twice says the same, and its bookkeeping costs next to nothing.
 
-A small language model is trained for a moment (its quality does not matter here), compared at three
-lengths of memory, and compared again with another order of turns. Reported: for how many points the
-intervals of the two comparisons meet, for times and for relative times, and the share of the
-measured time that went into bookkeeping.
-
-    python benchmarks/compare_repeat.py [--save]        two minutes, on a quiet machine
+A small language model is trained for a moment (its quality does not matter here), compared at four
+lengths of memory, and compared again with another order of turns. Counted are the points at which
+the intervals of the two comparisons meet, and the share of the time that bookkeeping took.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import save_result
+from benchmarks.figures import Figure
+from deepenough.measure.compare_intervals import Interval
+from deepenough.settings import resolve
+from deepenough.train.compare import compare
+from deepenough.train.compare_settings import CompareSettings
+from deepenough.train.par import ParTraining, train
 
-from deepenough.compare.config import CompareConfig
-from deepenough.compare.frontier import compare
-from deepenough.config import resolve
-from deepenough.measurement import Interval
-from deepenough.par.config import ParTrainConfig
-from deepenough.par.training import train
-
+QUICK = True
+SEEDS = [0, 1]
 MODEL = {
     "data.vocab_size": 2000,
     "data.batch_size": 16,
@@ -39,46 +34,47 @@ MODEL = {
 }
 MEMORIES = [256, 128, 64, 0]
 ROUNDS, SEGMENTS = 9, 16
+COSTS = ("milliseconds", "relative_time")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--save", action="store_true")
-    arguments = parser.parse_args()
+def measure() -> dict[str, Any]:
+    """Compare twice; return how many intervals meet, the points and the share of bookkeeping."""
     with tempfile.TemporaryDirectory() as folder:
         run = str(Path(folder) / "run")
-        train(resolve(ParTrainConfig, overrides={"run.folder": run, **MODEL}))
-        first, second = (measured(run, Path(folder) / f"out{seed}", seed) for seed in (0, 1))
+        train(resolve(ParTraining, overrides={"run.folder": run, **MODEL}))
+        first, second = (compared(run, Path(folder) / f"out{seed}", seed) for seed in SEEDS)
     pairs = list(zip(first["points"], second["points"], strict=True))
     assert all(a["quality"] == b["quality"] for a, b in pairs), "quality is no matter of chance"
+    points = {
+        a["name"].replace(" ", "_"): {cost: [figure(a, cost), figure(b, cost)] for cost in COSTS}
+        for a, b in pairs
+    }
     meet = {
-        cost: sum(interval(a, cost).meets(interval(b, cost)) for a, b in pairs)
-        for cost in ("milliseconds", "relative_time")
+        cost: sum(interval(a, cost).meets(interval(b, cost)) for a, b in pairs) for cost in COSTS
     }
     bookkeeping = max(first["bookkeeping"], second["bookkeeping"])
-    result = {
-        "points": [
-            {"name": a["name"], **{cost: [interval(a, cost), interval(b, cost)] for cost in meet}}
-            for a, b in pairs
-        ],
+    return {
         "num_points": len(pairs),
-        "intervals_that_meet": meet,
-        "bookkeeping": bookkeeping,
-        "bar": {"bookkeeping": 0.02},
+        "intervals_that_meet": {f"of_{cost}": Figure(n, "points") for cost, n in meet.items()},
+        "bookkeeping_share": Figure(bookkeeping, "share", 0.0, 0.02),
+        "points": points,
+        "settings": {"rounds": ROUNDS, "segments": SEGMENTS},
     }
-    save_result("compare_repeat", result, arguments.save)
-    return 0 if bookkeeping < 0.02 and meet["relative_time"] == len(pairs) else 1
 
 
-def measured(run: str, out: Path, seed: int) -> dict[str, Any]:
+def compared(run: str, out: Path, seed: int) -> dict[str, Any]:
+    """Return one comparison of the run over all lengths of memory."""
     values = {"runs": [run], "out": str(out), "seed": seed, "rounds": ROUNDS}
     values |= {"grid.mem_len": MEMORIES, "data.limit": SEGMENTS}
     return compare(resolve(CompareConfig, overrides=values))
 
 
 def interval(point: dict[str, Any], cost: str) -> Interval:
+    """Return a point's cost with its interval."""
     return Interval(point[cost], point[f"{cost}_low"], point[f"{cost}_high"])
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def figure(point: dict[str, Any], cost: str) -> Figure:
+    """Return a point's cost as a figure."""
+    unit = "ms" if cost == "milliseconds" else "x"
+    return Figure(point[cost], unit, point[f"{cost}_low"], point[f"{cost}_high"])

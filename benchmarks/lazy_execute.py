@@ -1,55 +1,46 @@
-"""Learning to Execute: Lazy, Universal Transformer and Transformer with equally many parameters.
+"""Lazy executes more unseen programs than a Universal Transformer with equally many parameters.
 
-    python benchmarks/lazy_execute.py train --runs runs/lazy-execute [--seeds 0 1]
-    python benchmarks/lazy_execute.py measure --runs runs/lazy-execute [--seeds 0 1] [--save]
-
-All read the same programs (additions and copies of up to three digits, programs of up to two nested
-operations), as many of them, in the same order, and write their answers last digit first. The
-Transformer shares no block, so it is half as wide. An interrupted training goes on where it stopped
-when the command is given again; what is finished is left alone. The table is exact match on
-programs that none of them was trained on.
+Lazy, Universal Transformer and Transformer read the same programs (additions and copies of up to
+three digits, programs of up to two nested operations), as many of them, in the same order, and
+write their answers last digit first. The Transformer shares no block, so it is half as wide. An
+interrupted training goes on where it stopped when the command is given again; what is finished is
+left alone. Figures are exact match on programs that none of them was trained on.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from record import save_result
+from deepenough.data.programs import ProgramData
+from deepenough.settings import resolve
+from deepenough.train.lazy_use import load_translator
+from deepenough.train.programs import ProgramTraining, train_programs
+from deepenough.train.programs_use import ProgramEvaluation, evaluate_programs
+from deepenough.train.settings import RunSettings, TrainSettings
 
-from deepenough.config import resolve
-from deepenough.lazy.config import ProgramConfig, ProgramEvalConfig, ProgramTrainConfig
-from deepenough.lazy.evaluation import load_translator
-from deepenough.lazy.programs import evaluate_programs, train_programs
-from deepenough.training.config import RunSettings, TrainingConfig
-
+QUICK = False
+SEEDS = [0, 1]
 STEPS = 4
 WIDTHS = {"lazy": 128, "universal": 128, "transformer": 64}
 """A Transformer has a block for each of its four steps; a block's size is its width squared."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=["train", "measure"])
-    parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--mechanisms", nargs="*", choices=list(WIDTHS), default=list(WIDTHS))
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--save", action="store_true")
-    arguments = parser.parse_args()
-    pairs = [(mechanism, seed) for seed in arguments.seeds for mechanism in arguments.mechanisms]
-    folders = [arguments.runs / f"{mechanism}-{seed}" for mechanism, seed in pairs]
-    if arguments.action == "train":
-        for folder, (mechanism, seed) in zip(folders, pairs, strict=True):
-            train_programs(settings_of(folder, mechanism, seed, arguments.steps))
-        return
-    table = [figures(folder) for folder in folders if (folder / "model").is_dir()]
-    save_result("lazy_execute", {"models": table}, arguments.save)
+def measure(runs: str = "runs/lazy-execute", steps: int = 5000) -> dict[str, Any]:
+    """Train all models for so many steps and return exact match by kind and difficulty."""
+    found = {}
+    for seed in SEEDS:
+        for mechanism in WIDTHS:
+            folder = Path(runs) / f"{mechanism}-{seed}"
+            if not (folder / "model").is_dir():
+                train_programs(settings_of(folder, mechanism, seed, steps))
+            found[f"{mechanism}_{seed}"] = figures(folder)
+    return found
 
 
-def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramTrainConfig:
+def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramTraining:
+    """Return the settings of one training."""
     width = WIDTHS[mechanism]
     return ProgramTrainConfig(
         run=RunSettings(str(folder), resume=folder.exists()),
@@ -80,21 +71,25 @@ def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramT
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """Parameters, and exact match by kind and by difficulty."""
-    settings = resolve(ProgramTrainConfig, folder / "config.yaml")
-    values = evaluate_programs(ProgramEvalConfig(str(folder)))
-    shown = {name: value for name, value in values.items() if name.startswith("exact")}
+    """Return parameters, and exact match by kind and by difficulty."""
+    settings = resolve(ProgramTraining, folder / "config.yaml")
+    values = evaluate_programs(ProgramEvaluation(str(folder)))
+    shown = {
+        name: value
+        for name, value in values.items()
+        if name.startswith("exact") and name != "exact_by"
+    }
     return {
-        "mechanism": settings.model.mechanism,
-        "seed": settings.train.seed,
         "parameters": load_translator(str(folder)).model.num_parameters(),
         "d_model": settings.model.d_model,
-        "steps": [settings.model.encoder_steps, settings.model.decoder_steps],
         "training_programs": settings.train.steps * settings.data.batch_size,
         "test_programs": values["programs"],
         **shown,
+        "exact_by": {
+            f"{row['kind']}_nesting_{row['nesting']}_length_{row['length']}": {
+                "exact": row["exact"],
+                "programs": row["programs"],
+            }
+            for row in values["exact_by"]
+        },
     }
-
-
-if __name__ == "__main__":
-    main()

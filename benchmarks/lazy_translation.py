@@ -1,42 +1,39 @@
-"""BLEU of trained translators, with other steps than trained, and with tokens that come to rest.
+"""Lazy translates as well as a Universal Transformer, and stopping saves a third of its FLOPs.
 
-    python benchmarks/lazy_translation.py measure --runs runs [--name NAME] [--save]
-
-Measures every finished run in a folder that is called `lazy-<kind>-<seed>` on test 2016, with
-beam 4: at the steps of training; with one and a half times and half the encoder steps; and for lazy
-models with equilibrium exit, at three savings of encoder steps. Epsilon and patience of each are
-chosen on the valid split, by the loss a token there; the test split only sees what was chosen, with
-the steps of training and with one and a half times as many. Beside it stands the same model with as
-many steps for all tokens as the stopping ones make on average.
-Encoder seconds are those of batches of 32, full and stopping runs taking turns.
-
-Beside them stands how far each step moves the states, which is what dropout of it amounts to.
+Measures every finished run in a folder that is called `lazy-<kind>-<seed>` on Multi30k's test 2016,
+with beam 4: at the steps of training; with one and a half times and half the encoder steps; and for
+lazy models with equilibrium exit, at three savings of encoder steps. Epsilon and patience of each
+are chosen on the valid split, by the loss a token there; the test split only sees what was chosen,
+with the steps of training and with one and a half times as many. Beside it stands the same model
+with as many steps for all tokens as the stopping ones make on average. Encoder seconds are those of
+batches of 32, full and stopping runs in turns. Kept too: how far each step moves the states.
 
 Every run is compared with the first universal one (without one, the first run) by paired bootstrap
-over sentences, of test 2016 and of all four test sets together, which tell smaller differences.
-What has been measured is kept in the folder, translations included, so that an interrupted command
-goes on.
+over sentences, of test 2016 and of all four test sets together. What has been measured is kept in
+the folder, translations included, so that an interrupted command goes on. docs/results.md has the
+commands that train the runs of each variant.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import save_result
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
-from deepenough.data.translation_batches import IGNORE_INDEX, EncodedPairs
-from deepenough.lazy.config import BeamSearchConfig, TranslationEvalConfig
-from deepenough.lazy.evaluation import (
+from benchmarks.figures import Figure, interleaved, spread
+from deepenough.data.translation_pairs import IGNORED, EncodedPairs
+from deepenough.models.dropout import Dropout
+from deepenough.train.lazy_task import plain_loss
+from deepenough.train.lazy_use import (
+    LazyEvaluation,
     Translator,
     bleu,
     load_translator,
@@ -47,6 +44,15 @@ from deepenough.lazy.evaluation import (
 )
 from deepenough.nn.layers import Dropout
 
+QUICK = False
+SEEDS = [0, 1]
+VARIANTS = {
+    "recipe": {"runs": "runs/lazy-recipe"},
+    "one_norm": {"runs": "runs/lazy-one-norm"},
+    "state": {"runs": "runs/lazy-state"},
+    "dropout": {"runs": "runs/lazy-dropout"},
+    "small": {"runs": "runs/lazy-small"},
+}
 TEST = "test_2016_flickr"
 TESTS = (TEST, "test_2017_flickr", "test_2017_mscoco", "test_2018_flickr")
 BATCH = 32
@@ -61,37 +67,40 @@ CANDIDATES = {
 ROUNDS = 7
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=["measure"])
-    parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", default="lazy_translation", help="of the result that is saved")
-    parser.add_argument("--save", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+def measure(runs: str = "runs/lazy-recipe", threads: int = 1) -> dict[str, Any]:
+    """Measure all finished runs of a folder; return BLEU, losses, savings and comparisons."""
+    torch.set_num_threads(threads)
     folders = sorted(
         folder
-        for folder in arguments.runs.glob("lazy-*-*")
+        for folder in Path(runs).glob("lazy-*-*")
         if (folder / "model" / "config.json").is_file() and folder.name.count("-") == 2
     )
-    kept = Kept(arguments.runs / "lazy_translation.json")
+    if not folders:
+        raise SystemExit(f"{runs} has no finished run; docs/results.md has the commands to train.")
+    kept = Kept(Path(runs) / "lazy_translation.json")
     measured = [Measured(folder, kept) for folder in folders]
-    rows = [run.figures() for run in measured]
-    result = {"test": TEST, "beams": 4, "runs": rows, "spread": spread(rows)}
-    result["paired_bootstrap"] = paired(measured, [TEST])
-    result["paired_bootstrap_all_tests"] = paired(measured, TESTS)
-    save_result(arguments.name, result, arguments.save)
+    return {
+        **{run.key: run.figures() for run in measured},
+        "paired_bootstrap": paired(measured, [TEST]),
+        "paired_bootstrap_all_tests": paired(measured, TESTS),
+        "settings": {
+            "test": TEST,
+            "beams": 4,
+            "signature": measured[0].signature,
+            "models": {run.key: run.settings() for run in measured},
+        },
+    }
 
 
 class Kept:
-    """What has been measured, by what it is of."""
+    """Measurements kept in a file, so that an interrupted command goes on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.values: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
 
     def get(self, key: str, make: Any) -> Any:
+        """Return what is kept under a key, making and keeping it first if need be."""
         if key not in self.values:
             self.values[key] = make()
             self.path.write_text(json.dumps(self.values, indent=1))
@@ -99,15 +108,18 @@ class Kept:
         return self.values[key]
 
     def shown(self, key: str) -> Any:
+        """Return what to print of a measurement."""
         value = self.values[key]
         return value["bleu"] if isinstance(value, dict) and "bleu" in value else value
 
 
 class Measured:
-    """One run."""
+    """One trained run and its measurements."""
 
     def __init__(self, folder: Path, kept: Kept) -> None:
         self.folder, self.kept = folder, kept
+        self.key = folder.name.removeprefix("lazy-").replace("-", "_")
+        self.signature = ""
         self.translator: Translator = load_translator(str(folder))
         self.config = self.translator.model.config
         self.pairs: dict[str, EncodedPairs] = {}
@@ -115,26 +127,24 @@ class Measured:
         weights = (folder / "model" / "model.safetensors").stat()
         self.name = f"{folder.name} {int(weights.st_mtime)}"
 
+    def settings(self) -> dict[str, Any]:
+        """Return what the model was trained with."""
+        names = ("mechanism", "compare", "norm", "rest", "dropout", "clean_gates")
+        return {name: getattr(self.config, name) for name in names}
+
     def figures(self) -> dict[str, Any]:
+        """Return all figures of the run."""
         config = self.config
         row: dict[str, Any] = {
-            "run": self.folder.name,
-            "mechanism": config.mechanism,
-            "compare": config.compare,
-            "norm": config.norm,
-            "rest": config.rest,
-            "dropout": config.dropout,
-            "clean_gates": config.clean_gates,
             "parameters": self.translator.model.num_parameters(),
             "encoder_steps": config.encoder_steps,
             "decoder_steps": config.decoder_steps,
+            "bleu": self.bleu(TEST, {}),
+            "other_tests_bleu": {test: self.bleu(test, {}) for test in TESTS[1:]},
+            "valid_bleu": self.bleu("valid", {}),
+            "losses": {split: self.loss(split) for split in ("valid", TEST)},
+            "movement": self.kept.get(f"{self.name} movement", self.movement),
         }
-        row["bleu"] = self.bleu(TEST, {})
-        row["signature"] = self.signature
-        row["other_tests"] = {test: self.bleu(test, {}) for test in TESTS[1:]}
-        row["valid_bleu"] = self.bleu("valid", {})
-        row["losses"] = {split: self.loss(split) for split in ("valid", TEST)}
-        row["movement"] = self.kept.get(f"{self.name} movement", self.movement)
         if config.mechanism != "transformer":
             row["more_steps"] = self.with_steps(config.encoder_steps * 3 // 2)
             row["half_steps"] = self.with_steps(config.encoder_steps // 2)
@@ -144,13 +154,13 @@ class Measured:
             }
         if config.mechanism == "lazy":
             row["gates"] = self.kept.get(f"{self.name} gates", self.gates)
-            row["equilibrium"] = [self.at_rest(row["bleu"], share) for share in SAVED]
-            middle = row["equilibrium"][len(SAVED) // 2]
-            row["equilibrium_all_tests"] = self.at_rest_on_all(middle)
+            points = [self.at_rest(row["bleu"], share) for share in SAVED]
+            row["at_rest"] = {f"point_{n}": point for n, point in enumerate(points)}
+            row["at_rest_all_tests"] = self.at_rest_on_all(points[len(SAVED) // 2])
         return row
 
     def at_rest(self, full_bleu: float, share: float) -> dict[str, Any]:
-        """Equilibrium exit that saves about this share of the steps."""
+        """Return equilibrium exit that saves about this share of the steps."""
         grid = self.kept.get(f"{self.name} grid", self.grid)
         nearest = [
             min(
@@ -165,6 +175,7 @@ class Measured:
         setting = settings[chosen]
         score = self.bleu(TEST, setting)
         cost = self.kept.get(f"{self.name} cost {setting}", lambda: self.cost(TEST, setting))
+        cost["time_share"] = Figure(**cost["time_share"])
         return {
             **setting,
             "valid_flops": nearest[chosen]["flops"],
@@ -178,13 +189,13 @@ class Measured:
         }
 
     def at_rest_on_all(self, point: dict[str, Any]) -> dict[str, Any]:
-        """One of these on all test sets together, beside all steps."""
+        """Return one of these on all test sets together, beside all steps."""
         resting = {name: point[name] for name in ("epsilon", "patience")}
         named = {"all_steps": self.texts(TESTS, {}), "at_rest": self.texts(TESTS, resting)}
         return resting | bootstrap(named, self.references(TESTS))
 
     def loss(self, split: str, setting: dict[str, Any] | None = None) -> float:
-        """A token's."""
+        """Return the loss a token of a split, with other settings if given."""
         key = f"{self.name} loss {split}" + (f" {setting}" if setting else "")
 
         def make() -> float:
@@ -199,11 +210,12 @@ class Measured:
     def with_steps(
         self, encoder_steps: int, setting: dict[str, Any] | None = None
     ) -> dict[str, Any]:
+        """Return BLEU with another number of encoder steps."""
         score = self.bleu(TEST, {"encoder_steps": encoder_steps} | (setting or {}))
         return {"encoder_steps": encoder_steps, "bleu": score}
 
     def grid(self) -> list[dict[str, Any]]:
-        """For each patience, the epsilons that save about the shares that are asked for."""
+        """Return, for each patience, the epsilons that save about the shares that are asked for."""
         model, pairs = self.translator.model, self.split("valid")
         points = []
         for patience in PATIENCE:
@@ -223,9 +235,11 @@ class Measured:
 
     @torch.inference_mode()
     def movement(self) -> dict[str, list[float]]:
-        """How far a step moves the states, as a share of their length: `|x_n+1 - x_n| / |x_n|`,
-        root of the mean square over tokens. Dropout of a step in training is noise of this size
-        times `sqrt(p / (1 - p))`."""
+        """Return how far each step moves the states, as a share of their length.
+
+        It is `|x_n+1 - x_n| / |x_n|`, root of the mean square over tokens. Dropout of a step in
+        training is noise of this size times `sqrt(p / (1 - p))`.
+        """
         batch = self.split("valid").head(256).batch(range(256))
         output = self.translator.model(**batch, output_hidden_states=True)
         sides = {
@@ -243,7 +257,7 @@ class Measured:
 
     @torch.inference_mode()
     def gates(self) -> dict[str, dict[str, list[float]]]:
-        """Mean gates of every step in use and, where it bends them, with dropout."""
+        """Return mean gates of every step in use and, where it bends them, with dropout."""
         model = self.translator.model
         pairs = self.split("valid").head(256)
         batch = pairs.batch(range(256))
@@ -263,27 +277,29 @@ class Measured:
         return found
 
     def cost(self, split: str, setting: dict[str, Any]) -> dict[str, Any]:
-        """FLOPs and seconds of the encoder as shares of the full model's, taken in turns."""
+        """Return FLOPs and seconds of the encoder as shares of the full model's, in turns."""
         model, pairs = self.translator.model, self.split(split)
-        searches = {"full": BeamSearchConfig(epsilon=0.0), "exit": BeamSearchConfig(**setting)}
-        seconds: dict[str, list[float]] = {"full": [], "exit": []}
-        flops, steps = {}, {}
-        for _ in range(ROUNDS):
-            for name, search in searches.items():
-                values = measure_encoder(model, pairs, search, BATCH)
-                seconds[name].append(values["encoder_seconds"])
-                flops[name], steps[name] = values["encoder_flops"], values["encoder_depth"]
-        ratios = [b / a for a, b in zip(seconds["full"], seconds["exit"], strict=True)]
+        searches = {"full": SearchSettings(epsilon=0.0), "exit": SearchSettings(**setting)}
+        timings = interleaved(
+            {
+                name: lambda search=search: measure_encoder(model, pairs, search, BATCH)
+                for name, search in searches.items()
+            },
+            ROUNDS,
+            warmup=0,
+        )
+        full, stopping = (timings.results[name][0] for name in searches)
+        pairs_of_rounds = zip(timings.seconds["exit"], timings.seconds["full"], strict=True)
         return {
-            "mean_steps": steps["exit"],
-            "flops_share": flops["exit"] / flops["full"],
-            "time_share": statistics.median(ratios),
-            "time_shares": ratios,
-            "full_seconds": statistics.median(seconds["full"]),
+            "mean_steps": stopping["encoder_depth"],
+            "flops_share": stopping["encoder_flops"] / full["encoder_flops"],
+            "time_share": asdict(spread([a / b for a, b in pairs_of_rounds], "x")),
+            "full_seconds": statistics.median(timings.seconds["full"]),
         }
 
     def bleu(self, split: str, setting: dict[str, Any]) -> float:
-        search = replace(BeamSearchConfig(beams=4, length_penalty=0.6), **setting)
+        """Return BLEU of a split, translating it first if need be."""
+        search = replace(SearchSettings(beams=4, length_penalty=0.6), **setting)
 
         def make() -> dict[str, Any]:
             pairs = self.split(split)
@@ -297,16 +313,17 @@ class Measured:
         return float(found["bleu"])
 
     def texts(self, tests: Sequence[str], setting: dict[str, Any]) -> list[str]:
-        """Its translations of several test sets."""
+        """Return its translations of several test sets."""
         for test in tests:
             self.bleu(test, setting)
         return [text for test in tests for text in self.written[test, str(setting)]]
 
     def references(self, tests: Sequence[str]) -> list[str]:
+        """Return the reference translations of several test sets."""
         return [pair.target for test in tests for pair in self.split(test).pairs]
 
     def split(self, name: str) -> EncodedPairs:
-        """The valid split, or one of the test sets."""
+        """Return the valid split, or one of the test sets."""
         if name not in self.pairs:
             run = str(self.folder)
             if name in TESTS:
@@ -317,20 +334,8 @@ class Measured:
         return self.pairs[name]
 
 
-def spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """BLEU of each kind over its seeds."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        found.setdefault(row["run"].split("-")[1], []).append(row["bleu"])
-    return {
-        name: {"mean": statistics.mean(scores), "lowest": min(scores), "highest": max(scores),
-               "seeds": len(scores)}
-        for name, scores in found.items()
-    }  # fmt: skip
-
-
 def paired(runs: list[Measured], tests: Sequence[str]) -> dict[str, Any]:
-    """All runs beside the first universal one."""
+    """Return all runs beside the first universal one."""
     if not runs:
         return {}
     first = next((run for run in runs if run.config.mechanism == "universal"), runs[0])
@@ -340,18 +345,12 @@ def paired(runs: list[Measured], tests: Sequence[str]) -> dict[str, Any]:
 
 
 def bootstrap(named: dict[str, list[str]], references: list[str]) -> dict[str, Any]:
-    """BLEU with its 95 % interval over sentences, and how likely chance is to differ as much from
-    the first."""
+    """Return BLEU with its 95 % interval over sentences, and p of a difference from the first."""
     _, found = PairedTest(list(named.items()), {"BLEU": BLEU()}, [references], "bs")()
     return {
         name: {
-            "bleu": score.score,
-            "interval": [score.mean - score.ci, score.mean + score.ci],
+            "bleu": Figure(score.score, "BLEU", score.mean - score.ci, score.mean + score.ci),
             "p": score.p_value,
         }
         for name, score in zip(found["System"], found["BLEU"], strict=True)
     }
-
-
-if __name__ == "__main__":
-    main()

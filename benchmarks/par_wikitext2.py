@@ -1,61 +1,67 @@
-"""Gather the figures of the WikiText-2 runs into one table beside the first PAR code's own.
+"""PAR on WikiText-2 passes the first public code's final perplexity in an eighth of its steps.
 
-    deepenough search --config configs/par-wikitext2.yaml
-    python benchmarks/par_wikitext2.py runs/par-wikitext2 [runs/...] [--save]
+Reads run folders that these commands leave (a day of one core):
 
-Reads run folders only; the training commands are those in each run's config.yaml.
+    deepenough par search --config configs/par-wikitext2.yaml --out runs/par-wikitext2
+    deepenough par search --config configs/par-wikitext2.yaml --steps 7000 --valid_every 1400 \\
+        --out runs/par-wikitext2-7k
+
+The first also retrains the pattern it finds, in `runs/par-wikitext2/derived`.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import yaml
-from record import save_result
 
 from deepenough.runs import RunFolder, read_records
 
-SOURCE = {2825: 114.4, 8475: 62.33, 14125: 51.88, 28250: 42.61, 48025: 39.57, 56500: 39.41}
+QUICK = False
+SEEDS = [0]
+FIRST_CODE = {2825: 114.4, 8475: 62.33, 14125: 51.88, 28250: 42.61, 48025: 39.57, 56500: 39.41}
 """Validation perplexity that the first public code reports, by iteration."""
+QUALITY = ("perplexity", "word_perplexity", "bits_per_byte")
 
-_QUALITY = ("perplexity", "word_perplexity", "bits_per_byte")
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--save", action="store_true")
-    arguments = parser.parse_args()
-    result = {
-        "source_validation_perplexity": SOURCE,
-        "runs": {folder.name: gather(RunFolder.open(folder)) for folder in arguments.runs},
+def measure(runs: str = "runs") -> dict[str, Any]:
+    """Return validation and test quality of the search, the short search and the retraining."""
+    folders = {
+        "search": Path(runs) / "par-wikitext2",
+        "search_7k": Path(runs) / "par-wikitext2-7k",
+        "retrained": Path(runs) / "par-wikitext2" / "derived",
     }
-    save_result("par_wikitext2", result, arguments.save)
+    gathered = {name: gather(RunFolder.open(folder)) for name, folder in folders.items()}
+    settings = {name: values.pop("settings") for name, values in gathered.items()}
+    return {
+        "first_code": {"perplexity": FIRST_CODE},
+        **gathered,
+        "settings": {"runs": settings},
+    }
 
 
 def gather(run: RunFolder) -> dict[str, Any]:
+    """Return the figures of one run: by validation step, and of the test split."""
     records, _ = read_records(run.metrics)
     settings = yaml.safe_load(run.config.read_text())
-    gathered: dict[str, Any] = {
+    about = {
         "steps": settings["train"]["steps"],
-        "seed": settings["train"]["seed"],
         "pattern": settings["model"]["pattern"],
         "commit": settings["provenance"].get("commit"),
-        "valid": {r.step: _pick(r.values) for r in records if r.kind == "valid"},
-        "test": [_pick(r.values) for r in records if r.kind == "test"],
+    }
+    figures: dict[str, Any] = {
+        "valid": {str(r.step): quality(r.values) for r in records if r.kind == "valid"},
     }
     for record in records:
+        if record.kind == "test":
+            figures["test"] = quality(record.values)
         if record.kind == "derive":
-            gathered["derived"] = record.values["pattern"]
-            gathered["pi"] = record.values["pi"]
-    return gathered
+            about["derived"] = record.values["pattern"]
+            figures["pi"] = record.values["pi"]
+    return {**figures, "settings": about}
 
 
-def _pick(values: dict[str, Any]) -> dict[str, float]:
-    return {name: round(values[name], 4) for name in _QUALITY}
-
-
-if __name__ == "__main__":
-    main()
+def quality(values: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of quality in a record."""
+    return {name: round(values[name], 4) for name in QUALITY}

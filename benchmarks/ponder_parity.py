@@ -1,6 +1,4 @@
-"""PonderNet's parity experiment: how far does a procedure learned on short inputs carry?
-
-    python benchmarks/ponder_parity.py --runs runs/ponder-parity [--seeds 1] [--save]
+"""PonderNet's halting carries parity beyond the difficulties it was trained on.
 
 The same recurrent network is trained three times on vectors with 1 to 10 of 16 entries that are not
 zero: with PonderNet's halting, with Adaptive Computation Time, and at a fixed depth. All are then
@@ -10,48 +8,33 @@ the command is given again; what is finished is left alone.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from record import RESULTS, save_result
-
-from deepenough.config import resolve
-from deepenough.ponder.parity import ParityTrainConfig, train_parity
-from deepenough.report import read_run, style
-from deepenough.report.parity import draw_parity
+from deepenough.report import read_run
 from deepenough.report.ponder_source import ParityBand, parity_bands
 from deepenough.runs import read_records
 
+QUICK = True
+SEEDS = [0]
 MECHANISMS = ("ponder", "act", "fixed")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--config", type=Path, help="other settings than the experiment's own")
-    parser.add_argument("--save", action="store_true")
-    arguments = parser.parse_args()
-    rows = []
-    for seed in range(arguments.seeds):
-        for mechanism in MECHANISMS:
-            folder = run_one(arguments, mechanism, seed)
-            rows.append({"mechanism": mechanism, "seed": seed} | figures(folder))
-            print(rows[-1], flush=True)
-    save_result("ponder_parity", {"runs": rows}, arguments.save)
-    runs = [read_run(arguments.runs / f"{mechanism}-0") for mechanism in MECHANISMS]
-    figure = draw_parity(runs)
-    if figure is not None:
-        folder = RESULTS if arguments.save else arguments.runs
-        print(*style.save(figure, folder / "ponder_parity"), sep="\n")
+def measure(runs: str = "runs/ponder-parity") -> dict[str, Any]:
+    """Train all mechanisms and return accuracy and passes by difficulty."""
+    return {
+        f"{mechanism}_{seed}": figures(run_one(Path(runs), mechanism, seed))
+        for seed in SEEDS
+        for mechanism in MECHANISMS
+    }
 
 
-def run_one(arguments: argparse.Namespace, mechanism: str, seed: int) -> Path:
-    folder: Path = arguments.runs / f"{mechanism}-{seed}"
-    settings = resolve(ParityTrainConfig, arguments.config)
+def run_one(runs: Path, mechanism: str, seed: int) -> Path:
+    """Train one mechanism and return its run folder."""
+    folder = runs / f"{mechanism}-{seed}"
+    settings = resolve(ParityTraining)
     settings.run = replace(settings.run, folder=str(folder), resume=folder.exists())
     settings.model = replace(settings.model, mechanism=mechanism)
     settings.train = replace(settings.train, seed=seed)
@@ -60,28 +43,21 @@ def run_one(arguments: argparse.Namespace, mechanism: str, seed: int) -> Path:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """Accuracy in and beyond the difficulties of training, passes at both ends, minutes taken."""
+    """Return accuracy in and beyond the difficulties of training, passes, and minutes taken."""
     bands = parity_bands(read_run(folder))
-    seen = [band for band in bands if not band.beyond]
-    beyond = [band for band in bands if band.beyond]
     records, _ = read_records(folder / "metrics.jsonl")
     rates = [r.values["tokens_per_second"] for r in records if "tokens_per_second" in r.values]
     settings = resolve(ParityTrainConfig, folder / "config.yaml")
     inputs = settings.train.steps * settings.train.accumulate * settings.data.batch_size
     return {
-        "size": settings.data.size,
-        "train_nonzero": settings.data.train_nonzero,
-        "accuracy": mean(seen, "accuracy"),
-        "accuracy_beyond": mean(beyond, "accuracy") if beyond else None,
-        "passes_by_difficulty": [[b.lowest, b.highest, round(b.passes, 2)] for b in bands],
-        "accuracy_by_difficulty": [[b.lowest, b.highest, round(b.accuracy, 4)] for b in bands],
+        "accuracy": mean_accuracy([band for band in bands if not band.beyond]),
+        "accuracy_beyond": mean_accuracy([band for band in bands if band.beyond]),
+        "passes_by_difficulty": {f"{b.lowest}_{b.highest}": round(b.passes, 2) for b in bands},
+        "accuracy_by_difficulty": {f"{b.lowest}_{b.highest}": round(b.accuracy, 4) for b in bands},
         "minutes": inputs / statistics.mean(rates) / 60,
     }
 
 
-def mean(bands: list[ParityBand], name: str) -> float:
-    return statistics.mean(getattr(band, name) for band in bands)
-
-
-if __name__ == "__main__":
-    main()
+def mean_accuracy(bands: list[ParityBand]) -> float:
+    """Return the mean accuracy of bands of difficulty."""
+    return statistics.mean(band.accuracy for band in bands)

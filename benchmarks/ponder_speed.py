@@ -1,39 +1,35 @@
-"""Time of pondering: inference follows the passes that examples need, training adds little.
-
-    python benchmarks/ponder_speed.py [--save]
+"""Pondering takes time in proportion to the passes that examples need, and training adds little.
 
 Inference: ALBERT's base shape (768 wide, 12 passes) on 32 texts of 64 tokens that halt with
-probability 0.2 after each pass, passes drawn with fixed seeds. Timed beside it, on the same
+probability 0.2 after each pass, passes drawn with fixed seeds. Timed beside it on the same
 texts and draws: all 12 passes; stopping when the last example halts, as a batch that cannot shrink
 must; transformers' own `AlbertModel` of 12 layers. The same with 12 layers that are not shared.
-
 Stream: the same examples through a batch whose freed rows are refilled, against batch after batch.
-
 Training: one step (forward, backward, AdamW) of pondering against the same layers with a classifier
-and a loss at each. All that is compared takes turns in one run, best of several rounds.
+and a loss at each.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from record import save_result
 from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
-from deepenough.par.search import interleaved_best
-from deepenough.ponder import (
+from benchmarks.figures import interleaved
+from deepenough.adaptive.ponder import (
     PonderAlbertConfig,
     PonderAlbertForSequenceClassification,
     PonderEncoderForSequenceClassification,
 )
-from deepenough.ponder.halting import FixedExit, SampledExit
-from deepenough.training.trainer import keep_freed_memory
+from deepenough.adaptive.ponder.policies import FixedExit, SampledExit
+from deepenough.train.allocator import keep_freed_memory
 
+QUICK = True
+SEEDS = [0]
 TEXTS, LENGTH, PASSES, HALT = 32, 64, 12, 0.2
 SHAPE: dict[str, Any] = {
     "vocab_size": 30000,
@@ -45,34 +41,34 @@ SHAPE: dict[str, Any] = {
 TRAINING_TEXTS = 16
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=4, help="batches a round, each with its draws")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--save", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+def measure(rounds: int = 5, batches: int = 4, threads: int = 2) -> dict[str, Any]:
+    """Time inference, a stream and a training step; return seconds and ratios.
+
+    Args:
+        rounds: Rounds in which all that is compared takes turns.
+        batches: Batches a round, each with its own draws of when examples halt.
+        threads: Threads of torch.
+    """
+    torch.set_num_threads(threads)
     keep_freed_memory()
-    torch.manual_seed(0)
-    rounds, seeds = arguments.rounds, range(arguments.seeds)
+    torch.manual_seed(SEEDS[0])
     shared = PonderAlbertForSequenceClassification(PonderAlbertConfig(**SHAPE, exit="sampled"))
     albert = AlbertModel(AlbertConfig(**SHAPE)).eval()
-    result = {
-        "threads": arguments.threads,
-        "shared_layer": inference(shared, albert, seeds, rounds),
-        "stream": stream(shared, rounds),
-        "training": training(rounds),
-    }
     bert = BertModel(BertConfig(**SHAPE)).eval()
     own = PonderEncoderForSequenceClassification.from_encoder(
         BertModel(BertConfig(**SHAPE)), exit="sampled"
     )
-    result["own_layers"] = inference(own, bert, seeds, rounds)
-    save_result("ponder_speed", result, arguments.save)
+    return {
+        "shared_layer": inference(shared, albert, range(batches), rounds),
+        "own_layers": inference(own, bert, range(batches), rounds),
+        "stream": stream(shared, rounds),
+        "training": training(rounds),
+        "settings": {"rounds": rounds, "texts": TEXTS, "length": LENGTH, "halt": HALT},
+    }
 
 
 def texts(num: int = TEXTS) -> dict[str, Tensor]:
+    """Return a batch of random texts without padding."""
     ids = torch.randint(5, SHAPE["vocab_size"], (num, LENGTH))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -87,6 +83,7 @@ def halt_with(model: nn.Module, probability: float) -> None:
 
 @torch.inference_mode()
 def inference(model: Any, encoder: Any, seeds: range, rounds: int) -> dict[str, Any]:
+    """Return passes, seconds and ratios of pondering beside the ways that do not stop."""
     model.eval()
     halt_with(model, HALT)
     batch = texts()
@@ -102,7 +99,7 @@ def inference(model: Any, encoder: Any, seeds: range, rounds: int) -> dict[str, 
         for policy in policies:
             model(**batch, policy=policy)
 
-    seconds = interleaved_best(
+    timings = interleaved(
         {
             "pondering": lambda: ponder([SampledExit(seed) for seed in seeds]),
             "until_the_last_halts": lambda: ponder([FixedExit(int(p.max())) for p in passes]),
@@ -114,18 +111,20 @@ def inference(model: Any, encoder: Any, seeds: range, rounds: int) -> dict[str, 
     made = torch.cat(passes).double()
     return {
         "mean_passes": float(made.mean()),
-        "mean_of_the_last": float(torch.stack(passes).max(-1).values.double().mean()),
-        "seconds_a_batch": {name: value / len(seeds) for name, value in seconds.items()},
-        "faster_than_all_passes": seconds["all_passes"] / seconds["pondering"],
-        "faster_than_until_the_last_halts": seconds["until_the_last_halts"] / seconds["pondering"],
-        "ratio_to_transformers": seconds["pondering"] / seconds["transformers"],
+        "mean_passes_of_the_last": float(torch.stack(passes).max(-1).values.double().mean()),
+        "seconds_a_batch": {
+            name: min(seconds) / len(seeds) for name, seconds in timings.seconds.items()
+        },
+        "faster_than_all_passes": timings.ratio("all_passes", "pondering"),
+        "faster_than_until_the_last_halts": timings.ratio("until_the_last_halts", "pondering"),
+        "ratio_to_transformers": timings.ratio("pondering", "transformers"),
         "share_of_passes": float(made.mean()) / PASSES,
     }
 
 
 @torch.inference_mode()
 def stream(model: Any, rounds: int, num_batches: int = 3) -> dict[str, Any]:
-    """Short batches, so that refilling matters: 8 rows."""
+    """Return the seconds of batches of 8 rows with and without refilling freed rows."""
     rows = 8
     halt_with(model.eval(), HALT)
     ids = texts(num_batches * rows)["input_ids"]
@@ -142,16 +141,15 @@ def stream(model: Any, rounds: int, num_batches: int = 3) -> dict[str, Any]:
             pass
 
     functions = {"batch_after_batch": batch_after_batch, "refilled": refilled}
-    seconds = interleaved_best(functions, rounds)
+    timings = interleaved(functions, rounds)
     return {
-        "rows": rows,
-        "seconds": seconds,
-        "faster": seconds["batch_after_batch"] / seconds["refilled"],
+        "seconds": {name: timings.best(name) for name in functions},
+        "faster": timings.ratio("batch_after_batch", "refilled"),
     }
 
 
 def training(rounds: int) -> dict[str, Any]:
-    """A step of pondering, and one of the same layers with a loss at each."""
+    """Return the seconds of a pondering step and of a step with a loss at every layer."""
     sizes = {**SHAPE, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     pondering = PonderAlbertForSequenceClassification(PonderAlbertConfig(**sizes)).train()
     plain = AlbertModel(AlbertConfig(**sizes)).train()
@@ -177,9 +175,8 @@ def training(rounds: int) -> dict[str, Any]:
         optimizers[1].step()
         optimizers[1].zero_grad()
 
-    seconds = interleaved_best({"pondering": ponder, "a_loss_at_each": loss_at_each}, rounds)
-    return {"seconds": seconds, "ratio": seconds["pondering"] / seconds["a_loss_at_each"]}
-
-
-if __name__ == "__main__":
-    main()
+    timings = interleaved({"pondering": ponder, "a_loss_at_each": loss_at_each}, rounds)
+    return {
+        "seconds": {name: timings.best(name) for name in timings.seconds},
+        "ratio": timings.ratio("pondering", "a_loss_at_each"),
+    }

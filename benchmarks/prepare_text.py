@@ -1,81 +1,45 @@
-"""How long preparing text takes: tokenising and caching the training split of WikiText-2.
+"""Tokenising and caching the training split of WikiText-2 takes about a second.
 
-The bar is 15 seconds with an empty cache on two cores; the time includes opening the corpus,
-hashing it, loading the tokenizer, encoding, and writing the tokens. Reading it again from the
-filled cache is timed beside it.
-
-    DEEPENOUGH_DATA=... python benchmarks/prepare_text.py [--repeats 3] [--save]
-
-Prints JSON; with `--save` also writes it, with machine, date and command, to
-benchmarks/results/prepare_text.json.
+Every round starts with an empty cache. The time includes opening the corpus, hashing it, loading
+the tokenizer, encoding, and writing the tokens; reading it again from the cache is timed beside it.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from record import save_result
+from benchmarks.figures import interleaved
+from deepenough.data import TokenFile, load_tokenizer, open_corpus, token_file
 
-from deepenough.data.corpus import open_corpus
-from deepenough.data.tokenizer import load_tokenizer
-from deepenough.data.tokens import TokenFile, token_file
-
-BAR_SECONDS = 15.0
+QUICK = True
+SEEDS: list[int] = []
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = _parse(argv)
-    result = measure(arguments.corpus, arguments.tokenizer, arguments.repeats)
-    save_result("prepare_text", result, arguments.save)
-    return 0 if result["within_bar"] else 1
+def measure(
+    rounds: int = 3, corpus: str = "wikitext-2", tokenizer: str = "par/wiki2_12k.model"
+) -> dict[str, Any]:
+    """Time an empty and then a filled cache; return seconds and sizes."""
+    with tempfile.TemporaryDirectory() as folder:
+        used = 0
 
+        def prepare(fresh: bool) -> TokenFile:
+            nonlocal used
+            used += fresh
+            cache = str(Path(folder) / str(used))
+            given = load_tokenizer(tokenizer, lowercase=True)
+            text = open_corpus(corpus, cache=cache)
+            return token_file(text, "train", given, end_of_line=False, cache_dir=cache)
 
-def measure(corpus: str, tokenizer: str, repeats: int) -> dict[str, Any]:
-    """The best of `repeats` runs, each with an empty cache and then with the one it left."""
-    cold, warm = [], []
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory() as cache:
-
-            def prepare_train(cache: str = cache) -> TokenFile:
-                given = load_tokenizer(tokenizer, lowercase=True)
-                text = open_corpus(corpus, cache=cache)
-                return token_file(text, "train", given, end_of_line=False, cache_dir=cache)
-
-            seconds, tokens = _timed(prepare_train)
-            cold.append(seconds)
-            warm.append(_timed(prepare_train)[0])
-            counts = {"tokens": len(tokens), "bytes": tokens.num_bytes}
+        functions = {"empty": lambda: prepare(True), "cached": lambda: prepare(False)}
+        timings = interleaved(functions, rounds, warmup=0)
+        tokens = timings.results["cached"][0]
+        sizes = {"num_tokens": len(tokens), "num_bytes": tokens.num_bytes}
     return {
-        "corpus": corpus,
-        "tokenizer": tokenizer,
-        **counts,
-        "seconds": round(min(cold), 3),
-        "seconds_of_each": [round(seconds, 3) for seconds in cold],
-        "seconds_from_cache": round(min(warm), 3),
-        "tokens_per_second": round(counts["tokens"] / min(cold)),
-        "bar_seconds": BAR_SECONDS,
-        "within_bar": min(cold) < BAR_SECONDS,
+        **sizes,
+        "seconds": timings.best("empty"),
+        "seconds_from_cache": timings.best("cached"),
+        "tokens_per_second": timings.rate("empty", sizes["num_tokens"], "tokens/s"),
+        "settings": {"corpus": corpus, "tokenizer": tokenizer, "rounds": rounds},
     }
-
-
-def _timed(call: Callable[[], TokenFile]) -> tuple[float, TokenFile]:
-    start = time.perf_counter()
-    result = call()
-    return time.perf_counter() - start, result
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--corpus", default="wikitext-2")
-    parser.add_argument("--tokenizer", default="par/wiki2_12k.model")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

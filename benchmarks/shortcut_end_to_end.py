@@ -1,64 +1,65 @@
-"""A whole fit for SmolLM2-135M, beside the bare forward passes over the same batches.
-
-    DEEPENOUGH_DATA=... python benchmarks/shortcut_end_to_end.py [--tokens 40000] [--save]
+"""Fitting all maps of SmolLM2-135M takes two to three times as long as bare forward passes.
 
 The text is WikiText-2. Bare passes run the model as it comes, head included, without a cache; those
 of the layers alone, which is what a fit runs, are timed beside them. A fit is all that
-`Shortcuts.fit` does, from text to maps. All take turns, best of several rounds.
+`Shortcuts.fit` does, from text to maps. All take turns.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import torch
-from record import save_result
 
-from deepenough.data.corpus import open_corpus
-from deepenough.hf.adapter import Adapter, adapt
-from deepenough.hf.loading import load
-from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.reading import TokenBatch, batches, make_reading
+from benchmarks.figures import interleaved
+from deepenough.adaptive.shortcut.collect import make_reading
+from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+from deepenough.adaptive.shortcut.windows import TokenBatch, batches
+from deepenough.data import open_corpus
+from deepenough.models.hf import Adapter, adapt
+from deepenough.models.pretrained import load_model
+
+QUICK = False
+SEEDS: list[int] = []
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--corpus", default="wikitext-2-raw")
-    parser.add_argument("--tokens", type=int, default=40_000)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--save", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    model, tokenizer = load(arguments.model)
-    adapter = adapt(model)
-    texts = choose_texts(arguments.corpus, tokenizer, arguments.tokens)
+def measure(
+    model: str = "smollm2",
+    corpus: str = "wikitext-2-raw",
+    tokens: int = 40_000,
+    rounds: int = 2,
+    threads: int = 2,
+) -> dict[str, Any]:
+    """Time bare passes and fits over the same text; return seconds and ratios."""
+    torch.set_num_threads(threads)
+    loaded, tokenizer = load_model(model)
+    adapter = adapt(loaded)
+    texts = choose_texts(corpus, tokenizer, tokens)
     read = list(batches(tokenizer, texts, make_reading(adapter)))
-
-    best: dict[str, float] = {}
-    for _ in range(arguments.rounds):
-        _time(best, "forward", lambda: run(adapter, read, head=True))
-        _time(best, "layers", lambda: run(adapter, read, head=False))
-        last = _time(best, "last", lambda: Shortcuts.fit(adapter, tokenizer, texts, targets="last"))
-        every = _time(best, "all", lambda: Shortcuts.fit(adapter, tokenizer, texts))
-    result = {
-        "model": arguments.model,
-        "tokens": every.meta["fit"]["positions"],
-        "pairs": {"last": len(last.pairs), "all": len(every.pairs)},
-        "seconds": best,
-        "of_bare_forward_passes": {name: best[name] / best["forward"] for name in ("last", "all")},
-        "of_passes_without_head": {name: best[name] / best["layers"] for name in ("last", "all")},
+    timings = interleaved(
+        {
+            "forward": lambda: run(adapter, read, head=True),
+            "layers": lambda: run(adapter, read, head=False),
+            "last": lambda: Shortcuts.fit(adapter, tokenizer, texts, targets="last"),
+            "all": lambda: Shortcuts.fit(adapter, tokenizer, texts),
+        },
+        rounds,
+        warmup=0,
+    )
+    fits = {name: timings.results[name][0] for name in ("last", "all")}
+    return {
+        "tokens": fits["all"].meta["fit"]["positions"],
+        "pairs": {name: len(fit.pairs) for name, fit in fits.items()},
+        "seconds": {name: timings.best(name) for name in timings.seconds},
+        "of_bare_forward_passes": {name: timings.ratio(name, "forward") for name in fits},
+        "of_passes_without_head": {name: timings.ratio(name, "layers") for name in fits},
+        "settings": {"model": model, "corpus": corpus, "rounds": rounds},
     }
-    save_result("shortcut_end_to_end", result, arguments.save)
 
 
 def choose_texts(corpus: str, tokenizer: Any, tokens: int) -> list[str]:
-    """Paragraphs of the training text, until there are as many tokens as asked for."""
+    """Return paragraphs of the training text with as many tokens as asked for."""
     texts: list[str] = []
     paragraphs = (line for line in open_corpus(corpus).lines("train") if line.strip())
     while tokens > 0 and (some := list(islice(paragraphs, 8))):
@@ -71,17 +72,7 @@ def choose_texts(corpus: str, tokenizer: Any, tokens: int) -> list[str]:
 
 @torch.no_grad()
 def run(adapter: Adapter, read: list[TokenBatch], head: bool) -> None:
+    """Run the model, or only its layers, over all batches."""
     part = adapter.model if head else adapter.trunk
     for batch in read:
         part(input_ids=batch.ids, use_cache=False)
-
-
-def _time(best: dict[str, float], name: str, function: Callable[[], Any]) -> Any:
-    started = time.perf_counter()
-    result = function()
-    best[name] = min(best.get(name, float("inf")), time.perf_counter() - started)
-    return result
-
-
-if __name__ == "__main__":
-    main()

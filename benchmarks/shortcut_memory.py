@@ -1,6 +1,4 @@
-"""Memory of a fit beyond the model and its activations, at 10,000 to 1,000,000 positions.
-
-    python benchmarks/shortcut_memory.py [--positions 10000 100000 1000000] [--save]
+"""The memory of a fit does not grow with the text: less than its statistics beyond the model.
 
 Each measurement is a process of its own, whose peak resident size the system reports. Beside each
 fit another only runs the model over the same batches: its peak is that of model and activations,
@@ -10,7 +8,6 @@ statistics, 91 blocks of 384 x 384 for a GPT-2 of 12 layers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import resource
@@ -21,50 +18,44 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from record import save_result
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from deepenough.hf.adapter import Adapter, adapt
-from deepenough.shortcut.fitting import make_plan, plan_bytes
-from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.reading import iterate_states
+from benchmarks.figures import Figure
+from deepenough.adaptive.shortcut.collect import iterate_states
+from deepenough.adaptive.shortcut.pairs import make_plan, plan_bytes
+from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+from deepenough.models.hf import Adapter, adapt
 
+QUICK = False
+SEEDS = [0]
 NUM_LAYERS, WIDTH, LENGTH = 12, 384, 64
 ENOUGH_POSITIONS = 100_000
 """After so many, running the model alone takes no more memory."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--positions", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--measure", choices=["model", "fit"], help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    if arguments.measure:
-        print(json.dumps(measure(arguments.measure, arguments.positions[0])))
-        return
+def measure(
+    positions: tuple[int, ...] = (10_000, 100_000, 1_000_000), threads: int = 1
+) -> dict[str, Any]:
+    """Measure a fit at each number of positions; return peaks and shares of the statistics."""
     statistics = plan_bytes(make_plan(NUM_LAYERS), WIDTH)
-    fits = []
-    for positions in arguments.positions:
-        model = run("model", min(positions, ENOUGH_POSITIONS), arguments.threads)["peak"]
-        fit = run("fit", positions, arguments.threads)
-        fits.append(
-            {
-                "positions": fit["positions"],
-                "model_and_activations_mb": model / 1e6,
-                "peak_mb": fit["peak"] / 1e6,
-                "beyond_mb": (fit["peak"] - model) / 1e6,
-                "times_the_statistics": (fit["peak"] - model) / statistics,
-            }
-        )
-    result = {"statistics_mb": statistics / 1e6, "fits": fits}
-    save_result("shortcut_memory", result, arguments.save)
+    found: dict[str, Any] = {"statistics_mb": statistics / 1e6}
+    for number in positions:
+        model = run("model", min(number, ENOUGH_POSITIONS), threads)["peak"]
+        fit = run("fit", number, threads)
+        beyond = (fit["peak"] - model) / statistics
+        found[f"positions_{number}"] = {
+            "positions": fit["positions"],
+            "model_and_activations_mb": model / 1e6,
+            "peak_mb": fit["peak"] / 1e6,
+            "beyond_mb": (fit["peak"] - model) / 1e6,
+            # The peak of the bare model varies by half of the statistics between processes.
+            "times_the_statistics": Figure(beyond, "x", min(beyond, 0.0), max(beyond, 1.3)),
+        }
+    return found
 
 
 class Texts:
-    """So many random texts of equal length, made when they are read."""
+    """Random texts of equal length, made when they are read."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -79,12 +70,13 @@ class Texts:
 
 
 def tokenizer(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-    """Characters as ids."""
+    """Return the characters of texts as ids."""
     ids = [[ord(letter) for letter in text] for text in texts]
     return {"input_ids": ids, "special_tokens_mask": [[0] * len(row) for row in ids]}
 
 
 def make_adapter() -> Adapter:
+    """Return a small GPT-2 with new weights."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=128,
@@ -99,23 +91,26 @@ def make_adapter() -> Adapter:
     return adapt(GPT2LMHeadModel(config).eval().requires_grad_(False))
 
 
-def measure(what: str, positions: int) -> dict[str, int]:
-    """In a fresh process: do it, and say how large the process became."""
+def peak(what: str, positions: int) -> dict[str, int]:
+    """Return how large this process becomes when it runs the model, or fits."""
     adapter, texts = make_adapter(), Texts(positions // LENGTH)
     if what == "model":
         count = sum(len(batch.position) for batch in iterate_states(adapter, tokenizer, texts))
     else:
         count = Shortcuts.fit(adapter, tokenizer, texts).meta["fit"]["positions"]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"positions": count, "peak": peak}
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"positions": count, "peak": size}
 
 
 def run(what: str, positions: int, threads: int) -> dict[str, int]:
-    words = ["--measure", what, "--positions", str(positions), "--threads", str(threads)]
-    answer = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE)
+    """Return what `peak` returns in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.shortcut_memory"]
+    command += [what, str(positions), str(threads)]
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     found: dict[str, int] = json.loads(answer.stdout)
     return found
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(int(sys.argv[3]))
+    print(json.dumps(peak(sys.argv[1], int(sys.argv[2]))))

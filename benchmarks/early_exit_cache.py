@@ -1,0 +1,90 @@
+"""What the cache of skipped layers holds decides how often early exit errs.
+
+At each threshold, with the same exits, the exiting model continues prompts by 128 tokens with each
+way to fill the cache of skipped layers. Told apart:
+
+- `agreement`: of the tokens it wrote, the share that the full model would have chosen there;
+- `on_full_text`: of the full model's own text, the share of tokens that the exits confirm, so that
+  all ways are measured at the same places;
+- `same_place` and `first_difference`: how far the texts are those of the full model.
+
+Maps come from `python -m benchmarks shortcut_real`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+
+from benchmarks.decode_setup import agreement, load, make_exiting, make_prompts, write_rows
+from deepenough.adaptive.exit.filling import FILLS
+from deepenough.adaptive.exit.own_text import Written
+from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+from deepenough.measure.exit_calibration import write
+from deepenough.measure.exit_losses import full_words, losses_at
+
+QUICK = False
+SEEDS = [0]
+
+
+def measure(
+    model: str = "smollm2",
+    shortcuts: str = "runs/shortcut-real/shortcuts",
+    exits: tuple[int, ...] = (5, 21),
+    thresholds: tuple[float, ...] = (0.6, 0.4),
+    prompts: int = 16,
+    new_tokens: int = 128,
+    batch: int = 16,
+    threads: int = 2,
+) -> dict[str, Any]:
+    """Write with every fill and threshold; return agreement, layers and first differences."""
+    loaded, tokenizer = load(model, threads)
+    maps = Shortcuts.from_pretrained(shortcuts)
+    texts = make_prompts(tokenizer, prompts)
+    engine = make_exiting(loaded, maps, thresholds[0], "shortcut", exits)._exit_engine
+    full = write(engine, texts, new_tokens, batch)
+    expected = full_words(engine, full)
+    found: dict[str, Any] = {}
+    for threshold in thresholds:
+        for fill in FILLS:
+            fast = make_exiting(loaded, maps, threshold, fill, exits)
+            on_full = losses_at(fast._exit_engine, fast._exit_early, full, expected)
+            found[f"{fill}_{threshold:g}"] = {
+                **in_use(fast, texts, full, loaded, new_tokens, batch),
+                "on_full_text": 1 - float(on_full.losses_N.mean()),
+                "layers_on_full_text": float(on_full.layers_N.mean()),
+            }
+            print(fill, threshold, found[f"{fill}_{threshold:g}"], flush=True)
+    return {**found, "settings": {"policy": "gap"}}
+
+
+def in_use(
+    fast: Any,
+    prompts: list[list[int]],
+    full: list[Written],
+    model: Any,
+    new_tokens: int,
+    batch: int,
+) -> dict[str, float]:
+    """Return how the exiting model's own texts compare with the full model's."""
+    rows: list[list[int]] = []
+    depths: list[int] = []
+    for start in range(0, len(prompts), batch):
+        rows += write_rows(fast, prompts[start : start + batch], model, new_tokens)
+        depth = fast.trace.depth
+        depths += depth[depth > 0].tolist()
+    same, firsts = [], []
+    for row, text in zip(rows, full, strict=True):
+        own, other = torch.tensor(row), text.ids_T[text.prompt :]
+        length = min(len(own), len(other))
+        equal = own[:length] == other[:length]
+        same.append(float(equal.sum()) / max(len(own), len(other)))
+        firsts.append(int(equal.long().cumprod(0).sum()))
+    return {
+        "agreement": agreement(fast._exit_engine, prompts, rows),
+        "same_place": statistics.fmean(same),
+        "first_difference": statistics.fmean(firsts),
+        "layers": statistics.fmean(depths),
+    }
