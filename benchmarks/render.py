@@ -37,7 +37,7 @@ def render_text(text: str, folder: Path = FOLDER) -> str:
     """Return a page's text with all its tables filled from the recorded figures."""
 
     def block(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{render_table(match['name'], folder)}\n{match[3]}"
+        return f"{match[1]}\n{render_table(match['name'], folder)}\n\n{match[3]}"
 
     return BLOCK.sub(block, text)
 
@@ -45,7 +45,15 @@ def render_text(text: str, folder: Path = FOLDER) -> str:
 def render_table(name: str, folder: Path = FOLDER) -> str:
     """Return a table with its figures filled in."""
     template = (folder / "tables" / f"{name}.md").read_text(encoding="utf-8")
-    return _REFERENCE.sub(lambda m: format(_value(m[1], name, folder), m[2] or ""), template)
+    return _REFERENCE.sub(
+        lambda m: _shown(_value(m[1], name, folder), m[2] or ""), template
+    ).strip()
+
+
+def _shown(value: float, form: str) -> str:
+    """Return a value in a format, without the sign of a zero."""
+    text = format(value, form)
+    return text[1:] if text[:1] in "+-" and not text.strip("+-0.%") else text
 
 
 def _value(reference: str, table: str, folder: Path) -> float:
