@@ -19,6 +19,7 @@ from benchmarks.decode_setup import (
     new_tokens_of,
     padded,
 )
+from benchmarks.figures import require
 from deepenough.adaptive.exit.tuned import Tuned
 
 QUICK = False
@@ -34,8 +35,10 @@ def measure(
     threads: int = 1,
 ) -> dict[str, Any]:
     """Decode all prompts in every way; return counts of equal continuations and of drafts."""
+    head = Tuned.from_pretrained(
+        require(tuned, "the commands at the top of benchmarks/decode_speed.py make it.")
+    )
     full, tokenizer = load(model, threads)
-    head = Tuned.from_pretrained(tuned)
     texts = make_prompts(tokenizer, prompts, "valid")
     ways = {
         "generate": full,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.figures import require
 from deepenough.adaptive.exit.accelerate import accelerate
 from deepenough.adaptive.exit.own_text import Written
 from deepenough.adaptive.exit.planning import choose_exits, measured_prices
@@ -54,6 +55,13 @@ def load(model: str, threads: int) -> tuple[Any, Any]:
     """Return a model and its tokenizer, and set torch's threads."""
     torch.set_num_threads(threads)
     return load_model(model)
+
+
+def load_maps(folder: str) -> Shortcuts:
+    """Return the maps between layers that `shortcut_real` leaves."""
+    return Shortcuts.from_pretrained(
+        require(folder, "python -m benchmarks shortcut_real makes it.")
+    )
 
 
 def make_prompts(tokenizer: Any, count: int, split: str = "test") -> list[list[int]]:

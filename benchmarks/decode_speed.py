@@ -33,7 +33,7 @@ from benchmarks.decode_setup import (
     new_tokens_of,
     padded,
 )
-from benchmarks.figures import interleaved
+from benchmarks.figures import interleaved, require
 from deepenough.adaptive.exit.making import make_engine
 from deepenough.adaptive.exit.tuned import Tuned
 from deepenough.train.allocator import keep_freed_memory
@@ -73,8 +73,10 @@ def measure(
         threads: Threads of torch.
     """
     keep_freed_memory()
+    head = Tuned.from_pretrained(
+        require(tuned, "the commands at the top of benchmarks/decode_speed.py make it.")
+    )
     full, tokenizer = load(model, threads)
-    head = Tuned.from_pretrained(tuned)
     options = greedy(full, new_tokens)
     ways = {
         "generate": (full, options),

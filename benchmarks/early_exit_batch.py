@@ -17,13 +17,13 @@ from benchmarks.decode_setup import (
     equality,
     exits_that_pay,
     load,
+    load_maps,
     make_exiting,
     make_loop,
     make_prompts,
     write_rows,
 )
 from benchmarks.figures import interleaved
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 
 QUICK = False
 SEEDS = [0]
@@ -47,7 +47,7 @@ def measure(
 ) -> dict[str, Any]:
     """Time all ways over batches in turns; return rates, agreement, layers and equal rows."""
     full, tokenizer = load(model, threads)
-    maps = Shortcuts.from_pretrained(shortcuts)
+    maps = load_maps(shortcuts)
     prompts = make_prompts(tokenizer, batch * batches)
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     exits = exits_that_pay(full, maps, thresholds[0], fills[0])

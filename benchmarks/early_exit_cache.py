@@ -18,10 +18,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode_setup import agreement, load, make_exiting, make_prompts, write_rows
+from benchmarks.decode_setup import (
+    agreement,
+    load,
+    load_maps,
+    make_exiting,
+    make_prompts,
+    write_rows,
+)
 from deepenough.adaptive.exit.filling import FILLS
 from deepenough.adaptive.exit.own_text import Written
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.measure.exit_calibration import write
 from deepenough.measure.exit_losses import full_words, losses_at
 
@@ -41,7 +47,7 @@ def measure(
 ) -> dict[str, Any]:
     """Write with every fill and threshold; return agreement, layers and first differences."""
     loaded, tokenizer = load(model, threads)
-    maps = Shortcuts.from_pretrained(shortcuts)
+    maps = load_maps(shortcuts)
     texts = make_prompts(tokenizer, prompts)
     engine = make_exiting(loaded, maps, thresholds[0], "shortcut", exits)._exit_engine
     full = write(engine, texts, new_tokens, batch)

@@ -24,13 +24,13 @@ from benchmarks.decode_setup import (
     agreement,
     exits_that_pay,
     load,
+    load_maps,
     make_exiting,
     make_loop,
     make_prompts,
     write_rows,
 )
 from benchmarks.figures import interleaved
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.measure.exit_calibration import THRESHOLDS, write
 from deepenough.measure.exit_guarantee import BOUNDS, calibrate
 from deepenough.measure.exit_losses import ExitTable, losses_in_use, with_threshold
@@ -83,7 +83,7 @@ def measure(
         threads: Threads of torch.
     """
     full, tokenizer = load(model, threads)
-    maps = Shortcuts.from_pretrained(shortcuts)
+    maps = load_maps(shortcuts)
     prompts = make_prompts(tokenizer, texts + timed)
     exits = exits or tuple(exits_that_pay(full, maps, 0.5, "deferred"))
     fast = make_exiting(full, maps, 0.5, "deferred", exits)

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 #: Unit of a figure that names none, by a word in its name. The first that matches is taken.
@@ -37,6 +38,17 @@ UNITS = {
     "layers": "layers",
     "passes": "passes",
 }
+
+
+class Unavailable(Exception):
+    """Raised by a benchmark that cannot run here, for lack of data or of a trained model."""
+
+
+def require(path: str | Path, remedy: str) -> Path:
+    """Return a path that a benchmark reads, or raise `Unavailable` with what to do about it."""
+    if not Path(path).exists():
+        raise Unavailable(f"{path} is missing: {remedy}")
+    return Path(path)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import torch
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
-from benchmarks.figures import Figure, interleaved, spread
+from benchmarks.figures import Figure, Unavailable, interleaved, spread
 from deepenough.data.translation_pairs import IGNORED, EncodedPairs
 from deepenough.models.dropout import Dropout
 from deepenough.train.lazy_task import plain_loss
@@ -76,7 +76,7 @@ def measure(runs: str = "runs/lazy-recipe", threads: int = 1) -> dict[str, Any]:
         if (folder / "model" / "config.json").is_file() and folder.name.count("-") == 2
     )
     if not folders:
-        raise SystemExit(f"{runs} has no finished run; docs/results.md has the commands to train.")
+        raise Unavailable(f"{runs} has no finished run: docs/results.md has the commands.")
     kept = Kept(Path(runs) / "lazy_translation.json")
     measured = [Measured(folder, kept) for folder in folders]
     return {

@@ -16,12 +16,14 @@ from typing import Any
 
 import yaml
 
+from benchmarks.figures import require
 from deepenough.runs import RunFolder, read_records
 
 QUICK = False
 SEEDS = [0]
 FIRST_CODE = {2825: 114.4, 8475: 62.33, 14125: 51.88, 28250: 42.61, 48025: 39.57, 56500: 39.41}
 """Validation perplexity that the first public code reports, by iteration."""
+REMEDY = "the commands at the top of benchmarks/par_wikitext2.py make it."
 QUALITY = ("perplexity", "word_perplexity", "bits_per_byte")
 
 
@@ -32,7 +34,9 @@ def measure(runs: str = "runs") -> dict[str, Any]:
         "search_7k": Path(runs) / "par-wikitext2-7k",
         "retrained": Path(runs) / "par-wikitext2" / "derived",
     }
-    gathered = {name: gather(RunFolder.open(folder)) for name, folder in folders.items()}
+    gathered = {
+        name: gather(RunFolder.open(require(folder, REMEDY))) for name, folder in folders.items()
+    }
     settings = {name: values.pop("settings") for name, values in gathered.items()}
     return {
         "first_code": {"perplexity": FIRST_CODE},

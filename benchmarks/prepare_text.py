@@ -6,11 +6,12 @@ the tokenizer, encoding, and writing the tokens; reading it again from the cache
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import interleaved
+from benchmarks.figures import interleaved, require
 from deepenough.data import TokenFile, load_tokenizer, open_corpus, token_file
 
 QUICK = True
@@ -21,6 +22,8 @@ def measure(
     rounds: int = 3, corpus: str = "wikitext-2", tokenizer: str = "par/wiki2_12k.model"
 ) -> dict[str, Any]:
     """Time an empty and then a filled cache; return seconds and sizes."""
+    data = Path(os.environ.get("DEEPENOUGH_DATA", "data"))
+    require(data / tokenizer, "set DEEPENOUGH_DATA to a folder with wikitext-2/ and par/.")
     with tempfile.TemporaryDirectory() as folder:
         used = 0
 

@@ -23,12 +23,13 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Figure, figures_of
+from benchmarks.figures import Figure, Unavailable, figures_of
 from benchmarks.render import PAGES, render_page
 
 FOLDER = Path(__file__).parent
@@ -245,7 +246,7 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
-    """Run the command line and return its exit code: 1 if a check fails.
+    """Run the command line and return its exit code: 1 if a benchmark or a check fails.
 
     Args:
         argv: The words after `python -m benchmarks`.
@@ -288,7 +289,16 @@ def main(argv: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
         if arguments.check and not path.is_file():
             print("  nothing is recorded for it yet")
             continue
-        record = run(benchmark, options)
+        try:
+            record = run(benchmark, options)
+        except Unavailable as reason:
+            print(f"SKIPPED: {benchmark.name}: {reason}", flush=True)
+            continue
+        except Exception as error:  # the others still run
+            traceback.print_exc()
+            print(f"FAILED: {benchmark.name}: {error}", flush=True)
+            good = False
+            continue
         if arguments.check:
             lines, same = compare(read_result(path), record)
             print(*lines, sep="\n", flush=True)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
+from benchmarks.figures import require
 from deepenough.adaptive.shortcut.replacement import Replacement
 from deepenough.adaptive.shortcut.shortcuts import Shortcuts
 from deepenough.adaptive.shortcut.submodules import Submodules
@@ -44,7 +45,8 @@ def measure(train: int = 9000, test: int = 3000, data: str | None = None) -> dic
         data: Folder with `wikitext-2-raw` and `tokenizers/gpt2`; by default $DEEPENOUGH_DATA.
     """
     keep_freed_memory()
-    folder = Path(data or os.environ["DEEPENOUGH_DATA"])
+    folder = Path(data or os.environ.get("DEEPENOUGH_DATA", "data"))
+    require(folder / "wikitext-2-raw", "set DEEPENOUGH_DATA to a folder that has it.")
     torch.manual_seed(SEEDS[0])
     adapter = adapt(GPT2LMHeadModel(GPT2Config()).eval().requires_grad_(False))
     names = folder / "tokenizers" / "gpt2"

@@ -265,6 +265,25 @@ def test_check_fails_if_a_recorded_figure_is_missing() -> None:
     assert "ok" in lines[1]  # within the interval widened by 5 % of the value
 
 
+def test_a_failing_benchmark_does_not_stop_the_others(
+    toys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (toys / "broken.py").write_text(TOY.replace("from pathlib", "import nothing\nfrom pathlib"))
+    assert runner.main(["--all"], folder=toys) == 1
+    assert "FAILED: broken-red: No module named 'nothing'" in capsys.readouterr().out
+    assert (toys / "results" / "toy-red.json").is_file()
+
+
+def test_a_benchmark_without_its_data_is_skipped(
+    toys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runner.main(["toy-red"], folder=toys) == 0
+    lines = 'from benchmarks.figures import require\n    require("nowhere", "fetch it.")\n    value'
+    (toys / "toy.py").write_text(TOY.replace("value", lines, 1))
+    assert runner.main(["--check", "toy-red"], folder=toys) == 0
+    assert "SKIPPED: toy-red: nowhere is missing: fetch it." in capsys.readouterr().out
+
+
 def test_options_reach_the_benchmark(toys: Path) -> None:
     assert runner.main(["toy-red", "size=5"], folder=toys) == 0
     record = json.loads((toys / "results" / "toy-red.json").read_text())
