@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure
-from deepenough.measure.compare_intervals import Interval
-from deepenough.settings import resolve
-from deepenough.train.compare import compare
-from deepenough.train.compare_settings import CompareSettings
-from deepenough.train.par import ParTraining, train
+from deepenough.compare.config import CompareConfig
+from deepenough.compare.frontier import compare
+from deepenough.config import resolve
+from deepenough.measurement import Interval
+from deepenough.par.config import ParTrainConfig
+from deepenough.par.training import train
 
 QUICK = True
 SEEDS = [0, 1]
@@ -41,7 +42,7 @@ def measure() -> dict[str, Any]:
     """Compare twice; return how many intervals meet, the points and the share of bookkeeping."""
     with tempfile.TemporaryDirectory() as folder:
         run = str(Path(folder) / "run")
-        train(resolve(ParTraining, overrides={"run.folder": run, **MODEL}))
+        train(resolve(ParTrainConfig, overrides={"run.folder": run, **MODEL}))
         first, second = (compared(run, Path(folder) / f"out{seed}", seed) for seed in SEEDS)
     pairs = list(zip(first["points"], second["points"], strict=True))
     assert all(a["quality"] == b["quality"] for a, b in pairs), "quality is no matter of chance"

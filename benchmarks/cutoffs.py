@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.figures import interleaved, require
-from deepenough.models.cutoffs import optimal_cutoffs, optimal_cutoffs_ref
+from deepenough.nn.cutoffs import optimal_cutoffs, optimal_cutoffs_ref
 
 QUICK = True
 SEEDS: list[int] = []

@@ -20,7 +20,7 @@ from benchmarks.decode_setup import (
     padded,
 )
 from benchmarks.figures import require
-from deepenough.adaptive.exit.tuned import Tuned
+from deepenough.decoding.tuned import Tuned
 
 QUICK = False
 SEEDS = [0]

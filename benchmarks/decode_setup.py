@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.figures import require
-from deepenough.adaptive.exit.accelerate import accelerate
-from deepenough.adaptive.exit.own_text import Written
-from deepenough.adaptive.exit.planning import choose_exits, measured_prices
-from deepenough.adaptive.exit.policies import make_policy
-from deepenough.adaptive.exit.tuned import Tuned
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
-from deepenough.data import open_corpus
-from deepenough.measure.exit_losses import full_words
-from deepenough.models.pretrained import load_model
+from deepenough.data.corpus import open_corpus
+from deepenough.decoding.api import accelerate
+from deepenough.decoding.early_exit import make_policy
+from deepenough.decoding.exit_scoring import choose_exits, measured_prices
+from deepenough.decoding.losses import full_words
+from deepenough.decoding.own_text import Written
+from deepenough.decoding.tuned import Tuned
+from deepenough.hf.loading import load
+from deepenough.shortcut.modeling import Shortcuts
 
 CORPUS = "wikitext-2-raw"
 PROMPT_TOKENS = 32
@@ -54,7 +54,7 @@ TIE = 1e-3
 def load(model: str, threads: int) -> tuple[Any, Any]:
     """Return a model and its tokenizer, and set torch's threads."""
     torch.set_num_threads(threads)
-    return load_model(model)
+    return load(model)
 
 
 def load_maps(folder: str) -> Shortcuts:
@@ -206,10 +206,11 @@ def train_small_gpt2(folder: str, steps: int = 1200) -> None:
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from deepenough.data import DataSettings, prepare
+    from deepenough.data import prepare
+    from deepenough.data.config import DatasetConfig
 
     batch, length = 8, 128
-    prepared = prepare(DataSettings(corpus=CORPUS, batch_size=batch, length=length))
+    prepared = prepare(DatasetConfig(corpus=CORPUS, batch_size=batch, length=length))
     ids = torch.as_tensor(prepared.tokens["train"].ids)
     torch.manual_seed(0)
     tokenizer = prepared.tokenizer

@@ -34,9 +34,9 @@ from benchmarks.decode_setup import (
     padded,
 )
 from benchmarks.figures import interleaved, require
-from deepenough.adaptive.exit.making import make_engine
-from deepenough.adaptive.exit.tuned import Tuned
-from deepenough.train.allocator import keep_freed_memory
+from deepenough.decoding.engine import make_engine
+from deepenough.decoding.tuned import Tuned
+from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False
 SEEDS = [0]

@@ -26,10 +26,10 @@ from benchmarks.decode_setup import (
     make_prompts,
     write_rows,
 )
-from deepenough.adaptive.exit.filling import FILLS
-from deepenough.adaptive.exit.own_text import Written
-from deepenough.measure.exit_calibration import write
-from deepenough.measure.exit_losses import full_words, losses_at
+from deepenough.decoding.calibration import write
+from deepenough.decoding.early_exit import KV_PROPAGATIONS
+from deepenough.decoding.losses import full_words, losses_at
+from deepenough.decoding.own_text import Written
 
 QUICK = False
 SEEDS = [0]
@@ -54,7 +54,7 @@ def measure(
     expected = full_words(engine, full)
     found: dict[str, Any] = {}
     for threshold in thresholds:
-        for fill in FILLS:
+        for fill in KV_PROPAGATIONS:
             fast = make_exiting(loaded, maps, threshold, fill, exits)
             on_full = losses_at(fast._exit_engine, fast._exit_early, full, expected)
             found[f"{fill}_{threshold:g}"] = {

@@ -31,9 +31,9 @@ from benchmarks.decode_setup import (
     write_rows,
 )
 from benchmarks.figures import interleaved
-from deepenough.measure.exit_calibration import THRESHOLDS, write
-from deepenough.measure.exit_guarantee import BOUNDS, calibrate
-from deepenough.measure.exit_losses import ExitTable, losses_in_use, with_threshold
+from deepenough.decoding.calibration import THRESHOLDS, write
+from deepenough.decoding.guarantee import BOUNDS, calibrate
+from deepenough.decoding.losses import ExitTable, losses_in_use, with_threshold
 
 QUICK = False
 SEEDS = [0]

@@ -13,12 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepenough.data.programs import ProgramData
-from deepenough.settings import resolve
-from deepenough.train.lazy_use import load_translator
-from deepenough.train.programs import ProgramTraining, train_programs
-from deepenough.train.programs_use import ProgramEvaluation, evaluate_programs
-from deepenough.train.settings import RunSettings, TrainSettings
+from deepenough.config import resolve
+from deepenough.lazy.config import ProgramConfig, ProgramEvalConfig, ProgramTrainConfig
+from deepenough.lazy.evaluation import load_translator
+from deepenough.lazy.programs import evaluate_programs, train_programs
+from deepenough.training.config import RunSettings, TrainingConfig
 
 QUICK = False
 SEEDS = [0, 1]
@@ -39,7 +38,7 @@ def measure(runs: str = "runs/lazy-execute", steps: int = 5000) -> dict[str, Any
     return found
 
 
-def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramTraining:
+def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramTrainConfig:
     """Return the settings of one training."""
     width = WIDTHS[mechanism]
     return ProgramTrainConfig(
@@ -72,8 +71,8 @@ def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramT
 
 def figures(folder: Path) -> dict[str, Any]:
     """Return parameters, and exact match by kind and by difficulty."""
-    settings = resolve(ProgramTraining, folder / "config.yaml")
-    values = evaluate_programs(ProgramEvaluation(str(folder)))
+    settings = resolve(ProgramTrainConfig, folder / "config.yaml")
+    values = evaluate_programs(ProgramEvalConfig(str(folder)))
     shown = {
         name: value
         for name, value in values.items()

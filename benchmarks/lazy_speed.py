@@ -15,11 +15,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.figures import Figure, interleaved
-from deepenough.adaptive.lazy import (
-    LazyTransformerConfig,
-    LazyTransformerForConditionalGeneration,
-)
-from deepenough.train.allocator import keep_freed_memory
+from deepenough.lazy import LazyTransformerConfig, LazyTransformerForConditionalGeneration
+from deepenough.training.trainer import keep_freed_memory
 
 QUICK = True
 SEEDS = [0]

@@ -29,11 +29,9 @@ from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
 from benchmarks.figures import Figure, Unavailable, interleaved, spread
-from deepenough.data.translation_pairs import IGNORED, EncodedPairs
-from deepenough.models.dropout import Dropout
-from deepenough.train.lazy_task import plain_loss
-from deepenough.train.lazy_use import (
-    LazyEvaluation,
+from deepenough.data.translation_batches import IGNORE_INDEX, EncodedPairs
+from deepenough.lazy.config import TranslationEvalConfig
+from deepenough.lazy.evaluation import (
     Translator,
     bleu,
     load_translator,

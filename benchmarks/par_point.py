@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from benchmarks.figures import interleaved as timed_in_turns
-from deepenough.adaptive.par import ParForCausalLM
-from deepenough.adaptive.par.pattern import interleaved
-from deepenough.measure.latency import forward_function
+from deepenough.config import resolve
+from deepenough.par.config import ParSearchConfig, ParTrainConfig, interleaved
+from deepenough.par.evaluation import evaluate
+from deepenough.par.modeling import ParForCausalLM
+from deepenough.par.search import forward_function
+from deepenough.par.training import derive_run, search, train
 from deepenough.runs import RunFolder
-from deepenough.settings import resolve
-from deepenough.train.par import ParSearch, ParTraining, derive_run, search, train
-from deepenough.train.use import evaluate
 
 QUICK = False
 SEEDS = [0, 1, 2]
@@ -37,7 +37,7 @@ STEPS = 800
 
 def measure(runs: str = "runs/par-point", rounds: int = 15) -> dict[str, Any]:
     """Search and train what is missing, then time all patterns; return perplexities and times."""
-    folder, settings = Path(runs), resolve(ParSearch, str(CONFIG))
+    folder, settings = Path(runs), resolve(ParSearchConfig, str(CONFIG))
     baseline = interleaved(settings.model.num_blocks)
     searched = find_pattern(folder / "search-0", settings)
     seeds = {baseline: SEEDS, searched: SEEDS} | dict.fromkeys(HAND_WRITTEN, SEEDS[:1])
@@ -78,7 +78,7 @@ def measure(runs: str = "runs/par-point", rounds: int = 15) -> dict[str, Any]:
     }
 
 
-def find_pattern(folder: Path, settings: ParSearch) -> str:
+def find_pattern(folder: Path, settings: ParSearchConfig) -> str:
     """Return the pattern that the search finds within its budget, searching if need be."""
     if (folder / "model").exists():
         found = derive_run(RunFolder.open(folder), settings.search.budget, settings.search.spend)
@@ -93,7 +93,7 @@ def train_pattern(runs: Path, pattern: str, seed: int) -> float:
     """Return the validation perplexity of a pattern in use, training it if need be."""
     folder = runs / f"{pattern}-{seed}"
     evaluated = folder / f"valid-{USED}.json"
-    settings = resolve(ParSearch, str(CONFIG))
+    settings = resolve(ParSearchConfig, str(CONFIG))
     data = replace(settings.data, batch_size=STREAMS, length=TRAINED)
     if not (folder / "model").exists():
         run = replace(settings.run, folder=str(folder), resume=folder.exists())
@@ -101,7 +101,7 @@ def train_pattern(runs: Path, pattern: str, seed: int) -> float:
         steps = replace(
             settings.train, seed=seed, steps=STEPS, valid_every=STEPS, save_every=STEPS // 2
         )
-        train(ParTraining(run=run, data=data, model=model, train=steps))
+        train(ParTrainConfig(run=run, data=data, model=model, train=steps))
     if not evaluated.exists():
         values = evaluate(str(folder), replace(data, length=USED), "valid", mem_len=USED)
         evaluated.write_text(json.dumps(values))

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.figures import Figure, interleaved
 from deepenough import ParConfig, ParForCausalLM
-from deepenough.train.allocator import keep_freed_memory
+from deepenough.training.trainer import keep_freed_memory
 
 QUICK = True
 SEEDS = [0]

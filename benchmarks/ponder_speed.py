@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
 from benchmarks.figures import interleaved
-from deepenough.adaptive.ponder import (
+from deepenough.ponder import (
     PonderAlbertConfig,
     PonderAlbertForSequenceClassification,
     PonderEncoderForSequenceClassification,
 )
-from deepenough.adaptive.ponder.policies import FixedExit, SampledExit
-from deepenough.train.allocator import keep_freed_memory
+from deepenough.ponder.halting import FixedExit, SampledExit
+from deepenough.training.trainer import keep_freed_memory
 
 QUICK = True
 SEEDS = [0]

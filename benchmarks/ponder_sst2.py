@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import interleaved
-from deepenough.adaptive.ponder.policies import ConfidenceExit, FixedExit, QuantileExit
-from deepenough.data.classification import ClassificationData, LabelledTexts, open_classification
-from deepenough.data.encoded_examples import EncodedExamples
-from deepenough.measure import ponder as evaluation
-from deepenough.measure.ponder_time import time_exits
-from deepenough.settings import resolve
-from deepenough.train.ponder import PonderTraining, train
-from deepenough.train.ponder_use import load_classifier
+from deepenough.config import resolve
+from deepenough.data.classification import ClassificationConfig, LabelledTexts, open_classification
+from deepenough.data.classification_batches import EncodedExamples
+from deepenough.ponder import evaluation as evaluation
+from deepenough.ponder.config import PonderTrainConfig
+from deepenough.ponder.evaluation import load_classifier, time_exits
+from deepenough.ponder.halting import ConfidenceExit, FixedExit, QuantileExit
+from deepenough.ponder.training import train
 
 QUICK = False
 SEEDS = [0]
@@ -52,7 +52,7 @@ def measure(
         rounds: Rounds of timing.
         limit: Training examples, for a trial.
     """
-    texts = arrange(open_classification(ClassificationData("sst2")), limit)
+    texts = arrange(open_classification(ClassificationConfig("sst2")), limit)
     results = {}
     for seed in SEEDS:
         folders = {name: fine_tune(Path(runs), name, seed, texts, epochs) for name in EXITS}

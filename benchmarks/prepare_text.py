@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import interleaved, require
-from deepenough.data import TokenFile, load_tokenizer, open_corpus, token_file
+from deepenough.data.corpus import open_corpus
+from deepenough.data.tokenizer import load_tokenizer
+from deepenough.data.tokens import TokenFile, token_file
 
 QUICK = True
 SEEDS: list[int] = []

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from benchmarks.figures import interleaved
-from deepenough.adaptive.shortcut.collect import make_reading
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
-from deepenough.adaptive.shortcut.windows import TokenBatch, batches
-from deepenough.data import open_corpus
-from deepenough.models.hf import Adapter, adapt
-from deepenough.models.pretrained import load_model
+from deepenough.data.corpus import open_corpus
+from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.loading import load
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.reading import TokenBatch, batches, make_reading
 
 QUICK = False
 SEEDS: list[int] = []
@@ -33,7 +32,7 @@ def measure(
 ) -> dict[str, Any]:
     """Time bare passes and fits over the same text; return seconds and ratios."""
     torch.set_num_threads(threads)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load(model)
     adapter = adapt(loaded)
     texts = choose_texts(corpus, tokenizer, tokens)
     read = list(batches(tokenizer, texts, make_reading(adapter)))

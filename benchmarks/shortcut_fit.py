@@ -20,7 +20,7 @@ from sklearn.metrics import r2_score
 from torch import Tensor
 
 from benchmarks.figures import Figure, interleaved
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
+from deepenough.shortcut.modeling import Shortcuts
 
 QUICK = True
 SEEDS = [0]

@@ -21,10 +21,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.figures import Figure
-from deepenough.adaptive.shortcut.collect import iterate_states
-from deepenough.adaptive.shortcut.pairs import make_plan, plan_bytes
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
-from deepenough.models.hf import Adapter, adapt
+from deepenough.hf.adapter import Adapter, adapt
+from deepenough.shortcut.fitting import make_plan, plan_bytes
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.reading import iterate_states
 
 QUICK = False
 SEEDS = [0]

@@ -22,13 +22,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from benchmarks.figures import require
-from deepenough.adaptive.shortcut.replacement import Replacement
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
-from deepenough.adaptive.shortcut.submodules import Submodules
-from deepenough.measure.shortcut import evaluate
-from deepenough.measure.shortcut_scores import Reference
-from deepenough.models.hf import Adapter, adapt
-from deepenough.train.allocator import keep_freed_memory
+from deepenough.hf.adapter import Adapter, adapt
+from deepenough.shortcut.evaluation import evaluate
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.scores import Reference
+from deepenough.shortcut.submodules import Replacement, Submodules
+from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False
 SEEDS = [0]

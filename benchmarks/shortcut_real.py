@@ -12,11 +12,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from deepenough.adaptive.shortcut.shortcuts import Shortcuts
-from deepenough.data import open_corpus
-from deepenough.measure.shortcut import evaluate, lens
-from deepenough.models.hf import adapt
-from deepenough.models.pretrained import load_model
+from deepenough.data.corpus import open_corpus
+from deepenough.hf.adapter import adapt
+from deepenough.hf.loading import load
 from deepenough.runs import Metrics, RunFolder
 from deepenough.shortcut.evaluation import evaluate, lens
 from deepenough.shortcut.modeling import Shortcuts
@@ -50,7 +48,7 @@ def measure(
     """
     keep_freed_memory()
     folder = RunFolder.create(run, overwrite=True)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load(model)
     adapter = adapt(loaded)
     train = running_text(tokenizer, CORPUS, "train", train_tokens)
     valid = running_text(tokenizer, CORPUS, "valid", valid_tokens)

@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 
 from deepenough.data.corpus import open_corpus
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.hf.loading import load
 from deepenough.shortcut.evaluation import evaluate
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.tune import tune
