@@ -1,20 +1,45 @@
-"""The words that every layer would say at every token of a prompt: a logit lens through shortcuts.
+"""What an early layer predicts: shown for a prompt (`lens`), and compared with the last layer.
 
-(The logit lens of nostalgebraist, 2020, is mode `id`; arXiv 2303.09435 and 2303.08112 put a map to
-the last layer before the head.)
+The lens shows the token that every layer would predict at every token of a prompt: a logit lens
+through shortcuts. (The logit lens of nostalgebraist, 2020, is mode `id`; arXiv 2303.09435 and
+2303.08112 put a map to the last layer before the head.)
+
+`Reference` scores predictions as in Jump to Conclusions (arXiv 2303.09435). Of the token `v` that
+the early layer finds likeliest:
+
+- precision@k: is `v` among the `k` likeliest of the last layer?
+- surprisal: `-log p_L(v)` in nats, with `p_L` the last layer's distribution.
+
+And of the early distribution `q` as a whole: `KL(p_L || q)` in nats (as the tuned lens, arXiv
+2303.08112), and the gap between its two largest probabilities, its confidence.
+
+Written out, `KL = sum p log p - sum p x + log sum exp x` with the logits `x` of `q`: `q` itself is
+never made, and all passes over its logits are made while they are in the cache.
+
+Shapes: N tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import Record
 from deepenough.shortcut.modeling import Shortcuts
+
+PRECISIONS = (1, 5, 10)
+
+#: Rows of logits that are worked on at once, small enough to stay in a processor's cache.
+_ROWS = 16
+#: Columns that are reduced to their largest before the two largest of a row are looked for.
+_BLOCK = 128
+#: In the place of a logit of -inf, whose product with a probability of 0 is to be 0.
+_RULED_OUT = -1e30
 
 
 @torch.no_grad()
@@ -25,9 +50,19 @@ def lens(
     prompt: str,
     mode: str | None = None,
 ) -> Record:
-    """For all layers (with tuned maps: that have one) and every token of the prompt: the likeliest
-    word, its probability, and whether it is the last layer's. A causal model predicts the next
-    token, a masked model the token itself (put its mask token where it shall guess)."""
+    """Return, for every layer and token of a prompt, the prediction and whether it is the last's.
+
+    A causal model predicts the next token, a masked model the token itself (put its mask token
+    where it shall guess).
+
+    Args:
+        model: The model that the shortcuts were fitted for.
+        tokenizer: Its tokenizer.
+        shortcuts: Maps to the last layer.
+        prompt: The text to look at.
+        mode: "id", "mat", "affine" or "tuned"; by default the maps as they were fitted. With tuned
+            maps, only layers that have one are shown.
+    """
     adapter = model if isinstance(model, Adapter) else adapt(model)
     shortcuts.check_model(adapter)
     mode = mode or shortcuts.mode
@@ -49,9 +84,9 @@ def lens(
         {
             "prompt": prompt,
             "mode": mode,
-            "tokens": _words(tokenizer, ids[0].tolist()),
+            "tokens": _decoded(tokenizer, ids[0].tolist()),
             "layers": layers,
-            "words": [_words(tokenizer, row.tolist()) for row in tokens],
+            "words": [_decoded(tokenizer, row.tolist()) for row in tokens],
             "probability": probabilities,
             "agrees": [(row == tokens[-1]).tolist() for row in tokens],
         },
@@ -70,6 +105,88 @@ def _encode(adapter: Adapter, tokenizer: Any, prompt: str) -> torch.Tensor:
     return torch.tensor([ids], device=adapter.model.device)
 
 
-def _words(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Each token as text by itself: a table has one cell for each."""
+def _decoded(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Return each token as text by itself: a table has one cell for each."""
     return [tokenizer.decode([token]) for token in ids]
+
+
+class TokenScores(NamedTuple):
+    """Scores of an early layer's predictions, `[N]` each."""
+
+    token: Tensor
+    """The token it finds likeliest."""
+    gap: Tensor
+    """Difference of its two largest probabilities."""
+    rank: Tensor
+    """Place of the token in the last layer's order, from 0; the largest precision counted if it
+    comes later."""
+    surprisal: Tensor
+    kl: Tensor
+
+
+class Reference:
+    """The last layer's predictions, to which all others are compared."""
+
+    def __init__(self, logits_NV: Tensor) -> None:
+        log_probs = torch.log_softmax(logits_NV.float(), dim=-1)
+        self.log_probs_NV = log_probs
+        self.probs_NV = log_probs.exp()
+        self.negentropy_N = torch.linalg.vecdot(self.probs_NV, log_probs.clamp_min(_RULED_OUT))
+        top = log_probs.topk(min(PRECISIONS[-1], log_probs.shape[-1]))
+        self.order_NK = top.indices
+
+    def scores(self) -> TokenScores:
+        """Return the last layer's own scores: it agrees, but may be surprised at its choice."""
+        token = self.order_NK[:, 0]
+        two = self.log_probs_NV.gather(1, self.order_NK[:, :2]).exp()
+        zero = torch.zeros_like(self.negentropy_N)
+        surprisal = -self.log_probs_NV.gather(1, token[:, None])[:, 0]
+        return TokenScores(token, two[:, 0] - two[:, -1], torch.zeros_like(token), surprisal, zero)
+
+    def score(self, logits_NV: Tensor) -> TokenScores:
+        """Return the scores of an early layer's logits for the same tokens."""
+        parts = [
+            self._score(logits_NV[start : start + _ROWS], slice(start, start + _ROWS))
+            for start in range(0, len(logits_NV), _ROWS)
+        ]
+        return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def _score(self, logits: Tensor, rows: slice) -> TokenScores:
+        logits = logits.float()
+        largest, second, token = top_two(logits)
+        expected = torch.linalg.vecdot(logits, self.probs_NV[rows])
+        if bool(expected.isnan().any()):  # tokens that are ruled out: -inf at a probability of 0
+            expected = torch.linalg.vecdot(logits.clamp_min(_RULED_OUT), self.probs_NV[rows])
+        total = (logits - largest[:, None]).exp_().sum(-1)  # of probabilities over the largest
+        kl = self.negentropy_N[rows] - expected + largest + total.log()
+        surprisal = -self.log_probs_NV[rows].gather(1, token[:, None])[:, 0]
+        hits = self.order_NK[rows] == token[:, None]
+        rank = torch.where(hits.any(1), hits.to(torch.uint8).argmax(1), PRECISIONS[-1])
+        gap = (1 - (second - largest).exp()) / total
+        return TokenScores(token, gap, rank, surprisal, kl.clamp_min(0))
+
+
+def top_two(values_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest of each row, the second largest, and the column of the first.
+
+    `torch.topk` sorts on a CPU; the largest of blocks of columns, of which then two are looked
+    into, need one pass at the speed of memory.
+    """
+    width = values_NV.shape[1]
+    blocks, rest = divmod(width, _BLOCK)
+    if blocks < 2:
+        value, index = values_NV.topk(min(2, width))
+        return value[:, 0], value[:, -1], index[:, 0]
+    maxima = values_NV[:, : width - rest].unflatten(1, (blocks, _BLOCK)).amax(-1)
+    if rest:
+        maxima = torch.cat((maxima, values_NV[:, -rest:].amax(-1, keepdim=True)), dim=1)
+    best = maxima.topk(2)
+    # The columns of the best block; the last block is short and is filled up from its end.
+    inside = torch.arange(_BLOCK, device=values_NV.device)
+    columns = (best.indices[:, :1] * _BLOCK + inside).clamp_max(width - 1)
+    found = values_NV.gather(1, columns)
+    place = found.argmax(1, keepdim=True)
+    token = columns.gather(1, place)
+    # Of the same block, without the token (which may stand several times in a filled-up one).
+    others = found.masked_fill(columns == token, -torch.inf).amax(1)
+    return found.gather(1, place)[:, 0], torch.maximum(others, best.values[:, 1]), token[:, 0]

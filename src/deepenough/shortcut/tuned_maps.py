@@ -10,17 +10,25 @@ positions, as in the tuned lens (arXiv 2303.08112). Departures:
   coordinate, the error that the closed form makes. The variances of a residual stream differ by
   factors of a million; so put, all its directions learn at one pace, one learning rate serves all
   layers, and weight decay pulls towards the closed form.
+- Projecting to the whole vocabulary is most of what a head costs, and most tokens have next to no
+  probability. The most probable ones are always in the softmax; a few others, drawn anew for every
+  batch, stand for all the rest, each counting as many times as there are tokens it stands for, so
+  that the sum over the vocabulary is right in the mean (sampled softmax, arXiv 1412.2007).
 
-Shapes: L layers, N positions, D width, V words.
+Shapes: L layers, N positions, D width, V tokens.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from deepenough.hf.adapter import Adapter, copied_path, replace_child
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -32,13 +40,16 @@ class Whitening(NamedTuple):
     root_LDD: Tensor
 
     def __call__(self, states_LND: Tensor) -> Tensor:
+        """Return whitened states."""
         mean_LD, root_LDD = (tensor.to(states_LND.device) for tensor in self)
         return torch.bmm(states_LND - mean_LD[:, None], root_LDD)
 
 
 def whitening(states_LND: Tensor) -> Whitening:
-    """From a sample. `floor` keeps directions of little variance, where noise is, from counting as
-    much as the others."""
+    """Return the whitening of a sample of states.
+
+    A floor keeps directions of little variance, where noise is, from counting as much as others.
+    """
     means, roots = [], []
     for states_ND in states_LND:
         states = states_ND.double()
@@ -55,7 +66,7 @@ def whitening(states_LND: Tensor) -> Whitening:
 def closed_form_error(
     matrices_LDD: Tensor, biases_LD: Tensor, states_LND: Tensor, last_ND: Tensor
 ) -> Tensor:
-    """By layer and coordinate, how far the closed form is off in the mean square, `[L, D]`."""
+    """Return how far the closed form is off in the mean square, by layer and coordinate."""
     mapped_LND = torch.baddbmm(biases_LD[:, None], states_LND, matrices_LDD.transpose(1, 2))
     error_LD = (mapped_LND - last_ND).square().mean(1).sqrt()
     # Where there is no error there is nothing to learn, but a step of nothing would stay there.
@@ -83,14 +94,14 @@ class TunedMaps(nn.Module):
         self.shift = nn.Parameter(torch.zeros_like(offset))
 
     def forward(self, white_LND: Tensor) -> Tensor:
-        """What the maps make of whitened states: states as of the last layer, `[L, N, D]`."""
+        """Map whitened states to states as of the last layer, `[L, N, D]`."""
         weight_LDD = torch.addcmul(self.start, self.error[..., None], self.change)
         bias_LD = torch.addcmul(self.offset, self.error, self.shift)
         return torch.baddbmm(bias_LD[:, None], white_LND, weight_LDD.transpose(1, 2))
 
     @torch.no_grad()
     def maps(self) -> tuple[Tensor, Tensor]:
-        """`(A, b)` of every layer, for states as they are."""
+        """Return `A` and `b` of every layer, for states that are not whitened."""
         change, shift, error = (t.detach().cpu() for t in (self.change, self.shift, self.error))
         difference_LDD = torch.bmm(error[..., None] * change, self.white.root_LDD)
         moved_LD = torch.einsum("lij,lj->li", difference_LDD, self.white.mean_LD)
@@ -130,22 +141,98 @@ class _Divergences(torch.autograd.Function):
 def divergences(
     mapped_LND: Tensor, logits: Logits, log_p_NV: Tensor, log_weight_V: Tensor
 ) -> Tensor:
-    """`KL(p || q)` of every layer, the mean over positions; `log_weight` belongs to both."""
+    """Return `KL(p || q)` of every layer, the mean over positions.
+
+    Args:
+        mapped_LND: States as of the last layer, one set for each layer.
+        logits: From states to logits.
+        log_p_NV: The target, log-probabilities.
+        log_weight_V: Added to the logits; `log_p_NV` has it already.
+    """
     found: Tensor = _Divergences.apply(mapped_LND, logits, log_p_NV, log_weight_V)
     return found
 
 
-def divergences_ref(
-    mapped_LND: Tensor, logits: Logits, log_p_NV: Tensor, log_weight_V: Tensor
-) -> Tensor:
-    """The same, word by word from the definition."""
-    totals = []
-    for mapped_ND in mapped_LND:
-        total = mapped_ND.new_zeros(())
-        for state_D, log_p_V in zip(mapped_ND, log_p_NV, strict=True):
-            scores_V = logits(state_D[None])[0] + log_weight_V
-            log_q_V = scores_V - scores_V.exp().sum().log()
-            for log_p, log_q in zip(log_p_V, log_q_V, strict=True):
-                total = total + log_p.exp() * (log_p - log_q)
-        totals.append(total / len(mapped_ND))
-    return torch.stack(totals)
+# -- a part of the vocabulary -------------------------------------------------------------------
+
+
+class SoftmaxTokens(NamedTuple):
+    """Some tokens of the vocabulary, and what to add to their logits before a softmax over them."""
+
+    ids: Tensor
+    log_weight: Tensor
+
+
+class TokenSampler:
+    """Chooses the `size` tokens with most mass, and `num_drawn` others for the rest."""
+
+    def __init__(self, mass_V: Tensor, size: int, num_drawn: int) -> None:
+        order = mass_V.argsort(descending=True, stable=True)
+        self.kept, self.others = order[:size].sort().values, order[size:].sort().values
+        self.num_drawn = min(num_drawn, len(self.others))
+        self.share = float(mass_V[self.kept].sum() / mass_V.sum())
+        """Share of the mass on the tokens that are always taken."""
+
+    def draw(self, generator: torch.Generator) -> SoftmaxTokens:
+        """Return the tokens of one batch."""
+        drawn = torch.randperm(len(self.others), generator=generator)[: self.num_drawn]
+        ids = torch.cat([self.kept, self.others[drawn]])
+        log_weight = torch.zeros(len(ids))
+        if self.num_drawn:
+            log_weight[len(self.kept) :] = math.log(len(self.others) / self.num_drawn)
+        return SoftmaxTokens(ids, log_weight)
+
+
+class PartialHead:
+    """`adapter.head(...)[..., ids]`, without making the other columns if the model allows that."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self._is_divisible = _is_divisible(adapter)
+
+    def __call__(self, ids: Tensor) -> Logits:
+        """Return the head for the tokens `ids`."""
+        small = _small_adapter(self.adapter, ids) if self._is_divisible else None
+        if small is not None:
+            return small.head
+        return lambda normed: self.adapter.head(normed)[..., ids]
+
+
+def _small_adapter(adapter: Adapter, ids: Tensor) -> Adapter | None:
+    """Return the same model, weights shared, with fewer rows in the last map of its head."""
+    model = adapter.model
+    last_map = model.get_output_embeddings()
+    paths = [name for name, module in model.named_modules() if module is last_map]
+    if not isinstance(last_map, nn.Linear) or not paths:
+        return None
+    rows = copy.copy(last_map)
+    rows._parameters = {
+        name: None if value is None else nn.Parameter(value[ids], requires_grad=False)
+        for name, value in last_map._parameters.items()
+    }
+    small = copy.copy(adapter)
+    small.model = copy.copy(model)
+    if adapter.trunk is model:
+        small.trunk = small.model
+    *way, last = paths[0].split(".")
+    replace_child(copied_path(small.model, way), last, rows)
+    return small
+
+
+@torch.no_grad()
+def _is_divisible(adapter: Adapter) -> bool:
+    """Return, by trying, whether the rows of the head's last map can be taken alone."""
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randn(1, adapter.width, generator=generator).to(adapter.model.device)
+    normed = adapter.final_norm(state)
+    expected = adapter.head(normed)
+    ids = torch.arange(0, expected.shape[-1], 7, device=expected.device)
+    small = _small_adapter(adapter, ids)
+    if small is None:
+        return False
+    try:
+        found = small.head(normed)
+    except (RuntimeError, IndexError, AttributeError):
+        return False
+    wanted = expected[..., ids]
+    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,287 @@
+"""`deepenough shortcut fit`, `eval` and `lens`: a study of one model's layers in one run folder.
+
+The folder holds `shortcuts/` (the maps; `affine/` beside them where both kinds were asked for) and
+`metrics.jsonl`, from which every figure is drawn. Torch is imported inside the functions, so that
+`--help` need not wait for it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Literal
+
+from deepenough.config import Command, RunConfig, dump, resolve
+from deepenough.errors import UserError
+from deepenough.runs import Metrics, Record, RunFolder, read_config, read_records
+from deepenough.shortcut.config import (
+    ShortcutEvalConfig,
+    ShortcutFitConfig,
+    ShortcutLensConfig,
+    TuneTrainingConfig,
+)
+
+if TYPE_CHECKING:
+    from deepenough.shortcut.evaluation import Evaluation
+    from deepenough.shortcut.fitting import Progress
+    from deepenough.shortcut.modeling import Shortcuts
+
+#: What the table of `shortcut eval` shows of a layer: heading and value in its record.
+_COLUMNS = {
+    "agrees": "precision_1",
+    "in top 5": "precision_5",
+    "surprisal": "surprisal",
+    "kl": "kl",
+}
+_LENS_ROWS = 10
+
+
+# -- fit -----------------------------------------------------------------------------------------
+
+
+def fit(config: ShortcutFitConfig) -> None:
+    """Run `deepenough shortcut fit`."""
+    from deepenough.training.distributed import is_main_process
+    from deepenough.training.logging import reading
+
+    with reading("texts") as progress:
+        shortcuts = fit_run(config, progress)
+    if is_main_process():
+        print(
+            f"{len(shortcuts.maps)} maps of {config.model.name} in {config.out}/shortcuts; next: "
+            f"deepenough shortcut eval {config.out} --data {config.data}"
+        )
+
+
+def fit_run(config: ShortcutFitConfig, progress: Progress | None = None) -> Shortcuts:
+    """Fit maps into a run folder and return them; interrupted, it goes on with `resume`."""
+    from deepenough.shortcut.training import tune
+    from deepenough.training.distributed import is_main_process
+    from deepenough.training.trainer import keep_freed_memory
+
+    keep_freed_memory()
+    # Refuse before long work; delete an earlier run only when all else has been found good.
+    RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
+    texts = config.dataset.read(config.data)
+    model, tokenizer = config.model.load()
+    run = RunFolder.create(config.out, resume=config.resume, overwrite=config.overwrite)
+    if is_main_process():
+        dump(config, run.config)
+
+    def fit_maps(affine: bool, targets: Literal["all", "last"], name: str) -> Shortcuts:
+        from deepenough.shortcut.modeling import INDEX, Shortcuts
+
+        if (run.path / name / INDEX).is_file():  # finished before the run was interrupted
+            return Shortcuts.from_pretrained(run.path / name)
+        return Shortcuts.fit(
+            model,
+            tokenizer,
+            texts,
+            config.fit.positions,
+            targets,
+            affine,
+            config.fit.ridge,
+            memory_limit=None if config.fit.memory is None else config.fit.memory * 2**30,
+            resume=run.checkpoints / name,
+            progress=progress,
+            window=config.fit.window,
+        )
+
+    found = {"shortcuts": fit_maps(config.fit.maps == "affine", config.fit.targets, "shortcuts")}
+    if config.fit.maps == "both":
+        found["affine"] = fit_maps(True, "last", "affine")
+    tuning = RunConfig(str(run.path / "tuning"), config.resume, overwrite=not config.resume)
+    if config.tuned:
+        options = TuneTrainingConfig(tune=config.tune, train=config.train)
+        found["shortcuts"] = tune(
+            found["shortcuts"], model, tokenizer, texts, options, run=tuning
+        )
+    if is_main_process():
+        for name, each in found.items():
+            each.save_pretrained(run.path / name)
+            # The maps of a finished fit are on disk once.
+            shutil.rmtree(run.checkpoints / name, ignore_errors=True)
+        shutil.rmtree(RunFolder(run.path / "tuning").model, ignore_errors=True)
+        _replace_records(run, [found["shortcuts"].record()], keep=())
+    return found["shortcuts"]
+
+
+# -- eval ----------------------------------------------------------------------------------------
+
+
+def evaluate(config: ShortcutEvalConfig) -> None:
+    """Run `deepenough shortcut eval`."""
+    from deepenough.training.logging import reading
+
+    with reading("texts") as progress:
+        evaluation = evaluate_run(config, progress)
+    records = evaluation.records()
+    print(f"{'mode':>14} {'layer':>5}" + "".join(f"{name:>11}" for name in _COLUMNS))
+    for record in records:
+        if record.kind == "layer":
+            values = record.values
+            numbers = "".join(f"{values[key]:>11.3f}" for key in _COLUMNS.values())
+            print(f"{values['mode']:>14} {values['layer']:>5}{numbers}")
+    for record in records:
+        if record.kind == "saved":
+            values = record.values
+            print(
+                f"early exit, {values['mode']}, {values['agreement']:.0%} agreement: "
+                f"{values['saved']:.1%} of layers saved"
+            )
+    print(f"on {evaluation.positions:,} tokens; next: deepenough shortcut plot {config.run}")
+
+
+def evaluate_run(config: ShortcutEvalConfig, progress: Progress | None = None) -> Evaluation:
+    """Measure what a run has fitted, and record it in place of an earlier measurement."""
+    from deepenough.shortcut.evaluation import evaluate as measure
+    from deepenough.shortcut.submodules import Submodules
+    from deepenough.training.trainer import keep_freed_memory
+
+    keep_freed_memory()
+    run, fitted = _open(config.run)
+    shortcuts = _saved(run)
+    texts = config.dataset.read(config.data)
+    model, tokenizer = fitted.model.load()
+    started = time.perf_counter()
+    parts = None
+    if config.submodules:
+        parts = Submodules.fit(
+            model,
+            tokenizer,
+            fitted.dataset.read(fitted.data),
+            positions=fitted.fit.positions,
+            ridge=fitted.fit.ridge,
+            window=fitted.fit.window,
+        )
+    evaluation = measure(
+        model,
+        tokenizer,
+        shortcuts,
+        texts,
+        positions=config.positions,
+        submodules=parts,
+        window=fitted.fit.window,
+        progress=progress,
+    )
+    about = {
+        "settings": asdict(config),
+        "positions": evaluation.positions,
+        "seconds": time.perf_counter() - started,
+    }
+    records = [Record(0, "evaluation", about), *evaluation.records()]
+    _replace_records(run, records, keep=("fit", "lens"))
+    return evaluation
+
+
+# -- lens ----------------------------------------------------------------------------------------
+
+
+def lens(config: ShortcutLensConfig) -> None:
+    """Run `deepenough shortcut lens`."""
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    values = lens_run(config).values
+    last = len(values["layers"]) - 1
+    heads = [Column(Text(repr(token)[1:-1])) for token in values["tokens"]]
+    table = Table("layer", *heads, box=None)
+    for row in sorted({*range(0, last + 1, max(1, last // _LENS_ROWS)), last}):
+        predictions = [
+            Text(repr(token)[1:-1], style="bold" if agrees else "dim")
+            for token, agrees in zip(values["words"][row], values["agrees"][row], strict=True)
+        ]
+        table.add_row(str(values["layers"][row]), *predictions)
+    Console().print(table)
+    print(f"bold: the last layer's token; next: deepenough shortcut plot {config.run}")
+
+
+def lens_run(config: ShortcutLensConfig) -> Record:
+    """Return what every layer predicts at every token of a prompt; the run keeps the last one."""
+    from deepenough.shortcut.lens import lens as look
+
+    run, fitted = _open(config.run)
+    shortcuts, *others = _saved(run)
+    if config.mode == "affine" and others:
+        shortcuts = others[0]
+    model, tokenizer = fitted.model.load()
+    record = look(model, tokenizer, shortcuts, config.prompt, config.mode)
+    kinds = {kept.kind for kept in _records(run)} - {"lens"}
+    _replace_records(run, [record], keep=sorted(kinds))
+    return record
+
+
+# -- the run folder ------------------------------------------------------------------------------
+
+
+def _open(folder: str) -> tuple[RunFolder, ShortcutFitConfig]:
+    content = read_config(folder)
+    if content.get("method") != ShortcutFitConfig.METHOD or "fit" not in content:
+        raise UserError(
+            f"{folder} is not a run of deepenough shortcut fit: give the folder of one."
+        )
+    run = RunFolder.open(folder)
+    return run, resolve(ShortcutFitConfig, run.config)
+
+
+def _saved(run: RunFolder) -> list[Shortcuts]:
+    from deepenough.shortcut.modeling import Shortcuts
+
+    folders = [run.path / name for name in ("shortcuts", "affine")]
+    if not folders[0].is_dir():
+        raise UserError(
+            f"{run.path} has no maps yet: let deepenough shortcut fit finish (--resume goes on)."
+        )
+    return [Shortcuts.from_pretrained(folder) for folder in folders if folder.is_dir()]
+
+
+def _records(run: RunFolder) -> list[Record]:
+    return read_records(run.metrics)[0] if run.metrics.exists() else []
+
+
+def _replace_records(run: RunFolder, records: Sequence[Record], keep: Sequence[str]) -> None:
+    """Write records in place of all that are not of the kinds to keep."""
+    kept = [record for record in _records(run) if record.kind in keep]
+    part = run.metrics.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    metrics = Metrics(part)
+    for record in [*kept, *records]:
+        metrics.append(record)
+    part.replace(run.metrics)
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        name="fit",
+        help="fit linear maps between the layers of a Hugging Face model",
+        config=ShortcutFitConfig,
+        run=fit,
+        description="Fit the linear map from every layer of a Hugging Face model to every later\n"
+        "one, in one pass over a text.",
+        example="deepenough shortcut fit smollm2 --data mytext.txt --out runs/shortcut",
+        positional=("model.name",),
+    ),
+    Command(
+        name="eval",
+        help="measure what each layer already knows",
+        config=ShortcutEvalConfig,
+        run=evaluate,
+        description="Measure shortcuts on a text: agreement with the last layer, surprisal and KL\n"
+        "by layer, r^2 of all pairs, layers saved by early exit.",
+        example="deepenough shortcut eval runs/shortcut --data mytext.txt",
+        positional=("run",),
+    ),
+    Command(
+        name="lens",
+        help="show what every layer predicts after every token of a prompt",
+        config=ShortcutLensConfig,
+        run=lens,
+        description="Show, for a prompt, the token each layer predicts after each token; the run\n"
+        "keeps it for shortcut plot and report.",
+        example='deepenough shortcut lens "The capital of France is" --run runs/shortcut',
+        positional=("prompt",),
+    ),
+)

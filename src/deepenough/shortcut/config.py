@@ -1,0 +1,229 @@
+"""Settings of the shortcut commands; free of torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from deepenough.config import RunConfig, bounded
+from deepenough.errors import UserError
+from deepenough.training.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_JOINED_CHARACTERS = 50_000
+"""Of running text in one piece: many windows, so that few are short, and few enough for progress
+to be seen."""
+
+
+@dataclass
+class PretrainedModelConfig:
+    """Model."""
+
+    name: str = "smollm2"
+    """smollm2 (a real model that comes as a package), a folder, a run, or a name on the hub."""
+
+    kind: Literal["auto", "causal", "masked", "encoder"] = "auto"
+    """Which head to load; by default the one the model was saved with."""
+
+    dtype: str = "float32"
+    """Number format of the weights."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+
+    allow_pickle: bool = False
+    """Load pickled weights too, which can run any code: only from people you trust."""
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Return the model and its tokenizer."""
+        from deepenough.hf.loading import load
+
+        return load(self.name, self.kind, self.dtype, self.revision, self.allow_pickle)
+
+
+@dataclass
+class TextConfig:
+    """Text."""
+
+    split: str = "train"
+    """Part of the text."""
+
+    lines: int | None = bounded(2000, ge=1)
+    """How many lines to read, those without text not counted; null for all."""
+
+    min_chars: int = bounded(40, ge=0)
+    """Lines shorter than this, such as headings, are passed over."""
+
+    join: bool = False
+    """Read the lines as running text, cut into windows, rather than each by itself: states then
+    have a longer past, and little is padded."""
+
+    def read(self, data: str) -> list[str]:
+        """Return the texts of a file, folder or corpus."""
+        from deepenough.data import open_corpus
+
+        corpus = open_corpus(data)
+        if self.split not in corpus.splits:
+            known = ", ".join(corpus.splits)
+            raise UserError(f"The text {data} has no split {self.split!r}: it has {known}.")
+        long_enough = (x for x in corpus.lines(self.split) if len(x.strip()) >= self.min_chars)
+        texts = list(itertools.islice(long_enough, self.lines))
+        if not texts:
+            raise UserError(
+                f"No line of {data} ({self.split}) has {self.min_chars} characters: give another "
+                "text or a lower dataset.min_chars."
+            )
+        return list(_joined(texts)) if self.join else texts
+
+
+@dataclass
+class MapsConfig:
+    """Maps."""
+
+    maps: Literal["linear", "affine", "both"] = "linear"
+    """Maps without or with a bias; both adds affine maps to the last layer."""
+
+    positions: Literal["all", "random"] = "all"
+    """Use every token of a text, or one drawn at random."""
+
+    targets: Literal["all", "last"] = "all"
+    """Map every layer to every later one, or to the last only."""
+
+    ridge: float = bounded(0.0, ge=0)
+    """Penalty on the squared entries of the maps; needed for little text."""
+
+    window: int | None = bounded(None, ge=2)
+    """Longest piece of text in tokens; by default what the model allows, up to 1024."""
+
+    memory: float | None = bounded(None, gt=0)
+    """GiB for statistics; where they need more, the text is read several times. By default most of
+    the memory that is free."""
+
+
+@dataclass
+class TuneConfig:
+    """Tuning."""
+
+    batch: int = bounded(256, ge=1)
+    """Positions of text in a step, over all processes."""
+
+    top_tokens: int | None = bounded(4096, ge=1)
+    """Tokens of the vocabulary that are always in the softmax, the most probable ones; null for the
+    whole vocabulary, which is several times slower."""
+
+    sampled_tokens: int = bounded(512, ge=0)
+    """Tokens drawn anew at every step to stand for the rest of the vocabulary."""
+
+    layers: list[int] | None = None
+    """Layers whose maps are tuned; by default all below the last."""
+
+    held_out: int = bounded(512, ge=1)
+    """Positions of held-out text on which progress is measured."""
+
+    memory: float = bounded(4.0, ge=0)
+    """GiB in which the states of the text may be kept; if they need more, they are computed anew
+    at every step."""
+
+
+def tuning_defaults() -> TrainingConfig:
+    """Return the training options that tuning starts from."""
+    return TrainingConfig(
+        steps=300,
+        lr=1e-3,
+        warmup=10,
+        weight_decay=0.0,
+        clip=0.0,  # the layers are independent: a common limit would tie them together
+        precision="fp32",
+        log_every=20,
+        valid_every=300,
+        save_every=100,
+        keep=1,
+    )
+
+
+@dataclass
+class TuneTrainingConfig(RunConfig):
+    """Tuning of the maps of one model."""
+
+    METHOD: ClassVar[str] = "shortcut"
+
+    out: str = ""
+    """Folder for everything that the run leaves; by default a temporary one."""
+
+    tune: TuneConfig = field(default_factory=TuneConfig)
+    train: TrainingConfig = field(default_factory=tuning_defaults)
+
+
+@dataclass
+class ShortcutFitConfig(RunConfig):
+    """Fit shortcuts."""
+
+    METHOD: ClassVar[str] = "shortcut"
+
+    out: str = "runs/shortcut"
+    """Folder for everything that the run leaves."""
+
+    data: str = "python"
+    """Text to read: python (built in), a file, folder or glob, a folder of $DEEPENOUGH_DATA, or a
+    name on the hub."""
+
+    tuned: bool = False
+    """Also tune maps to the last layer so that predictions, not states, come out right."""
+
+    model: PretrainedModelConfig = field(default_factory=PretrainedModelConfig)
+    dataset: TextConfig = field(default_factory=TextConfig)
+    fit: MapsConfig = field(default_factory=MapsConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
+    train: TrainingConfig = field(default_factory=tuning_defaults)
+
+
+@dataclass
+class ShortcutEvalConfig:
+    """Measure shortcuts."""
+
+    run: str
+    """Run folder that `deepenough shortcut fit` has written."""
+
+    data: str = "python"
+    """Text to measure on: python (built in), a file, folder or glob, a folder of $DEEPENOUGH_DATA,
+    or a name on the hub."""
+
+    positions: Literal["all", "random"] = "random"
+    """Measure every token of a text, or one drawn at random, as the paper does."""
+
+    submodules: bool = False
+    """Also replace attention, feed-forward or norms by their own linear fits."""
+
+    dataset: TextConfig = field(default_factory=lambda: TextConfig(split="valid", lines=500))
+
+
+@dataclass
+class ShortcutLensConfig:
+    """Lens."""
+
+    prompt: str
+    """Text to look at."""
+
+    run: str = "runs/shortcut"
+    """Run folder that `deepenough shortcut fit` has written."""
+
+    mode: str | None = None
+    """Maps to use: id, mat, affine or tuned; by default those of the run."""
+
+
+def _joined(lines: Sequence[str]) -> Iterator[str]:
+    """Yield lines as few long pieces of running text."""
+    piece: list[str] = []
+    length = 0
+    for line in lines:
+        piece.append(line.rstrip("\n"))
+        length += len(line) + 1
+        if length >= _JOINED_CHARACTERS:
+            yield "\n".join(piece)
+            piece, length = [], 0
+    if piece:
+        yield "\n".join(piece)

@@ -1,0 +1,492 @@
+"""Tune maps to the last layer so that their predictions come out right (tuned lens, 2303.08112).
+
+The closed-form maps of `Shortcuts` make the state right in the mean square; what is wanted is the
+prediction. From there, `tune` minimises the KL divergence of what each layer predicts from what
+the last one does, with all layers side by side and one final distribution for all of them. What is
+minimised, and how maps and vocabulary are parametrised, is in `tuned_maps.py`; measuring, here as
+elsewhere, is on the whole vocabulary.
+
+A text's states cost a forward pass, and every step needs some. Kept are the states of the tuned
+layers and of the last one, in float32 if that fits the memory limit, else in bfloat16 (whitened,
+where all coordinates are of one size, which suits it); beyond that, nothing is kept but tokens. A
+part of the texts is held out, to see how the maps do on text they are not tuned on.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from deepenough.config import RunConfig, validate
+from deepenough.errors import UserError
+from deepenough.hf.adapter import Adapter, adapt
+from deepenough.runs import read_records
+from deepenough.shortcut.config import TuneConfig, TuneTrainingConfig
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.reading import Tally, TokenBatch, batches, make_reading, run_batch
+from deepenough.shortcut.tuned_maps import (
+    Logits,
+    PartialHead,
+    TokenSampler,
+    TunedMaps,
+    Whitening,
+    closed_form_error,
+    divergences,
+    whitening,
+)
+from deepenough.training.config import TrainingConfig, seed_at
+from deepenough.training.distributed import is_main_process, make_accelerator
+from deepenough.training.logging import reading
+from deepenough.training.task import BatchLoss, PlainTask
+from deepenough.training.trainer import Trainer, check_folder, place_of, training
+
+log = logging.getLogger("deepenough")
+
+HELD_OUT_EVERY = 16
+"""One in so many batches of text is held out: about 6 % of it."""
+SAMPLE_PER_WIDTH = 8
+"""Positions per unit of width from which covariances are taken: enough for a good step size."""
+MAPS = "maps"
+_ROWS = 128
+"""Positions that are projected to the whole vocabulary at once."""
+_GIB = 2**30
+
+
+def tune(
+    shortcuts: Shortcuts,
+    model: PreTrainedModel | Adapter,
+    tokenizer: Any,
+    texts: Iterable[str],
+    config: TuneTrainingConfig | None = None,
+    *,
+    run: RunConfig | str | os.PathLike[str] | None = None,
+    **changes: Any,
+) -> Shortcuts:
+    """Return the same shortcuts with tuned maps to the last layer, `tuned[i] = (A, b)`.
+
+    Args:
+        shortcuts: Closed-form maps to start from.
+        model: The model they were fitted for, with a language-model head.
+        tokenizer: Its tokenizer.
+        texts: Strings to tune on.
+        config: Options of tuning and training.
+        run: The folder for records, checkpoints and, as `model`, the result, or a `RunConfig` that
+            also says whether to resume what is there. Without one, nothing is left on disk.
+        changes: Fields of `TuneConfig` (batch, top_tokens, layers ...) and of `TrainingConfig`
+            (steps, lr, seed ...) that differ from `config`.
+    """
+    config = _merge(config or TuneTrainingConfig(), changes)
+    if run is None and not config.out:
+        with tempfile.TemporaryDirectory(prefix="deepenough-tune-") as folder:
+            return tune(shortcuts, model, tokenizer, texts, config, run=Path(folder) / "run")
+    if isinstance(run, str | os.PathLike):
+        config = replace(config, out=os.fspath(run))
+    elif run is not None:
+        place = place_of(run)
+        config = replace(config, out=place.out, resume=place.resume, overwrite=place.overwrite)
+    adapter = model if isinstance(model, Adapter) else adapt(model)
+    layers = _check(shortcuts, adapter, config)
+    accelerator = make_accelerator(config.train, may_skip=False)
+    check_folder(config, accelerator)
+    adapter.model.to(accelerator.device)
+    task = _make_task(shortcuts, adapter, tokenizer, texts, layers, config, accelerator)
+    with training(config, task, accelerator) as trainer:
+        _train(trainer, task)
+    return _with_tuned(shortcuts, task, config)
+
+
+def _merge(config: TuneTrainingConfig, changes: dict[str, Any]) -> TuneTrainingConfig:
+    own = {name: changes.pop(name) for name in list(changes) if name in asdict(config.tune)}
+    return replace(config, tune=replace(config.tune, **own), train=replace(config.train, **changes))
+
+
+def _check(shortcuts: Shortcuts, adapter: Adapter, config: TuneTrainingConfig) -> list[int]:
+    """Refuse what cannot be tuned, and return the layers that are."""
+    validate(config)
+    shortcuts.check_model(adapter)
+    if adapter.kind == "encoder":
+        raise UserError(
+            f"{type(adapter.model).__name__} predicts no tokens, so its maps cannot be tuned: load "
+            "it with a language-model head."
+        )
+    if adapter.model.training:
+        raise UserError("The model is in training mode, with dropout: call model.eval() first.")
+    last = adapter.num_layers
+    chosen = config.tune.layers
+    layers = sorted(set(range(last) if chosen is None else chosen))
+    if not layers or layers[0] < 0 or layers[-1] >= last:
+        raise UserError(
+            f"tune.layers must be some of 0 to {last - 1}, the layers below the last: got {chosen}."
+        )
+    return layers
+
+
+def _make_task(
+    shortcuts: Shortcuts,
+    adapter: Adapter,
+    tokenizer: Any,
+    texts: Iterable[str],
+    layers: list[int],
+    config: TuneTrainingConfig,
+    accelerator: Accelerator,
+) -> TuneTask:
+    own, seed, last = config.tune, config.train.seed, adapter.num_layers
+    batch = max(1, own.batch // accelerator.num_processes)
+    share = (accelerator.process_index, accelerator.num_processes)
+    window = shortcuts.meta.get("fit", {}).get("window")  # text is read as it was for the fit
+    found = TuningTexts(adapter, tokenizer, texts, layers, batch, seed, share, window)
+    sample = found.sample(SAMPLE_PER_WIDTH * adapter.width)
+    matrices = torch.stack([shortcuts.matrix(i, last).float().cpu() for i in layers])
+    biases = torch.zeros(len(layers), adapter.width)
+    for place, layer in enumerate(layers):
+        if (bias := shortcuts.bias(layer, last)) is not None:
+            biases[place] = bias
+    white = whitening(sample.states)
+    held_out = found.held_out_positions(own.held_out)
+    return TuneTask(
+        model=TunedMaps(matrices, biases, white, closed_form_error(matrices, biases, *sample)),
+        layers=layers,
+        adapter=adapter,
+        source=make_source(found, white, batch, seed, own.memory * _GIB),
+        held_out=LayerStates(white(held_out.states), held_out.last),
+        sampler=_make_sampler(adapter, sample.last, own),
+        train=config.train,
+        identity=_identity(adapter, found, matrices, layers, config),
+        save=lambda task, folder: _with_tuned(shortcuts, task, config).save_pretrained(folder),
+    )
+
+
+@torch.no_grad()
+def _make_sampler(adapter: Adapter, last_ND: Tensor, config: TuneConfig) -> TokenSampler | None:
+    """Return a sampler of tokens by their total probability, or None if all tokens are wanted."""
+    if config.top_tokens is None:
+        return None
+    parts = last_ND.to(adapter.model.device).split(256)
+    mass_V = torch.stack([adapter.logits(part).float().softmax(-1).sum(0) for part in parts]).sum(0)
+    if config.top_tokens >= len(mass_V):
+        return None
+    return TokenSampler(mass_V.cpu(), config.top_tokens, config.sampled_tokens)
+
+
+def _identity(
+    adapter: Adapter,
+    texts: TuningTexts,
+    matrices: Tensor,
+    layers: list[int],
+    config: TuneTrainingConfig,
+) -> dict[str, Any]:
+    """Return what a checkpoint must share with the run that goes on from it."""
+    names = ("batch", "top_tokens", "sampled_tokens")
+    own = {name: getattr(config.tune, name) for name in names}
+    start = hashlib.blake2b(matrices.numpy().tobytes(), digest_size=8).hexdigest()
+    return {
+        "model": adapter.identity()["fingerprint"],
+        "texts": texts.tally.fingerprint,
+        "tune": own | {"layers": layers, "start": start},
+        "train": config.train.identity(),
+    }
+
+
+def _train(trainer: Trainer, task: TuneTask) -> None:
+    """Train, with the closed form measured first; say which layers it did not help."""
+    if trainer.first == 0:
+        trainer.recorder.record(0, "valid", task.evaluate(trainer.accelerator, "valid"))
+    log.info("states are %s", task.source.kind)
+    trainer.fit()
+    if not trainer.accelerator.is_main_process:
+        return
+    valid = [r.values for r in read_records(trainer.run.metrics)[0] if r.kind == "valid"]
+    worse = [i for i in task.layers if not valid[-1][f"kl_{i}"] < valid[0][f"kl_{i}"]]
+    if worse:
+        log.warning(
+            "On held-out text the tuned maps of layers %s are no better than the closed form: "
+            "give more text, or a lower train.lr.",
+            ", ".join(map(str, worse)),
+        )
+
+
+def _with_tuned(shortcuts: Shortcuts, task: TuneTask, config: TuneTrainingConfig) -> Shortcuts:
+    matrices, biases = task.model.maps()
+    result = copy.copy(shortcuts)
+    result.tuned = dict(shortcuts.tuned)
+    for layer, matrix, bias in zip(task.layers, matrices, biases, strict=True):
+        result.tuned[layer] = (matrix, bias)
+    texts = task.identity()["texts"]
+    result.meta = shortcuts.meta | {
+        "tune": asdict(config.tune) | asdict(config.train) | {"texts": texts}
+    }
+    return result
+
+
+# -- the task ------------------------------------------------------------------------------------
+
+
+class TuneTask(PlainTask):
+    """Tuning of maps by KL, as a task of the training loop."""
+
+    phase = MAPS
+    unit = "positions"
+
+    def __init__(
+        self,
+        model: TunedMaps,
+        layers: Sequence[int],
+        adapter: Adapter,
+        source: StateSource,
+        held_out: LayerStates,
+        sampler: TokenSampler | None,
+        train: TrainingConfig,
+        identity: dict[str, Any],
+        save: Callable[[TuneTask, Path], None],
+    ) -> None:
+        """Take the maps and what they are trained on.
+
+        Args:
+            model: The maps.
+            layers: The layers they map from.
+            adapter: The model whose predictions are the target.
+            source: Where a step's states come from.
+            held_out: States to measure on, whitened as those of `source` are.
+            sampler: Which tokens are in a step's softmax; None for all.
+            train: Options of the training loop.
+            identity: What a checkpoint must share with the run that goes on from it.
+            save: Writes the result into a folder.
+        """
+        self.model, self.layers, self.adapter = model, list(layers), adapter
+        self.source, self.held_out, self.sampler = source, held_out, sampler
+        self.train, self._identity, self._save = train, identity, save
+        self._head = PartialHead(adapter)
+        self._latest: list[float] = []
+
+    def parameters(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the parameters of the one phase; weight decay pulls towards the closed form."""
+        return {MAPS: [{"params": [self.model.change, self.model.shift]}]}
+
+    def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        """Return the KL of a batch: the sum over layers to minimise, their mean to record."""
+        index = step * self.train.accumulate + micro
+        device = self.model.change.device
+        states, last = (tensor.to(device) for tensor in self.source.batch(index))
+        logits, log_weight = self._tokens(index)
+        with torch.no_grad():
+            log_p = (logits(last).float() + log_weight).log_softmax(-1)
+        values = divergences(model(states), logits, log_p, log_weight)
+        self._latest = values.detach().tolist()
+        # The sum, so that a layer's gradient does not depend on how many others there are.
+        return BatchLoss(values.sum(), values.detach().mean(), len(last))
+
+    def _tokens(self, index: int) -> tuple[Logits, Tensor]:
+        """Return what makes the logits of a batch's tokens, and the weights of those tokens."""
+        device = self.model.change.device
+        if self.sampler is None:
+            return self.adapter.logits, torch.zeros((), device=device)
+        generator = torch.Generator().manual_seed(seed_at(self.train.seed, "words", index))
+        chosen = self.sampler.draw(generator)
+        head = self._head(chosen.ids.to(device))
+        return lambda state: head(self.adapter.final_norm(state)), chosen.log_weight.to(device)
+
+    def train_values(self) -> dict[str, Any]:
+        """Return the KL of every layer in the latest batch."""
+        return {"kl": self._latest}
+
+    @torch.no_grad()
+    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+        """Return KL and agreement of the top token on held-out text, over all the vocabulary."""
+        if split != "valid":
+            return {}
+        device = self.model.change.device
+        kl = torch.zeros(len(self.layers), dtype=torch.float64)
+        agreed = torch.zeros(len(self.layers), dtype=torch.float64)
+        num = len(self.held_out.last)
+        for first in range(0, num, _ROWS):
+            rows = slice(first, first + _ROWS)
+            log_p = self.adapter.logits(self.held_out.last[rows].to(device)).float().log_softmax(-1)
+            mapped = self.model(self.held_out.states[:, rows].to(device))
+            for place, state in enumerate(mapped):
+                log_q = self.adapter.logits(state).float().log_softmax(-1)
+                kl[place] += float((log_p.exp() * (log_p - log_q)).sum()) / num
+                agreed[place] += float((log_p.argmax(-1) == log_q.argmax(-1)).sum()) / num
+        values = {"loss": float(kl.mean()), "agreement": float(agreed.mean())}
+        for layer, own_kl, own_agreed in zip(
+            self.layers, kl.tolist(), agreed.tolist(), strict=True
+        ):
+            values |= {f"kl_{layer}": own_kl, f"agreement_{layer}": own_agreed}
+        return values
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint must share with the run that goes on from it."""
+        return self._identity
+
+    def save(self, folder: Path) -> None:
+        """Write the shortcuts with their tuned maps."""
+        self._save(self, folder)
+
+
+# -- the states ----------------------------------------------------------------------------------
+
+
+class LayerStates(NamedTuple):
+    """`N` positions: states of the tuned layers, `[L, N, D]`, and of the last, `[N, D]`."""
+
+    states: Tensor
+    last: Tensor
+
+
+class TuningTexts:
+    """Batches of tokens, and the states they give when they are run."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        tokenizer: Any,
+        texts: Iterable[str],
+        layers: Sequence[int],
+        batch: int,
+        seed: int,
+        share: tuple[int, int] = (0, 1),
+        window: int | None = None,
+    ) -> None:
+        """Read texts and hold a part of them out.
+
+        Args:
+            adapter: The model.
+            tokenizer: Its tokenizer.
+            texts: Strings.
+            layers: Layers whose states are wanted.
+            batch: Most tokens in a batch.
+            seed: Seed of samples.
+            share: `(k, n)`: of `n` processes, number `k` tunes on its share of the text.
+            window: Longest stretch of text that is run at once.
+        """
+        self.adapter, self.layers, self.tally = adapter, list(layers), Tally()
+        how = make_reading(adapter, "all", seed, batch_tokens=batch, window=window)
+        found = list(batches(tokenizer, texts, how, self.tally))
+        rank, world_size = share
+        if len(found) < 1 + world_size:
+            raise UserError(
+                f"The texts make {len(found)} batches, but {1 + world_size} are needed, one of "
+                "them to hold out: give more text or a smaller batch."
+            )
+        # Neighbouring batches are of similar length, so every so-many-th is a fair sample.
+        every = min(HELD_OUT_EVERY, len(found))
+        self._held_out = found[every - 1 :: every]
+        del found[every - 1 :: every]
+        self._all, self._seed = found, seed
+        self.tuned_on = found[rank::world_size]
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions to tune on, in this process."""
+        return sum(len(window.ids) for batch in self.tuned_on for window in batch.windows)
+
+    def run(self, batch: TokenBatch) -> LayerStates:
+        """Return the states of a batch."""
+        states = run_batch(self.adapter, batch).states
+        return LayerStates(
+            torch.stack([states[layer].float() for layer in self.layers]), states[-1].float()
+        )
+
+    def sample(self, num: int) -> LayerStates:
+        """Return about `num` positions of the text of all processes, the same for each."""
+        return self._sample(self._all, num)
+
+    def held_out_positions(self, num: int) -> LayerStates:
+        """Return about `num` positions of text that is not tuned on."""
+        return self._sample(self._held_out, num)
+
+    def _sample(self, among: Sequence[TokenBatch], num: int) -> LayerStates:
+        generator = torch.Generator().manual_seed(seed_at(self._seed, "sample"))
+        found: list[LayerStates] = []
+        missing = num
+        for index in torch.randperm(len(among), generator=generator).tolist():
+            states, last = self.run(among[index])
+            found.append(LayerStates(states[:, :missing].cpu(), last[:missing].cpu()))
+            missing -= len(found[-1].last)
+            if not missing:
+                break
+        return LayerStates(
+            torch.cat([part.states for part in found], 1), torch.cat([part.last for part in found])
+        )
+
+
+class StateSource(Protocol):
+    """Where a step's states come from, whitened; the same for the same step."""
+
+    kind: str
+
+    def batch(self, index: int) -> LayerStates:
+        """Return the states of one batch."""
+        ...
+
+
+class StoredStates:
+    """All positions in memory; an epoch is a random order of them."""
+
+    def __init__(
+        self, texts: TuningTexts, white: Whitening, batch: int, seed: int, dtype: torch.dtype
+    ) -> None:
+        self.kind = f"kept in {str(dtype).removeprefix('torch.')}"
+        num, width, self.seed = texts.num_positions, texts.adapter.width, seed
+        self.size = min(batch, num)
+        self.states = torch.empty(len(texts.layers), num, width, dtype=dtype)
+        self.last = torch.empty(num, width)
+        done = 0
+        with reading("positions") as show:
+            for tokens in texts.tuned_on:
+                states, last = texts.run(tokens)
+                rows = slice(done, done := done + len(last))
+                self.states[:, rows], self.last[rows] = white(states), last
+                if is_main_process():
+                    show(done, num)
+
+    def batch(self, index: int) -> LayerStates:
+        """Return the states of one batch."""
+        epoch, turn = divmod(index, len(self.last) // self.size)
+        generator = torch.Generator().manual_seed(seed_at(self.seed, "positions", epoch))
+        order = torch.randperm(len(self.last), generator=generator)
+        chosen = order[turn * self.size : (turn + 1) * self.size]
+        return LayerStates(self.states[:, chosen].float(), self.last[chosen])
+
+
+class RecomputedStates:
+    """Nothing in memory: every step runs the model on one batch of text."""
+
+    kind = "recomputed"
+
+    def __init__(self, texts: TuningTexts, white: Whitening, seed: int) -> None:
+        self.texts, self.white, self.seed = texts, white, seed
+
+    def batch(self, index: int) -> LayerStates:
+        """Return the states of one batch."""
+        epoch, turn = divmod(index, len(self.texts.tuned_on))
+        generator = torch.Generator().manual_seed(seed_at(self.seed, "texts", epoch))
+        order = torch.randperm(len(self.texts.tuned_on), generator=generator)
+        states, last = self.texts.run(self.texts.tuned_on[int(order[turn])])
+        return LayerStates(self.white(states), last)
+
+
+def stored_bytes(texts: TuningTexts, dtype: torch.dtype) -> int:
+    """Return the memory that `StoredStates` take."""
+    return texts.num_positions * texts.adapter.width * (len(texts.layers) * dtype.itemsize + 4)
+
+
+def make_source(
+    texts: TuningTexts, white: Whitening, batch: int, seed: int, limit: float
+) -> StateSource:
+    """Return states that are stored as exactly as a limit in bytes allows, or else recomputed."""
+    for dtype in (torch.float32, torch.bfloat16):
+        if stored_bytes(texts, dtype) <= limit:
+            return StoredStates(texts, white, batch, seed, dtype)
+    return RecomputedStates(texts, white, seed)
