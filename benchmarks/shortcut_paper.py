@@ -24,8 +24,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 from benchmarks.figures import require
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.shortcut.evaluation import evaluate
+from deepenough.shortcut.lens import Reference
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.scores import Reference
 from deepenough.shortcut.submodules import Replacement, Submodules
 from deepenough.training.trainer import keep_freed_memory
 

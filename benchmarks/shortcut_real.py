@@ -16,9 +16,10 @@ from deepenough.data.corpus import open_corpus
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load
 from deepenough.runs import Metrics, RunFolder
-from deepenough.shortcut.evaluation import evaluate, lens
+from deepenough.shortcut.evaluation import evaluate
+from deepenough.shortcut.lens import lens
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.tune import tune
+from deepenough.shortcut.training import tune
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False

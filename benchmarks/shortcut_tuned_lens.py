@@ -28,7 +28,7 @@ from deepenough.data.corpus import open_corpus
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.shortcut.evaluation import evaluate
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.tune import tune
+from deepenough.shortcut.training import tune
 
 QUICK = False
 SEEDS = [0]

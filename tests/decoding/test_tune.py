@@ -19,7 +19,7 @@ from deepenough.decoding.tune_task import HeadSettings, HeadTask
 from deepenough.decoding.tune_text import OwnTexts, OwnTextSettings, make_prompts, write_texts
 from deepenough.decoding.tuned import Tuned
 from deepenough.runs import read_records
-from deepenough.shortcut.study import ModelChoice
+from deepenough.shortcut.config import PretrainedModelConfig
 from deepenough.training.config import RunSettings
 
 
@@ -149,7 +149,7 @@ def tune_settings(corpus: str, folder: Path, **changes: Any) -> ExitTune:
 
 @pytest.fixture
 def tuned_run(small, corpus, tmp_path, monkeypatch) -> ExitTune:
-    monkeypatch.setattr(ModelChoice, "load", lambda self: (small, Numbers()))
+    monkeypatch.setattr(PretrainedModelConfig, "load", lambda self: (small, Numbers()))
     settings = tune_settings(corpus, tmp_path / "run")
     settings.until = "head"
     return settings

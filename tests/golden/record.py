@@ -661,10 +661,10 @@ def decoder(kind: str) -> Path:
 def fitted(kind: str) -> Path:
     """Return the run of a shortcut fit with its tuning."""
     folder = new_folder(f"shortcut-{kind}")
-    own = {"text__data": word_lines(), "text__min_chars": 10, "fit__maps": "both"}
+    own = {"data": word_lines(), "dataset__min_chars": 10, "fit__maps": "both"}
     own |= {"fit__ridge": 1e-4, "tuned": "true", "tune__batch": 64, "tune__held_out": 64}
-    own |= {"tune__shortlist": 30, "tune__drawn": 10} if kind == "gpt2" else {}
-    own |= {"run__folder": folder, **training(lr=0.003, clip=0.0)}
+    own |= {"tune__top_tokens": 30, "tune__sampled_tokens": 10} if kind == "gpt2" else {}
+    own |= {"out": folder, **training(lr=0.003, clip=0.0)}
     command("shortcut", "fit", str(decoder(kind)), **own)
     return folder
 
@@ -721,7 +721,7 @@ def shortcut_eval() -> Any:
     found: dict[str, Any] = {}
     for kind in ("llama", "gpt2"):
         folder = fitted(kind)
-        given = {"text__data": word_lines(), "text__lines": 12, "text__min_chars": 10}
+        given = {"data": word_lines(), "dataset__lines": 12, "dataset__min_chars": 10}
         command("shortcut", "eval", str(folder), submodules="true", positions="all", **given)
         for name in ("layer", "r2", "cka", "exit", "saved"):
             found[f"{kind} {name}"] = values_of(folder, name)

@@ -1,6 +1,7 @@
 """Tiny models, tokenizers and texts."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
+
+from deepenough.shortcut.lens import PRECISIONS, TokenScores
 
 WORDS = [f"w{number}" for number in range(90)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -87,3 +90,25 @@ def states() -> list[Tensor]:
     for _ in range(3):
         layers.append(layers[-1] + torch.tanh(layers[-1] @ draw(6, 6)) + 0.1 * draw(700, 6))
     return layers
+
+
+@pytest.fixture(scope="session")
+def score_ref() -> Callable[[Tensor, Tensor], TokenScores]:
+    """Scores of predictions straight from their definitions, token by token."""
+
+    def score(logits_NV: Tensor, last_logits_NV: Tensor) -> TokenScores:
+        """The definitions, token by token."""
+        rows: list[tuple[float, ...]] = []
+        for logits, last in zip(logits_NV.double(), last_logits_NV.double(), strict=True):
+            p, q = last.softmax(0), logits.softmax(0)
+            token = int(q.argmax())
+            one, two = q.sort(descending=True).values[:2].tolist()
+            rank = min(int((p > p[token]).sum()), PRECISIONS[-1])
+            kl = float((p * (p.log() - q.log())).sum())
+            rows.append((token, one - two, rank, -float(p[token].log()), kl))
+        token_, gap, rank_, surprisal, kl_ = (
+            torch.tensor(column) for column in zip(*rows, strict=True)
+        )
+        return TokenScores(token_, gap, rank_, surprisal, kl_)
+
+    return score

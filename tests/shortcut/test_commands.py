@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -14,7 +15,7 @@ from deepenough import Shortcuts
 from deepenough.__main__ import main
 from deepenough.config import resolve
 from deepenough.runs import read_records
-from deepenough.shortcut.study import ShortcutFit
+from deepenough.shortcut.config import ShortcutFitConfig
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +45,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "shortcut"
-    words = [str(model), "--data", str(text), "--folder", str(folder), "--maps", "both"]
+    words = [str(model), "--data", str(text), "--out", str(folder), "--maps", "both"]
     tuning = ["--tuned", "--train.steps", "4", "--batch", "32", "--held-out", "16"]
-    assert main(["shortcut", "fit", *words, *tuning, "--shortlist", "null"]) == 0
+    assert main(["shortcut", "fit", *words, *tuning, "--top-tokens", "null"]) == 0
     return folder
 
 
@@ -59,8 +60,14 @@ def test_fit_leaves_maps_settings_and_a_record(run: Path, model: Path) -> None:
     assert shortcuts.mode == "mat" and len(shortcuts.pairs) == 6
     assert sorted(shortcuts.tuned) == [0, 1, 2]
     assert Shortcuts.from_pretrained(run / "affine").pairs == [(0, 3), (1, 3), (2, 3)]
-    assert resolve(ShortcutFit, run / "config.yaml").model.name == str(model)
+    config = run / "config.yaml"
+    assert resolve(ShortcutFitConfig, config).model.name == str(model)
+    assert yaml.safe_load(config.read_text())["method"] == "shortcut"
     assert "fit" in kinds(run)
+    maps = {path.relative_to(run).parts[0] for path in run.rglob("*.safetensors")}
+    # The maps are on disk once, beside the checkpoint of the tuning.
+    assert maps == {"shortcuts", "affine", "tuning"}
+    assert not list(run.rglob("pass-*")) and not (run / "tuning" / "model").exists()
 
 
 def test_eval_lens_and_plot(run: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,9 +80,9 @@ def test_eval_lens_and_plot(run: Path, text: Path, capsys: pytest.CaptureFixture
         records = read_records(run / "metrics.jsonl")[0]
         assert sum(record.kind == "layer" for record in records) == 7 * 4
         assert {"fit", "evaluation", "r2", "cka", "exit", "saved"} <= kinds(run)
-    assert main(["shortcut", "lens", "w3 w4 w5", "--run", str(run), "--mode", "affine"]) == 0
+    assert main(["shortcut", "lens", str(run), "--prompt", "w3 w4 w5", "--mode", "affine"]) == 0
     output = capsys.readouterr().out
-    assert "layer" in output and "lens.html" in output
+    assert "layer" in output and "w3" in output and "lens" in kinds(run)
     assert main(["shortcut", "plot", str(run)]) == 0
     written = {Path(line).name for line in capsys.readouterr().out.split()}
     assert {"r2.png", "cka.pdf", "layers.png", "submodules.png", "early_exit.png"} <= written
@@ -89,8 +96,8 @@ def test_eval_lens_and_plot(run: Path, text: Path, capsys: pytest.CaptureFixture
         (["fit", "MODEL", "--split", "tset"], "has no split 'tset'"),
         (["fit", "MODEL", "--lines", "5", "--positions", "random"], "positions"),
         (["eval", "TMP"], "run"),
-        (["lens", "", "--run", "RUN"], "token"),
-        (["lens", "w1 w2", "--run", "RUN", "--mode", "mta"], "mta"),
+        (["lens", "RUN", ""], "token"),
+        (["lens", "RUN", "--prompt", "w1 w2", "--mode", "mta"], "mta"),
     ],
 )
 def test_bad_input_gets_one_sentence(
@@ -107,7 +114,7 @@ def test_bad_input_gets_one_sentence(
     names = {"MODEL": str(model), "RUN": str(run), "TMP": str(tmp_path)}
     given = [names.get(word, word) for word in words]
     if words[0] == "fit":
-        given += ["--data", str(text), "--folder", str(tmp_path / "new")]
+        given += ["--data", str(text), "--out", str(tmp_path / "new")]
     assert main(["shortcut", *given]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("deepenough: error: ")
@@ -117,9 +124,23 @@ def test_bad_input_gets_one_sentence(
 def test_a_run_in_the_way_is_refused_and_a_finished_fit_resumes(
     run: Path, model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["shortcut", "fit", str(model), "--data", str(text), "--folder", str(run)]
+    words = [
+        "shortcut",
+        "fit",
+        str(model),
+        "--data",
+        str(text),
+        "--out",
+        str(run),
+        "--maps",
+        "both",
+    ]
     assert main(words) == 2
     assert "--resume" in capsys.readouterr().err
-    before = Shortcuts.from_pretrained(run / "shortcuts").matrix(0, 3)
+    before = Shortcuts.from_pretrained(run / "shortcuts")
     assert main([*words, "--resume"]) == 0
-    assert torch.equal(Shortcuts.from_pretrained(run / "shortcuts").matrix(0, 3), before)
+    after = Shortcuts.from_pretrained(run / "shortcuts")
+    assert torch.equal(after.matrix(0, 3), before.matrix(0, 3))
+    assert after.tuned.keys() == before.tuned.keys()
+    assert main([*words, "--resume", "--ridge", "3"]) == 2
+    assert "holds another fit, with ridge = 0.0 where this has 3.0" in capsys.readouterr().err

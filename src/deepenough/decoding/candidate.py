@@ -34,8 +34,8 @@ from deepenough.measurement import (
     share_interval,
 )
 from deepenough.runs import read_config
+from deepenough.shortcut.config import ShortcutFitConfig, TextConfig
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.study import ShortcutFit, TextChoice
 from deepenough.trace import DepthTrace
 from deepenough.training.logging import without_bars
 
@@ -75,7 +75,7 @@ class WordsCandidate:
                 f"{TUNED} needs drafts: give the folder that deepenough exit tune wrote for the "
                 "model, as --tuned."
             )
-        fitted = resolve(ShortcutFit, overrides=_without_provenance(read_config(entry.run)))
+        fitted = resolve(ShortcutFitConfig, overrides=_without_provenance(read_config(entry.run)))
         self.folder = Path(entry.run) / "shortcuts"
         if not self.folder.is_dir():
             raise UserError(
@@ -95,7 +95,7 @@ class WordsCandidate:
         self.model_name = fitted.model.name
         self.costs = DecodingCosts(adapt(self.model))
         self.num_prompt, self.num_new = data.prompt_tokens, data.new_tokens
-        text, split = data.data or fitted.text.data, data.split or "valid"
+        text, split = data.data or fitted.data, data.split or "valid"
         self.prompts = _prompts(self.tokenizer, text, split, data.limit or PROMPTS, self.num_prompt)
         self.models: dict[str, Any] = {}
         detail = {
@@ -201,12 +201,12 @@ class WordsCandidate:
 
 
 def _without_provenance(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name != "provenance"}
+    return {name: value for name, value in config.items() if name not in ("method", "provenance")}
 
 
 def _prompts(tokenizer: Any, text: str, split: str, num: int, length: int) -> list[Tensor]:
     """Beginnings of pieces of running text, evenly taken."""
-    pieces = TextChoice(data=text, split=split, lines=None, join=True).read()
+    pieces = TextConfig(split=split, lines=None, join=True).read(text)
     ids = tokenizer("\n".join(pieces)[: num * max(MIN_CHARS, 40 * length)])["input_ids"]
     windows = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
     if len(windows) < num:

@@ -36,9 +36,9 @@ from deepenough.decoding.tuned import SHORTCUTS, Tuned
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import RunFolder
+from deepenough.shortcut.config import PretrainedModelConfig
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.study import ModelChoice
-from deepenough.shortcut.tune import tune
+from deepenough.shortcut.training import tune
 from deepenough.training.config import RunSettings, TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.trainer import keep_freed_memory, training
@@ -69,7 +69,7 @@ def default_training() -> TrainingConfig:
 class ExitTune:
     """Make a model ready for drafts."""
 
-    model: ModelChoice = field(default_factory=ModelChoice)
+    model: PretrainedModelConfig = field(default_factory=PretrainedModelConfig)
     run: RunSettings = field(default_factory=lambda: RunSettings(folder="runs/tuned"))
     text: OwnTextSettings = field(default_factory=OwnTextSettings)
     head: HeadSettings = field(default_factory=HeadSettings)

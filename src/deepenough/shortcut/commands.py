@@ -11,7 +11,8 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from deepenough.config import Command, RunConfig, dump, resolve
 from deepenough.errors import UserError
@@ -74,7 +75,9 @@ def fit_run(config: ShortcutFitConfig, progress: Progress | None = None) -> Shor
         from deepenough.shortcut.modeling import INDEX, Shortcuts
 
         if (run.path / name / INDEX).is_file():  # finished before the run was interrupted
-            return Shortcuts.from_pretrained(run.path / name)
+            finished = Shortcuts.from_pretrained(run.path / name)
+            _check_same(finished, model, affine, targets, config, run.path / name)
+            return finished
         return Shortcuts.fit(
             model,
             tokenizer,
@@ -95,9 +98,7 @@ def fit_run(config: ShortcutFitConfig, progress: Progress | None = None) -> Shor
     tuning = RunConfig(str(run.path / "tuning"), config.resume, overwrite=not config.resume)
     if config.tuned:
         options = TuneTrainingConfig(tune=config.tune, train=config.train)
-        found["shortcuts"] = tune(
-            found["shortcuts"], model, tokenizer, texts, options, run=tuning
-        )
+        found["shortcuts"] = tune(found["shortcuts"], model, tokenizer, texts, options, run=tuning)
     if is_main_process():
         for name, each in found.items():
             each.save_pretrained(run.path / name)
@@ -106,6 +107,34 @@ def fit_run(config: ShortcutFitConfig, progress: Progress | None = None) -> Shor
         shutil.rmtree(RunFolder(run.path / "tuning").model, ignore_errors=True)
         _replace_records(run, [found["shortcuts"].record()], keep=())
     return found["shortcuts"]
+
+
+def _check_same(
+    shortcuts: Shortcuts,
+    model: Any,
+    affine: bool,
+    targets: str,
+    config: ShortcutFitConfig,
+    folder: Path,
+) -> None:
+    """Refuse to go on with maps that were fitted for another model or with other options."""
+    from deepenough.hf.adapter import adapt
+
+    shortcuts.check_model(adapt(model))
+    fitted = shortcuts.meta.get("fit", {})
+    wanted = {
+        "affine": affine,
+        "targets": targets,
+        "positions_taken": config.fit.positions,
+        "ridge": config.fit.ridge,
+        "window": config.fit.window or fitted.get("window"),
+    }
+    for name, now in wanted.items():
+        if fitted.get(name) != now:
+            raise UserError(
+                f"{folder} holds another fit, with {name} = {fitted.get(name)} where this has "
+                f"{now}: choose another folder."
+            )
 
 
 # -- eval ----------------------------------------------------------------------------------------
@@ -281,7 +310,7 @@ COMMANDS: tuple[Command, ...] = (
         run=lens,
         description="Show, for a prompt, the token each layer predicts after each token; the run\n"
         "keeps it for shortcut plot and report.",
-        example='deepenough shortcut lens "The capital of France is" --run runs/shortcut',
-        positional=("prompt",),
+        example='deepenough shortcut lens runs/shortcut --prompt "The capital of France is"',
+        positional=("run", "prompt"),
     ),
 )

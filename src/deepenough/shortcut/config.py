@@ -205,11 +205,11 @@ class ShortcutEvalConfig:
 class ShortcutLensConfig:
     """Lens."""
 
+    run: str
+    """Run folder that `deepenough shortcut fit` has written."""
+
     prompt: str
     """Text to look at."""
-
-    run: str = "runs/shortcut"
-    """Run folder that `deepenough shortcut fit` has written."""
 
     mode: str | None = None
     """Maps to use: id, mat, affine or tuned; by default those of the run."""

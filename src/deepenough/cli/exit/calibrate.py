@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepenough.cli.parse import parse
-from deepenough.shortcut.study import ModelChoice, TextChoice
+from deepenough.shortcut.config import PretrainedModelConfig, TextConfig
 from deepenough.training.logging import reading
 
 
@@ -22,9 +22,12 @@ class ExitCalibrateSettings:
     shortcuts: str
     """Folder of the model's shortcuts; the guarantee is kept there as exit.json."""
 
-    model: ModelChoice = field(default_factory=ModelChoice)
+    model: PretrainedModelConfig = field(default_factory=PretrainedModelConfig)
 
-    text: TextChoice = field(default_factory=TextChoice)
+    data: str = "python"
+    """Text to read: python (built in), a file, folder or glob, or a name on the hub."""
+
+    dataset: TextConfig = field(default_factory=TextConfig)
 
     texts: int = 300
     """Lines to continue, drawn at random from those read."""
@@ -96,7 +99,7 @@ def main(argv: list[str]) -> int:
     from deepenough.shortcut.modeling import Shortcuts
 
     shortcuts = Shortcuts.from_pretrained(settings.shortcuts)
-    lines = settings.text.read()
+    lines = settings.dataset.read(settings.data)
     random.Random(settings.seed).shuffle(lines)
     model, tokenizer = settings.model.load()
     size = model.config.get_text_config().vocab_size

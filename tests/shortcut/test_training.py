@@ -22,27 +22,34 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from deepenough.config import RunConfig
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.runs import Record, RunFolder, read_records
+from deepenough.shortcut.config import TuneTrainingConfig
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.shortlist import HeadOfWords, Shortlist
-from deepenough.shortcut.tune import TuneTraining, tune
-from deepenough.shortcut.tune_states import Kept, Recomputed, Texts, kept_bytes, make_source
-from deepenough.shortcut.tune_task import TuneTask
+from deepenough.shortcut.training import (
+    RecomputedStates,
+    StoredStates,
+    TuneTask,
+    TuningTexts,
+    make_source,
+    stored_bytes,
+    tune,
+)
 from deepenough.shortcut.tuned_maps import (
+    PartialHead,
+    TokenSampler,
     TunedMaps,
     closed_form_error,
     divergences,
-    divergences_ref,
     whitening,
 )
-from deepenough.training.config import RunSettings
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WIDTH, LAYERS = 16, 3
 
-FEW: dict[str, Any] = {"steps": 12, "batch": 32, "shortlist": None, "log_every": 4}
+FEW: dict[str, Any] = {"steps": 12, "batch": 32, "top_tokens": None, "log_every": 4}
 """A tuning that takes a second."""
 
 
@@ -59,6 +66,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def make_texts(seed: int, num: int) -> list[str]:
     draw = random.Random(seed)
     return ["".join(draw.choices(LETTERS, k=draw.randint(8, 24))) for _ in range(num)]
+
+
+def divergences_ref(
+    mapped_LND: Tensor, logits: Callable[[Tensor], Tensor], log_p_NV: Tensor, log_weight_V: Tensor
+) -> Tensor:
+    """The KL divergence token by token, from the definition."""
+    totals = []
+    for mapped_ND in mapped_LND:
+        total = mapped_ND.new_zeros(())
+        for state_D, log_p_V in zip(mapped_ND, log_p_NV, strict=True):
+            scores_V = logits(state_D[None])[0] + log_weight_V
+            log_q_V = scores_V - scores_V.exp().sum().log()
+            for log_p, log_q in zip(log_p_V, log_q_V, strict=True):
+                total = total + log_p.exp() * (log_p - log_q)
+        totals.append(total / len(mapped_ND))
+    return torch.stack(totals)
 
 
 def tiny_llama(vocab_size: int = 29) -> LlamaForCausalLM:
@@ -214,7 +237,7 @@ def test_the_head_of_some_words_is_a_part_of_the_head(
     ids = torch.tensor([28, 3, 17])
     state = torch.randn(4, adapter.width)
     before = {name: value.clone() for name, value in adapter.model.state_dict().items()}
-    small = HeadOfWords(adapter)(ids)
+    small = PartialHead(adapter)(ids)
     full = adapter.head(state)
     monkeypatch.setattr(adapter, "head", None)  # the large head is not asked
     assert torch.allclose(small(state), full[:, ids], atol=1e-6)
@@ -227,19 +250,19 @@ def test_an_unusual_head_is_computed_in_full(monkeypatch: pytest.MonkeyPatch) ->
     adapter = adapt(tiny_llama())
     monkeypatch.setattr(type(adapter.model), "get_output_embeddings", lambda self: None)
     ids, state = torch.tensor([4, 2]), torch.randn(3, WIDTH)
-    assert torch.equal(HeadOfWords(adapter)(ids)(state), adapter.head(state)[:, ids])
+    assert torch.equal(PartialHead(adapter)(ids)(state), adapter.head(state)[:, ids])
 
 
-def test_a_shortlist_keeps_the_most_probable_words() -> None:
-    words = Shortlist(torch.tensor([1.0, 5.0, 2.0, 0.5, 1.5]), size=2, num_drawn=0)
+def test_the_most_probable_tokens_are_always_taken() -> None:
+    words = TokenSampler(torch.tensor([1.0, 5.0, 2.0, 0.5, 1.5]), size=2, num_drawn=0)
     assert words.draw(torch.Generator()).ids.tolist() == [1, 2]
     assert words.share == pytest.approx(0.7)
 
 
-def test_drawn_words_make_the_sum_over_the_vocabulary_right_in_the_mean() -> None:
+def test_sampled_tokens_make_the_sum_over_the_vocabulary_right_in_the_mean() -> None:
     torch.manual_seed(0)
     logits = torch.randn(200)
-    words = Shortlist(logits.softmax(-1), size=20, num_drawn=30)
+    words = TokenSampler(logits.softmax(-1), size=20, num_drawn=30)
     generator = torch.Generator().manual_seed(0)
     sums = []
     for _ in range(400):
@@ -255,20 +278,24 @@ def test_drawn_words_make_the_sum_over_the_vocabulary_right_in_the_mean() -> Non
 def test_states_are_kept_as_exactly_as_the_limit_allows(
     llama: PreTrainedModel, tokenizer: Any
 ) -> None:
-    texts = Texts(adapt(llama), tokenizer, make_texts(0, 60), [0, 2], batch=32, seed=0)
+    texts = TuningTexts(adapt(llama), tokenizer, make_texts(0, 60), [0, 2], batch=32, seed=0)
     white = whitening(texts.sample(10_000).states)
-    exact, half = (kept_bytes(texts, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, half = (stored_bytes(texts, dtype) for dtype in (torch.float32, torch.bfloat16))
     full, small, none = (
         make_source(texts, white, 32, 0, limit) for limit in (exact, exact - 1, half - 1)
     )
-    assert isinstance(full, Kept) and isinstance(small, Kept) and isinstance(none, Recomputed)
+    assert (
+        isinstance(full, StoredStates)
+        and isinstance(small, StoredStates)
+        and isinstance(none, RecomputedStates)
+    )
     assert full.states.nbytes + full.last.nbytes == exact
     assert torch.allclose(full.batch(3).states, small.batch(3).states, rtol=0.01)
     # All of them see every position once in an epoch.
     sums = [
         sum(source.batch(index).last.double().sum(0) for index in range(num))
         for source, num in ((full, len(full.last)), (none, len(texts.tuned_on)))
-        if not isinstance(source, Kept) or setattr(source, "size", 1) is None
+        if not isinstance(source, StoredStates) or setattr(source, "size", 1) is None
     ]
     assert torch.allclose(*sums, rtol=1e-4, atol=1e-3)
 
@@ -277,7 +304,7 @@ def test_processes_share_the_text_but_not_the_sample(
     llama: PreTrainedModel, tokenizer: Any
 ) -> None:
     whole, *parts = (
-        Texts(adapt(llama), tokenizer, make_texts(0, 60), [0], 32, 0, share)
+        TuningTexts(adapt(llama), tokenizer, make_texts(0, 60), [0], 32, 0, share)
         for share in ((0, 1), (0, 2), (1, 2))
     )
     assert sum(part.num_positions for part in parts) == whole.num_positions
@@ -289,9 +316,9 @@ def test_processes_share_the_text_but_not_the_sample(
 # -- tuning ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shortlist", [None, 8])
+@pytest.mark.parametrize("top_tokens", [None, 8])
 def test_divergence_on_new_text_falls_below_the_closed_form(
-    llama: PreTrainedModel, tokenizer: Any, closed_form: Shortcuts, shortlist: int | None
+    llama: PreTrainedModel, tokenizer: Any, closed_form: Shortcuts, top_tokens: int | None
 ) -> None:
     tuned = tune(
         closed_form,
@@ -301,8 +328,8 @@ def test_divergence_on_new_text_falls_below_the_closed_form(
         steps=40,
         lr=1e-2,
         batch=64,
-        shortlist=shortlist,
-        drawn=8,
+        top_tokens=top_tokens,
+        sampled_tokens=8,
     )
     assert sorted(tuned.tuned) == [0, 1, 2] and not closed_form.tuned
     new = make_texts(1, 60)
@@ -324,8 +351,8 @@ def closed_form_quality(
 def test_records_tell_the_closed_form_and_the_end(
     llama: PreTrainedModel, tokenizer: Any, closed_form: Shortcuts, tmp_path: Path
 ) -> None:
-    """Measured on held-out text over the whole vocabulary, whatever the shortlist."""
-    few = FEW | {"shortlist": 6, "drawn": 2, "layers": [0, 2], "held_out": 40}
+    """Measured on held-out text over the whole vocabulary, whatever tokens are sampled."""
+    few = FEW | {"top_tokens": 6, "sampled_tokens": 2, "layers": [0, 2], "held_out": 40}
     tune(closed_form, llama, tokenizer, make_texts(0, 40), run=tmp_path / "run", **few)
     records = read_records(tmp_path / "run" / "metrics.jsonl")[0]
     assert [(r.step, r.kind) for r in records] == [
@@ -336,7 +363,7 @@ def test_records_tell_the_closed_form_and_the_end(
         (12, "valid"),
     ]
     assert len(records[1].values["kl"]) == 2
-    texts = Texts(adapt(llama), tokenizer, make_texts(0, 40), [0, 2], batch=32, seed=0)
+    texts = TuningTexts(adapt(llama), tokenizer, make_texts(0, 40), [0, 2], batch=32, seed=0)
     states, last = texts.held_out_positions(40)
     for place, layer in enumerate((0, 2)):
         kl, agreed = closed_form_quality(llama, closed_form, states[place], last, layer)
@@ -344,15 +371,15 @@ def test_records_tell_the_closed_form_and_the_end(
         assert records[0].values[f"agreement_{layer}"] == pytest.approx(agreed, abs=0.03)
 
 
-def test_a_shortlist_of_the_whole_vocabulary_is_no_shortlist(
+def test_the_whole_vocabulary_is_not_sampled(
     llama: PreTrainedModel, tokenizer: Any, closed_form: Shortcuts, monkeypatch: Any
 ) -> None:
     """And one that leaves out nothing but is taken as a list gives the same maps."""
     texts = make_texts(0, 40)
     full = tune(closed_form, llama, tokenizer, texts, **FEW)
-    same = tune(closed_form, llama, tokenizer, texts, **FEW | {"shortlist": 29})
-    everything = Shortlist(torch.ones(29), 29, 0)
-    monkeypatch.setattr("deepenough.shortcut.tune._shortlist", lambda *_: everything)
+    same = tune(closed_form, llama, tokenizer, texts, **FEW | {"top_tokens": 29})
+    everything = TokenSampler(torch.ones(29), 29, 0)
+    monkeypatch.setattr("deepenough.shortcut.training._make_sampler", lambda *_: everything)
     listed = tune(closed_form, llama, tokenizer, texts, **FEW)
     for layer, (matrix, bias) in full.tuned.items():
         assert torch.equal(same.tuned[layer][0], matrix)
@@ -385,8 +412,8 @@ def test_a_resumed_tuning_equals_an_uninterrupted_one(
     records: Callable[[Path], list[Record]],
 ) -> None:
     def run(folder: str) -> Shortcuts:
-        place = RunSettings(folder=str(tmp_path / folder), resume=True)
-        few = FEW | {"shortlist": 6, "drawn": 4, "save_every": 5, "memory": memory}
+        place = RunConfig(str(tmp_path / folder), resume=True)
+        few = FEW | {"top_tokens": 6, "sampled_tokens": 4, "save_every": 5, "memory": memory}
         return tune(closed_form, llama, tokenizer, make_texts(0, 40), run=place, **few)
 
     def stop_at_eight(task: TuneTask, step: int) -> None:
@@ -409,7 +436,7 @@ def test_a_resumed_tuning_equals_an_uninterrupted_one(
 def test_another_tuning_is_not_resumed(
     llama: PreTrainedModel, tokenizer: Any, closed_form: Shortcuts, tmp_path: Path
 ) -> None:
-    run = RunSettings(folder=str(tmp_path / "run"), resume=True)
+    run = RunConfig(str(tmp_path / "run"), resume=True)
     tune(closed_form, llama, tokenizer, make_texts(0, 40), run=run, **FEW)
     with pytest.raises(UserError, match="texts was"):
         tune(closed_form, llama, tokenizer, make_texts(5, 60), run=run, **FEW)
@@ -429,7 +456,7 @@ def test_tuned_maps_are_written_with_the_shortcuts(
         assert torch.equal(loaded.tuned[layer][1], bias)
         assert torch.equal(loaded.matrix(layer, LAYERS), closed_form.matrix(layer, LAYERS))
     assert loaded.meta["tune"]["steps"] == 12
-    assert run.config.is_file() and "shortlist" in run.config.read_text()
+    assert run.config.is_file() and "top_tokens" in run.config.read_text()
 
 
 @pytest.mark.parametrize("affine", [False, True])
@@ -458,8 +485,8 @@ def test_layers_that_get_worse_are_named(
         ({"layers": [3]}, r"tune\.layers must be some of 0 to 2"),
         ({"layers": []}, r"tune\.layers must be some of 0 to 2"),
         ({"batch": 0}, r"tune\.batch must be at least 1"),
-        ({"shortlist": 0}, r"tune\.shortlist must be at least 1"),
-        ({"memory": float("nan")}, r"tune\.memory must not be negative"),
+        ({"top_tokens": 0}, r"tune\.top_tokens must be at least 1"),
+        ({"memory": float("nan")}, r"tune\.memory must be at least 0"),
         ({"steps": 0}, r"train\.steps must be at least 1"),
         ({"batch": 100_000}, "give more text or a smaller batch"),
     ],
@@ -486,7 +513,7 @@ def test_models_that_cannot_be_tuned_are_refused(
         tune(closed_form, other, tokenizer, make_texts(0, 60))
     encoder = bert(BertModel)
     start = Shortcuts.fit(encoder, tokenizer, make_texts(0, 60), targets="last")
-    with pytest.raises(UserError, match="predicts no words"):
+    with pytest.raises(UserError, match="predicts no tokens"):
         tune(start, encoder, tokenizer, make_texts(0, 60))
     same = tiny_llama().train()
     with pytest.raises(UserError, match=r"call model\.eval\(\)"):
@@ -497,4 +524,4 @@ def test_unknown_settings_are_errors(
     llama: PreTrainedModel, tokenizer: Any, closed_form: Shortcuts
 ) -> None:
     with pytest.raises(TypeError, match="stepps"):
-        tune(closed_form, llama, tokenizer, [], TuneTraining(), stepps=3)
+        tune(closed_form, llama, tokenizer, [], TuneTrainingConfig(), stepps=3)

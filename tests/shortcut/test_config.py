@@ -3,7 +3,7 @@
 import pytest
 
 from deepenough import UserError
-from deepenough.shortcut.study import TextChoice
+from deepenough.shortcut.config import TextConfig
 
 LINES = ["= A heading =", "", *(f"Line {n} says that {n} is a number." for n in range(4000))]
 
@@ -16,12 +16,12 @@ def corpus(tmp_path):
 
 
 def test_lines_are_texts_of_their_own(corpus):
-    texts = TextChoice(corpus, lines=10, min_chars=20).read()
+    texts = TextConfig(lines=10, min_chars=20).read(corpus)
     assert [text.strip() for text in texts] == LINES[2:12]
 
 
 def test_running_text_loses_no_line_and_comes_in_few_pieces(corpus):
-    pieces = TextChoice(corpus, lines=None, min_chars=1, join=True).read()
+    pieces = TextConfig(lines=None, min_chars=1, join=True).read(corpus)
     assert "\n".join(pieces).split("\n") == [line for line in LINES if line]
     characters = sum(len(line) + 1 for line in LINES)
     assert len(pieces) == -(-characters // 50_000) > 1
@@ -29,4 +29,4 @@ def test_running_text_loses_no_line_and_comes_in_few_pieces(corpus):
 
 def test_text_without_a_long_line_is_refused(corpus):
     with pytest.raises(UserError, match="has 500 characters"):
-        TextChoice(corpus, min_chars=500, join=True).read()
+        TextConfig(min_chars=500, join=True).read(corpus)
