@@ -64,7 +64,7 @@ class TextConfig:
 
     def read(self, data: str) -> list[str]:
         """Return the texts of a file, folder or corpus."""
-        from deepenough.data import open_corpus
+        from deepenough.data.corpus import open_corpus
 
         corpus = open_corpus(data)
         if self.split not in corpus.splits:

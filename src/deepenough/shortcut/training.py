@@ -49,7 +49,7 @@ from deepenough.shortcut.tuned_maps import (
 from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import is_main_process, make_accelerator
 from deepenough.training.logging import reading
-from deepenough.training.task import BatchLoss, PlainTask
+from deepenough.training.task import BatchLoss, Task
 from deepenough.training.trainer import Trainer, check_folder, place_of, training
 
 log = logging.getLogger("deepenough")
@@ -233,7 +233,7 @@ def _with_tuned(shortcuts: Shortcuts, task: TuneTask, config: TuneTrainingConfig
 # -- the task ------------------------------------------------------------------------------------
 
 
-class TuneTask(PlainTask):
+class TuneTask(Task):
     """Tuning of maps by KL, as a task of the training loop."""
 
     phase = MAPS
