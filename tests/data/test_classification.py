@@ -76,7 +76,7 @@ def test_a_test_split_without_labels_is_left_out(
     write(tmp_path, "train.tsv", "sentence\tlabel\na\t0\nb\t1\n")
     write(tmp_path, "test.tsv", test)
     assert list(read(str(tmp_path), label_column=named).splits) == ["train"]
-    assert caplog.messages == [f"The test split of {tmp_path} has no labels: passed over."]
+    assert caplog.messages == [f"The test split of {tmp_path} has no labels and is left out."]
 
 
 def test_other_splits_need_labels(tmp_path: Path) -> None:

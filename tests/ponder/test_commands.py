@@ -46,7 +46,7 @@ def test_predictions_of_a_file_are_json_lines_in_its_order(
 ) -> None:
     file = tmp_path / "reviews.txt"
     file.write_text("a good film\nthe plot so awful\na fine plot\n", encoding="utf-8")
-    assert main(["ponder", "predict", str(run), str(file), "--rows", "2"]) == 0
+    assert main(["ponder", "predict", str(run), str(file), "--batch-size", "2"]) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [answer["label"] for answer in answers] == ["1", "0", "1"]
     for answer in answers:
@@ -59,7 +59,7 @@ def test_an_empty_line_has_no_label_and_moves_no_other(
 ) -> None:
     file = tmp_path / "reviews.txt"
     file.write_text("\na good film\n \n\nthe plot so awful\na fine plot\n\n\n", encoding="utf-8")
-    assert main(["ponder", "predict", str(run), str(file), "--rows", rows]) == 0
+    assert main(["ponder", "predict", str(run), str(file), "--batch-size", rows]) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     labels = [answer["label"] for answer in answers]
     assert labels == [None, "1", None, None, "0", "1", None, None]

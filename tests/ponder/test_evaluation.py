@@ -160,7 +160,7 @@ def test_predictions_stream(trained: Path) -> None:
             asked += 1
             yield "a very good film" if asked % 2 else "so awful a plot"
 
-    answers = predict(str(trained), endless(), rows=4)
+    answers = predict(str(trained), endless(), batch_size=4)
     found = [next(answers) for _ in range(6)]
     assert [answer["label"] for answer in found] == ["1", "0"] * 3
     assert all(0.5 < answer["probability"] <= 1 and 1 <= answer["passes"] <= 3 for answer in found)
@@ -231,7 +231,7 @@ def test_an_option_names_its_exit(trained: Path) -> None:
     assert isinstance(finished.policy(ExitConfig(patience=1)), PatienceExit)
     assert isinstance(finished.policy(ExitConfig(threshold=0.7)), QuantileExit)
     assert isinstance(finished.policy(ExitConfig("confidence", 0.7)), ConfidenceExit)
-    with pytest.raises(UserError, match=r"exit\.passes is of use with the exit fixed, not"):
+    with pytest.raises(UserError, match=r"exit\.passes is an option of the fixed exit, not"):
         finished.policy(ExitConfig("confidence", passes=2))
     with pytest.raises(UserError, match=r"leave it out, or give --exit\.exit"):
         finished.policy(ExitConfig(patience=1, passes=2))

@@ -184,7 +184,7 @@ def test_layers_run_full_batches(make_model, make_albert, kind):
     sizes = []
     for layer in dict.fromkeys(model.stack.layers):
         layer.attention.register_forward_hook(lambda _, args, __: sizes.append(len(args[0])))
-    answers = list(model.stream(encodings(100), rows=8))
+    answers = list(model.stream(encodings(100), batch_size=8))
     passes = sum(answer.passes for answer in answers)
     assert sum(sizes) == passes
     assert len({answer.passes for answer in answers}) > 1
@@ -204,7 +204,7 @@ def test_an_endless_stream_gives_answers_and_reads_little_ahead(make_model, make
             taken += 1
             yield sample[number % 40]
 
-    answers = list(islice(model.stream(endless(), rows=4), 60))
+    answers = list(islice(model.stream(endless(), batch_size=4), 60))
     assert [answer.index for answer in answers] == list(range(60))
     assert taken <= 60 + 4 * 4 * model.num_passes
 
@@ -220,7 +220,7 @@ def test_one_slow_example_does_not_hold_up_the_others_for_ever(make_model):
             return memory[:, 0] == 0, memory
 
     model = make_model()
-    answers = model.stream((row for row in encodings(1) * 1000), FirstIsSlow(), rows=2)
+    answers = model.stream((row for row in encodings(1) * 1000), FirstIsSlow(), batch_size=2)
     first = next(answers)
     assert (first.index, first.passes) == (0, 4)
 
@@ -241,7 +241,7 @@ def test_padding_and_pairs_are_understood(make_model):
 def test_second_cls_and_costs(make_albert):
     model = make_albert(num_passes=5, halting_head="second_cls")
     given = encodings(9)
-    for answer, encoding in zip(model.stream(given, rows=1), given, strict=True):
+    for answer, encoding in zip(model.stream(given, batch_size=1), given, strict=True):
         alone = model(torch.tensor([encoding["input_ids"]]))
         assert answer.passes == alone.passes.item()
         assert answer.flops >= alone.trace.total_flops
@@ -253,7 +253,7 @@ def test_nothing_in_nothing_out(make_model):
 
 def test_misuse_is_refused(make_model):
     model = make_model()
-    with pytest.raises(UserError, match="at least 1 row"):
-        model.stream([], rows=0)
+    with pytest.raises(UserError, match="batch_size must be at least 1"):
+        model.stream([], batch_size=0)
     with pytest.raises(UserError, match=r"model\.eval\(\)"):
         model.train().stream([])

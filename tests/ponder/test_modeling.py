@@ -270,9 +270,9 @@ def test_pooling(make_model, batch, pooling):
     mask = batch["attention_mask"]
     rows = [row[:length].mean(0) for row, length in zip(hidden, mask.sum(1), strict=True)]
     expected = hidden[:, 0] if pooling == "cls" else torch.stack(rows)
-    torch.testing.assert_close(model.summary(hidden, mask), expected)
-    unmasked = model.summary(hidden, None)
-    torch.testing.assert_close(unmasked, model.summary(hidden, torch.ones_like(mask)))
+    torch.testing.assert_close(model.pool(hidden, mask), expected)
+    unmasked = model.pool(hidden, None)
+    torch.testing.assert_close(unmasked, model.pool(hidden, torch.ones_like(mask)))
 
 
 @torch.no_grad()

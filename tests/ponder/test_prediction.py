@@ -64,7 +64,7 @@ def test_ponder_leaves_the_mode_and_batches_do_not_matter(make_model, tokenizer)
 def test_predict_equals_ponder(make_model, tokenizer):
     model = make_model()
     expected = model.ponder(TEXTS, tokenizer)
-    predictions = list(model.predict(TEXTS, tokenizer, rows=2))
+    predictions = list(model.predict(TEXTS, tokenizer, batch_size=2))
     assert [p.passes for p in predictions] == expected.passes.tolist()
     probabilities = expected.logits.softmax(-1).max(-1)
     assert [p.label for p in predictions] == [f"LABEL_{i}" for i in probabilities.indices]
@@ -121,7 +121,7 @@ def test_pipeline(saved, caplog):
         (["good", ("a", "b")], "Some texts have a pair"),
         (["bad", "very " * 50], "Text 1 is 52 tokens long, and the model takes at most 40"),
         ([], "at least one text"),
-        ("good", "Give a list"),
+        ("good", "Give a list of at least"),
     ],
 )
 def test_bad_texts_are_named(make_model, tokenizer, texts, message):
@@ -177,5 +177,5 @@ def test_packaged_minilm(pooling):
     if pooling == "cls":
         expected = model.classifiers[5](states[6][:, 0])
         torch.testing.assert_close(whole.step_logits[5], expected, rtol=1e-4, atol=1e-5)
-    passes = [p.passes for p in model.predict(TEXTS, tokenizer, rows=2)]
+    passes = [p.passes for p in model.predict(TEXTS, tokenizer, batch_size=2)]
     assert passes == whole.passes.tolist()

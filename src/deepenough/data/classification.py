@@ -119,7 +119,7 @@ def open_classification(
         columns = _Columns(config, needs_label=split != "test")
         read = [columns.read(row) for row in rows]
         if split != "train" and all(_as_number(row.label) == UNLABELLED for row in read):
-            logger.warning("The %s split of %s has no labels: passed over.", split, data)
+            logger.warning("The %s split of %s has no labels and is left out.", split, data)
             continue
         splits[split] = read
     if not any(splits.values()):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepenough.ponder.config import PonderAlbertConfig as PonderAlbertConfig
     from deepenough.ponder.config import PonderEncoderConfig as PonderEncoderConfig
+    from deepenough.ponder.inference import PonderOutput as PonderOutput
     from deepenough.ponder.modeling import (
         PonderAlbertForSequenceClassification as PonderAlbertForSequenceClassification,
     )
     from deepenough.ponder.modeling import (
         PonderEncoderForSequenceClassification as PonderEncoderForSequenceClassification,
     )
-    from deepenough.ponder.modeling import PonderOutput as PonderOutput
 
 __all__ = [
     "PonderAlbertConfig",

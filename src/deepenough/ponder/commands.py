@@ -38,7 +38,9 @@ def predict(config: PonderPredictConfig) -> None:
     """Print the answer to every line as a JSON object."""
     from deepenough.ponder.evaluation import predict
 
-    for answer in predict(config.run, _texts(config.data), config.exit, rows=config.rows):
+    for answer in predict(
+        config.run, _texts(config.data), config.exit, batch_size=config.batch_size
+    ):
         print(json.dumps(answer), flush=True)
 
 

@@ -218,8 +218,8 @@ class ExitConfig:
         for name in named:
             if kind not in self.EXITS_OF[name]:
                 raise UserError(
-                    f"exit.{name} is of use with the exit {' or '.join(self.EXITS_OF[name])}, not "
-                    f"with {kind}: leave it out, or give --exit.exit."
+                    f"exit.{name} is an option of the {' or '.join(self.EXITS_OF[name])} exit, not of "
+                    f"{kind}: leave it out, or give --exit.exit."
                 )
         return kind
 
@@ -257,7 +257,7 @@ class PonderPredictConfig:
     """File with a text on every line, the second of a pair after a tab; by default standard
     input."""
 
-    rows: int = bounded(32, ge=1)
+    batch_size: int = bounded(32, ge=1)
     """Texts that are worked on at once; a finished one makes room for the next."""
 
     exit: ExitConfig = field(default_factory=ExitConfig)
@@ -335,7 +335,7 @@ def check_encoder(config: PreTrainedConfig) -> None:
     """Refuse a model that is no encoder: its first token would see nothing of the text."""
     kind = config.model_type
     if kind in (PonderEncoderConfig.model_type, PonderAlbertConfig.model_type):
-        raise UserError(f"A checkpoint of {kind!r} ponders already: load it with its own class.")
+        raise UserError(f"A {kind!r} model ponders already: load it with its own class.")
     if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
             f"A model of type {kind!r} has an encoder and a decoder, and pondering classifiers "
@@ -356,7 +356,7 @@ def check_config(config: PonderAlbertConfig | PonderEncoderConfig) -> None:
     options_of(config).check_depth(_depth(config), isinstance(config, PonderAlbertConfig))
     if config.halting_head == "answer" and config.num_labels == 1:
         raise UserError(
-            "halting_head 'answer' reads by how much one label leads, and there is only one: "
+            "halting_head 'answer' compares the two best labels, and the model has only one: "
             "choose previous."
         )
 

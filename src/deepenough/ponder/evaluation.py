@@ -258,7 +258,9 @@ class FinishedRun:
     def open_texts(self, data: str | None) -> LabelledTexts:
         """Return other examples, read as those of training were, or those of training again."""
         if self.trained is None and data is None:
-            raise UserError("Nothing tells what the model was trained on: give --data.")
+            raise UserError(
+                f"{self.run} has no config.yaml that says what it was trained on: give --data."
+            )
         trained = self.trained or PonderTrainConfig(data="")
         if data is None or data == trained.data:
             return open_classification(trained.data, trained.dataset, self.labels)
@@ -277,7 +279,7 @@ def predict(
     exit: ExitConfig | None = None,
     *,
     truncate: bool = True,
-    rows: int = 32,
+    batch_size: int = 32,
 ) -> Iterator[dict[str, Any]]:
     """Yield label, probability and passes of each text, in their order, as they are decided.
 
@@ -290,7 +292,8 @@ def predict(
     nothing = {"label": None, "probability": None, "passes": 0}
     said = _not_empty(texts, empty)
     place = 0
-    for answer in finished.model.predict(said, finished.tokenizer, policy, truncate, rows, limit):
+    answers = finished.model.predict(said, finished.tokenizer, policy, truncate, batch_size, limit)
+    for answer in answers:
         while empty and empty[0] == place:
             yield nothing
             place = empty.popleft() + 1

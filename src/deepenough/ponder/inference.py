@@ -132,7 +132,7 @@ def run_batch(
     calls = stack.begin(**inputs.as_arguments())
     results.charge(rows, flops.begin(inputs.length))
     hidden = calls[0].hidden
-    before = model.summary(hidden, inputs.attention_mask)
+    before = model.pool(hidden, inputs.attention_mask)
     for index in range(num_passes):
         hidden = stack.run(index, hidden, calls)
         reading = model.read(index, hidden, inputs.attention_mask, before)
@@ -145,7 +145,7 @@ def run_batch(
             view = StepView(torch.full_like(rows, index + 1), reading.logits, known)
             halts, memory = policy.step(view, memory)
         if not bool(halts.any()):
-            before = reading.summary
+            before = reading.pooled
             continue
         results.note_answers(rows[halts], reading.logits[halts], index + 1)
         stay = ~halts
@@ -153,7 +153,7 @@ def run_batch(
         if not len(rows):
             break
         inputs = inputs.select(stay).trim()
-        before, hidden = reading.summary[stay], hidden[stay, : inputs.length]
+        before, hidden = reading.pooled[stay], hidden[stay, : inputs.length]
         calls = stack.begin(**inputs.as_arguments())
         results.charge(rows, flops.begin(inputs.length))
     return results.output()
@@ -303,20 +303,20 @@ class _Running:
 class ContinuousBatcher:
     """Runs a stream of inputs; holds the examples of it that are on their way."""
 
-    def __init__(self, model: PonderClassifier, rows: int, policy: HaltingPolicy) -> None:
-        if rows < 1:
-            raise UserError(f"A stream needs at least 1 row: got {rows}.")
+    def __init__(self, model: PonderClassifier, batch_size: int, policy: HaltingPolicy) -> None:
+        if batch_size < 1:
+            raise UserError(f"batch_size must be at least 1: got {batch_size}.")
         if model.training:
-            raise UserError("A stream is for evaluation: call model.eval() first.")
+            raise UserError("Predictions need a model in evaluation mode: call model.eval() first.")
         check_policy(model, policy)
         self._model = model
-        self._rows = rows
+        self._batch_size = batch_size
         self._policy = policy
         num_groups = 1 if model.stack.shared else model.num_passes
         self._groups: list[list[_Running]] = [[] for _ in range(num_groups)]
         self._finished: dict[int, StreamedAnswer] = {}
         # Room for every group to fill up before anybody is hurried.
-        self._most_waiting = 2 * rows * num_groups
+        self._most_waiting = 2 * batch_size * num_groups
 
     def run(self, encodings: Iterable[Mapping[str, Any]]) -> Iterator[StreamedAnswer]:
         """Yield answers in the order of the inputs, which are read as room comes free."""
@@ -330,7 +330,7 @@ class ContinuousBatcher:
             elif exhausted:
                 return
             else:
-                wanted = self._rows - len(self._groups[0])
+                wanted = self._batch_size - len(self._groups[0])
                 new = [self._enter(index, encoding) for index, encoding in islice(source, wanted)]
                 self._groups[0].extend(new)
                 exhausted = len(new) < wanted
@@ -344,7 +344,7 @@ class ContinuousBatcher:
         if len(self._finished) > self._most_waiting:
             oldest = [g for g in filled if any(row.index == num_given for row in self._groups[g])]
             return oldest[0]
-        full = [group for group in filled if len(self._groups[group]) >= self._rows]
+        full = [group for group in filled if len(self._groups[group]) >= self._batch_size]
         if full:
             return full[-1]
         # At the end the shallowest goes first and takes its examples to the others.
@@ -366,18 +366,18 @@ class ContinuousBatcher:
 
     @torch.no_grad()
     def _advance(self, group: int) -> None:
-        """Make one pass of up to `rows` examples of a group, those who have waited longest."""
+        """Make one pass of up to `batch_size` examples of a group, those who have waited longest."""
         model, waiting = self._model, self._groups[group]
         waiting.sort(key=lambda row: row.index)
-        batch, self._groups[group] = waiting[: self._rows], waiting[self._rows :]
+        batch, self._groups[group] = waiting[: self._batch_size], waiting[self._batch_size :]
         inputs = _pad([row.inputs for row in batch], model.pad_token_id)
         calls = model.stack.begin(**inputs.as_arguments())
         hidden = _insert(calls[0].hidden, [row.hidden for row in batch])
-        first = model.summary(calls[0].hidden, inputs.attention_mask)
+        first = model.pool(calls[0].hidden, inputs.attention_mask)
         pairs = zip(batch, first, strict=True)
         before = torch.stack([new if row.before is None else row.before for row, new in pairs])
         hidden = model.stack.run(group, hidden, calls)
-        logits, halt_logit, summary = model.read(group, hidden, inputs.attention_mask, before)
+        logits, halt_logit, pooled = model.read(group, hidden, inputs.attention_mask, before)
         self._count(batch, group, inputs.length, halt_logit)
         halts, memory = self._decide(batch, logits)
         following = 0 if len(self._groups) == 1 else group + 1
@@ -385,7 +385,7 @@ class ContinuousBatcher:
             if halts[number]:
                 self._finish(row, logits[number])
                 continue
-            row.memory, row.before = memory[number], summary[number]
+            row.memory, row.before = memory[number], pooled[number]
             row.hidden = hidden[number, : row.inputs.length]
             self._groups[following].append(row)
 

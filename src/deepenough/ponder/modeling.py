@@ -129,7 +129,7 @@ class PassReading(NamedTuple):
     """`[R, C]`"""
     halt_logit: Tensor | None
     """`[R]`, the logit of `lambda_n`; None at the last pass, and in models that do not halt."""
-    summary: Tensor
+    pooled: Tensor
     """`[R, D]`: what the halting head of the next pass reads as `h_(n-1)`."""
 
 
@@ -205,7 +205,7 @@ class PonderClassifier(ReadsTexts, PreTrainedModel):
             return None
         return self.halting[min(index, len(self.halting) - 1)]
 
-    def summary(self, hidden_RTD: Tensor, mask_RT: Tensor | None) -> Tensor:
+    def pool(self, hidden_RTD: Tensor, mask_RT: Tensor | None) -> Tensor:
         """Return the pooled state of each text, `[R, D]`: of its first token, or the mean."""
         if self.config.pooling == "cls":
             return self.adapter.final_norm(hidden_RTD[:, 0])
@@ -218,12 +218,12 @@ class PonderClassifier(ReadsTexts, PreTrainedModel):
     def read(
         self, index: int, hidden_RTD: Tensor, mask_RT: Tensor | None, before_RD: Tensor
     ) -> PassReading:
-        """Return what the heads say after pass `index`; `before_RD` is the summary before it."""
+        """Return what the heads say after pass `index`; `before_RD` is the pooled state before it."""
         share = self.config.early_gradient
         if share < 1 and index < self.num_passes - 1 and self.training:
             hidden_RTD = share * hidden_RTD + (1 - share) * hidden_RTD.detach()
             before_RD = share * before_RD + (1 - share) * before_RD.detach()
-        now = self.summary(hidden_RTD, mask_RT)
+        now = self.pool(hidden_RTD, mask_RT)
         logits: Tensor = self._classifier(index)(now)
         head = self._halting_head(index)
         if head is None:
@@ -340,12 +340,12 @@ class PonderClassifier(ReadsTexts, PreTrainedModel):
         """Return logits of all passes `[N, B, C]`, and of halting before the last `[B, N - 1]`."""
         calls = self.stack.begin(**inputs.as_arguments())
         hidden = calls[0].hidden
-        before = self.summary(hidden, inputs.attention_mask)
+        before = self.pool(hidden, inputs.attention_mask)
         readings: list[PassReading] = []
         for index in range(self.num_passes):
             hidden = self.stack.run(index, hidden, calls)
             readings.append(self.read(index, hidden, inputs.attention_mask, before))
-            before = readings[-1].summary
+            before = readings[-1].pooled
         step_logits = torch.stack([reading.logits for reading in readings])
         if not self.has_halting:
             return step_logits, None

@@ -325,8 +325,8 @@ def train_parity(settings: ParityTrainConfig) -> RunFolder:
     accelerator = make_accelerator(settings.train)
     if settings.dataset.batch_size % accelerator.num_processes:
         raise UserError(
-            f"dataset.batch_size {settings.dataset.batch_size} cannot be dealt to "
-            f"{accelerator.num_processes} processes: give a multiple."
+            f"dataset.batch_size {settings.dataset.batch_size} cannot be divided "
+            f"among {accelerator.num_processes} processes: give a multiple of that."
         )
     check_folder(settings, accelerator)
     torch.manual_seed(settings.train.seed)

@@ -97,7 +97,7 @@ class ReadsTexts:
         """
         model = cast("PonderClassifier", self)
         if isinstance(texts, str) or not len(texts):
-            raise UserError("Give a list of at least one text to ponder.")
+            raise UserError("Give a list of at least one text.")
         if labels is not None and len(labels) != len(texts):
             raise UserError(f"{len(texts)} texts need as many labels: got {len(labels)}.")
         tokenizer = tokenizer or _own_tokenizer(model)
@@ -125,7 +125,7 @@ class ReadsTexts:
         tokenizer: Any = None,
         policy: HaltingPolicy | None = None,
         truncate: bool = False,
-        rows: int = 32,
+        batch_size: int = 32,
         max_length: int | None = None,
     ) -> Iterator[Prediction]:
         """Yield answers in the order of the texts, which may be endless.
@@ -137,24 +137,24 @@ class ReadsTexts:
             tokenizer: By default the one saved with the model.
             policy: Replaces the exit of the model's config.
             truncate: Cut texts that are too long instead of refusing them.
-            rows: Texts that are worked on at once.
+            batch_size: Texts that are worked on at once.
             max_length: Tokens at which texts are cut; by default what the model takes.
         """
         model = cast("PonderClassifier", self)
         own = tokenizer or _own_tokenizer(model)
-        encodings = encode(model, texts, own, truncate, max_length, min(rows, CHUNK))
-        for answer in self.stream(encodings, policy, rows):
+        encodings = encode(model, texts, own, truncate, max_length, min(batch_size, CHUNK))
+        for answer in self.stream(encodings, policy, batch_size):
             yield _prediction(model, answer)
 
     def stream(
         self,
         encodings: Iterable[Mapping[str, Any]],
         policy: HaltingPolicy | None = None,
-        rows: int = 32,
+        batch_size: int = 32,
     ) -> Iterator[StreamedAnswer]:
         """Yield the same for what a tokenizer returns, one mapping a text, without padding."""
         model = cast("PonderClassifier", self)
-        return ContinuousBatcher(model, rows, policy or model.exit_policy()).run(encodings)
+        return ContinuousBatcher(model, batch_size, policy or model.exit_policy()).run(encodings)
 
 
 def encode(
@@ -194,7 +194,7 @@ def _check_text(text: Any, number: int) -> None:
     if not right or (not isinstance(text, str) and len(parts) != 2):
         raise UserError(f"Text {number} is neither a string nor a pair of strings: {text!r:.80}.")
     if any(not part.strip() for part in parts):
-        raise UserError(f"Text {number} is empty: remove it, or say something in it.")
+        raise UserError(f"Text {number} is empty: remove it.")
 
 
 def _own_tokenizer(model: PonderClassifier) -> Any:

@@ -100,8 +100,8 @@ class ClassificationTask(Task):
         self.batches = LengthBatches(examples["train"].lengths, data.batch_size, train.seed)
         if self.batches.batch_size % self.world_size:
             raise UserError(
-                f"A batch of {self.batches.batch_size} examples cannot be dealt to "
-                f"{self.world_size} processes: make dataset.batch_size a multiple of them."
+                f"A batch of {self.batches.batch_size} examples cannot be divided among "
+                f"{self.world_size} processes: make dataset.batch_size a multiple of that."
             )
         self.terms: dict[str, float] = {}
 
