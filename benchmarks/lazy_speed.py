@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.figures import Figure, interleaved
-from deepenough.lazy import LazyTransformerConfig, LazyTransformerForConditionalGeneration
+from deepenough.lazy.modeling import LazyTransformerConfig, LazyTransformerForConditionalGeneration
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = True

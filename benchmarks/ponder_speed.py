@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
 from benchmarks.figures import interleaved
-from deepenough.ponder import (
+from deepenough.ponder.halting import FixedExit, SampledExit
+from deepenough.ponder.modeling import (
     PonderAlbertConfig,
     PonderAlbertForSequenceClassification,
     PonderEncoderForSequenceClassification,
 )
-from deepenough.ponder.halting import FixedExit, SampledExit
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = True

@@ -1,8 +1,8 @@
 """Transformers that go only as deep as they need.
 
 The names below are the public API. They are loaded when first used, so that `import deepenough`
-(and with it `deepenough --help`) does not wait for torch. To add a name, write it in three places:
-the imports for type checkers, `__all__`, and the table of modules; a test keeps the three equal.
+(and with it `deepenough --help`) does not wait for torch. To add a name, write it twice: in the
+imports for type checkers and in the table of modules; a test keeps the two equal.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepenough.cli import train as train
+    from deepenough.compare.frontier import compare as compare
     from deepenough.decoding.api import early_exit as early_exit
     from deepenough.decoding.api import speculate as speculate
     from deepenough.decoding.calibrated import Calibrated as Calibrated
@@ -28,20 +30,21 @@ if TYPE_CHECKING:
     from deepenough.decoding.early_exit import TopProbability as TopProbability
     from deepenough.decoding.tuned import Tuned as Tuned
     from deepenough.errors import UserError as UserError
-    from deepenough.lazy import LazyTransformerConfig as LazyTransformerConfig
-    from deepenough.lazy import LazyTransformerForCausalLM as LazyTransformerForCausalLM
-    from deepenough.lazy import (
+    from deepenough.hf.loading import load as load
+    from deepenough.lazy.modeling import LazyTransformerConfig as LazyTransformerConfig
+    from deepenough.lazy.modeling import LazyTransformerForCausalLM as LazyTransformerForCausalLM
+    from deepenough.lazy.modeling import (
         LazyTransformerForConditionalGeneration as LazyTransformerForConditionalGeneration,
     )
-    from deepenough.lazy import LazyTransition as LazyTransition
+    from deepenough.lazy.transition import LazyTransition as LazyTransition
     from deepenough.par.modeling import ParConfig as ParConfig
     from deepenough.par.modeling import ParForCausalLM as ParForCausalLM
-    from deepenough.ponder import PonderAlbertConfig as PonderAlbertConfig
-    from deepenough.ponder import (
+    from deepenough.ponder.modeling import PonderAlbertConfig as PonderAlbertConfig
+    from deepenough.ponder.modeling import (
         PonderAlbertForSequenceClassification as PonderAlbertForSequenceClassification,
     )
-    from deepenough.ponder import PonderEncoderConfig as PonderEncoderConfig
-    from deepenough.ponder import (
+    from deepenough.ponder.modeling import PonderEncoderConfig as PonderEncoderConfig
+    from deepenough.ponder.modeling import (
         PonderEncoderForSequenceClassification as PonderEncoderForSequenceClassification,
     )
     from deepenough.runs import Record as Record
@@ -51,76 +54,42 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Calibrated",
-    "ConfidenceGap",
-    "DepthTrace",
-    "Drafter",
-    "ExitPolicy",
-    "FallbackDrafter",
-    "FixedLayer",
-    "LazyTransformerConfig",
-    "LazyTransformerForCausalLM",
-    "LazyTransformerForConditionalGeneration",
-    "LazyTransition",
-    "LinearDrafter",
-    "LookupDrafter",
-    "LowEntropy",
-    "ParConfig",
-    "ParForCausalLM",
-    "Patience",
-    "PonderAlbertConfig",
-    "PonderAlbertForSequenceClassification",
-    "PonderEncoderConfig",
-    "PonderEncoderForSequenceClassification",
-    "Record",
-    "RunFolder",
-    "ShortcutDrafter",
-    "Shortcuts",
-    "TopProbability",
-    "Tuned",
-    "UserError",
-    "calibrate",
-    "early_exit",
-    "speculate",
-]
-
-_MODULES = {
-    "Calibrated": "deepenough.decoding.calibrated",
-    "ConfidenceGap": "deepenough.decoding.early_exit",
-    "DepthTrace": "deepenough.trace",
-    "Drafter": "deepenough.decoding.drafters",
-    "ExitPolicy": "deepenough.decoding.early_exit",
-    "FallbackDrafter": "deepenough.decoding.drafters",
-    "FixedLayer": "deepenough.decoding.early_exit",
-    "LazyTransformerConfig": "deepenough.lazy",
-    "LazyTransformerForCausalLM": "deepenough.lazy",
-    "LazyTransformerForConditionalGeneration": "deepenough.lazy",
-    "LazyTransition": "deepenough.lazy",
-    "LinearDrafter": "deepenough.decoding.drafters",
-    "LookupDrafter": "deepenough.decoding.drafters",
-    "LowEntropy": "deepenough.decoding.early_exit",
-    "ParConfig": "deepenough.par.modeling",
-    "ParForCausalLM": "deepenough.par.modeling",
-    "Patience": "deepenough.decoding.early_exit",
-    "PonderAlbertConfig": "deepenough.ponder",
-    "PonderAlbertForSequenceClassification": "deepenough.ponder",
-    "PonderEncoderConfig": "deepenough.ponder",
-    "PonderEncoderForSequenceClassification": "deepenough.ponder",
-    "Record": "deepenough.runs",
-    "RunFolder": "deepenough.runs",
-    "ShortcutDrafter": "deepenough.decoding.drafters",
-    "Shortcuts": "deepenough.shortcut.modeling",
-    "TopProbability": "deepenough.decoding.early_exit",
-    "Tuned": "deepenough.decoding.tuned",
-    "UserError": "deepenough.errors",
-    "calibrate": "deepenough.decoding.calibration",
-    "early_exit": "deepenough.decoding.api",
-    "speculate": "deepenough.decoding.api",
+_NAMES = {
+    "deepenough.cli": ["train"],
+    "deepenough.compare.frontier": ["compare"],
+    "deepenough.decoding.api": ["early_exit", "speculate"],
+    "deepenough.decoding.calibrated": ["Calibrated"],
+    "deepenough.decoding.calibration": ["calibrate"],
+    "deepenough.decoding.drafters": [
+        *("Drafter", "FallbackDrafter", "LinearDrafter", "LookupDrafter", "ShortcutDrafter"),
+    ],
+    "deepenough.decoding.early_exit": [
+        *("ConfidenceGap", "ExitPolicy", "FixedLayer", "LowEntropy", "Patience", "TopProbability"),
+    ],
+    "deepenough.decoding.tuned": ["Tuned"],
+    "deepenough.errors": ["UserError"],
+    "deepenough.hf.loading": ["load"],
+    "deepenough.lazy.modeling": [
+        *("LazyTransformerConfig", "LazyTransformerForCausalLM"),
+        "LazyTransformerForConditionalGeneration",
+    ],
+    "deepenough.lazy.transition": ["LazyTransition"],
+    "deepenough.par.modeling": ["ParConfig", "ParForCausalLM"],
+    "deepenough.ponder.modeling": [
+        *("PonderAlbertConfig", "PonderAlbertForSequenceClassification"),
+        *("PonderEncoderConfig", "PonderEncoderForSequenceClassification"),
+    ],
+    "deepenough.runs": ["Record", "RunFolder"],
+    "deepenough.shortcut.modeling": ["Shortcuts"],
+    "deepenough.trace": ["DepthTrace"],
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
+    """Load a public name on its first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
@@ -129,4 +98,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return every public name, loaded or not."""
     return sorted({*globals(), *__all__})

@@ -12,16 +12,16 @@ from deepenough.config import dump
 from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.translation import TranslationDataConfig, open_parallel
 from deepenough.data.translation_batches import joint_tokenizer
-from deepenough.lazy import (
-    LazyTransformerConfig,
-    LazyTransformerForCausalLM,
-    LazyTransformerForConditionalGeneration,
-)
 from deepenough.lazy.config import (
     LazyModelConfig,
     ProgramConfig,
     ProgramTrainConfig,
     TranslationTrainConfig,
+)
+from deepenough.lazy.modeling import (
+    LazyTransformerConfig,
+    LazyTransformerForCausalLM,
+    LazyTransformerForConditionalGeneration,
 )
 from deepenough.lazy.programs import character_tokenizer
 from deepenough.lazy.training import new_translator

@@ -8,12 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from deepenough.errors import UserError
-from deepenough.lazy import (
+from deepenough.lazy.layers import smoothed_cross_entropy
+from deepenough.lazy.modeling import (
     LazyTransformerConfig,
     LazyTransformerForCausalLM,
     LazyTransformerForConditionalGeneration,
 )
-from deepenough.lazy.layers import smoothed_cross_entropy
 from deepenough.lazy.transition import update_gate
 
 MECHANISMS = ["lazy", "universal", "act", "transformer"]

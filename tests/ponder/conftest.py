@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerFast
 
-from deepenough.ponder import (
+from deepenough.ponder.modeling import (
     PonderAlbertConfig,
     PonderAlbertForSequenceClassification,
     PonderEncoderForSequenceClassification,

@@ -24,12 +24,6 @@ from transformers import (
 
 from deepenough import UserError
 from deepenough.hf.adapter import adapt
-from deepenough.ponder import (
-    PonderAlbertConfig,
-    PonderAlbertForSequenceClassification,
-    PonderEncoderConfig,
-    PonderEncoderForSequenceClassification,
-)
 from deepenough.ponder.halting import (
     FixedExit,
     HaltingHead,
@@ -39,7 +33,13 @@ from deepenough.ponder.halting import (
     log_geometric,
     ponder_loss_ref,
 )
-from deepenough.ponder.modeling import linear_flops
+from deepenough.ponder.modeling import (
+    PonderAlbertConfig,
+    PonderAlbertForSequenceClassification,
+    PonderEncoderConfig,
+    PonderEncoderForSequenceClassification,
+    linear_flops,
+)
 
 SIZES = {
     "vocab_size": 60,

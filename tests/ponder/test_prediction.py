@@ -15,8 +15,8 @@ from transformers import (
 from deepenough import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load
-from deepenough.ponder import PonderEncoderForSequenceClassification
 from deepenough.ponder.halting import FixedExit, SampledExit, log_geometric
+from deepenough.ponder.modeling import PonderEncoderForSequenceClassification
 
 TEXTS = [
     "the film is good",

@@ -10,13 +10,13 @@ import torch
 
 from deepenough.config import resolve
 from deepenough.errors import UserError
-from deepenough.ponder import (
-    PonderAlbertForSequenceClassification,
-    PonderEncoderForSequenceClassification,
-)
 from deepenough.ponder.config import PonderTrainConfig
 from deepenough.ponder.evaluation import load_classifier, predict
-from deepenough.ponder.modeling import PonderClassifier
+from deepenough.ponder.modeling import (
+    PonderAlbertForSequenceClassification,
+    PonderClassifier,
+    PonderEncoderForSequenceClassification,
+)
 from deepenough.ponder.training import make_classifier, train
 from deepenough.runs import Record, read_records
 

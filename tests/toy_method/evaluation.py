@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepenough.toy.config import ToyEvalConfig
+from deepenough.toy.modeling import ToyModel, ToyOutput
+from deepenough.toy.training import points
 
 from deepenough.measurement import (
     ComparedData,
@@ -15,9 +18,6 @@ from deepenough.measurement import (
     Scores,
 )
 from deepenough.runs import Record, RunFolder, append_record, model_folder, read_config
-from deepenough.toy.config import ToyEvalConfig
-from deepenough.toy.modeling import ToyModel, ToyOutput
-from deepenough.toy.training import points
 
 
 def evaluate(config: ToyEvalConfig) -> float:

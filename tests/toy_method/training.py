@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from deepenough.toy.config import ToyTrainConfig
+from deepenough.toy.modeling import ToyConfig, ToyModel
 from torch import nn
 
 from deepenough.runs import RunFolder
-from deepenough.toy.config import ToyTrainConfig
-from deepenough.toy.modeling import ToyConfig, ToyModel
 from deepenough.training.config import seed_at
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.task import BatchLoss, Task

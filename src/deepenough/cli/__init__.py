@@ -14,8 +14,10 @@ what `jsonargparse` does, a few conveniences are settled here:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
+import io
 import json
 import os
 import re
@@ -38,6 +40,7 @@ from deepenough.config import (
 )
 from deepenough.errors import UserError
 from deepenough.registry import METHODS
+from deepenough.runs import RunFolder
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -155,6 +158,32 @@ def parse_command(command: Command, name: str, argv: list[str]) -> Any:
     namespace = convert(parser, settings_class, values, words)
     _restore_text(namespace, words, known)
     return build(settings_class, namespace)
+
+
+def train(method: str, verb: str = "train", **options: Any) -> RunFolder:
+    """Train from Python as `deepenough METHOD train` does, and return the run.
+
+    Args:
+        method: First word of the command: par, ponder, lazy, shortcut, decode.
+        verb: Second word of the command, such as `search`, `fit` or `tune`.
+        options: Options of the command, named as on the command line; `__` stands for a dot, as in
+            `train__seed=1`. The last part of a name is enough where it is unique.
+
+    Example:
+        `de.train("par", data="mytext.txt", pattern="adad", steps=2000, out="runs/adad")`
+    """
+    name = f"{method} {verb}"
+    table = commands()
+    if name not in table:
+        raise UserError(f"There is no command {name}; there are {', '.join(table)}.")
+    words = []
+    for option, value in options.items():
+        spelt = value if isinstance(value, str) else json.dumps(value)
+        words.append(f"--{option.replace('__', '.')}={spelt}")
+    config = validate(parse_command(table[name], name, words))
+    with contextlib.redirect_stdout(io.StringIO()):  # what to type next is for the command line
+        table[name].run(config)
+    return RunFolder.open(config.out)
 
 
 def option_given(argv: list[str], name: str) -> str | None:

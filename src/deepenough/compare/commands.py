@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def _compare(config: CompareConfig) -> None:
     """Measure, print a table, and write frontier.json with its pictures."""
-    from deepenough.compare.frontier import FRONTIER, compare
+    from deepenough.compare.frontier import FRONTIER, run_comparison
     from deepenough.report.frontier_file import read_frontier, write_frontier_figures
     from deepenough.training.logging import reading
 
     with reading("passes") as progress:
-        content = compare(config, progress)
+        content = run_comparison(config, progress)
     for note in content["notes"]:
         print(f"deepenough: note: {note}", file=sys.stderr)
     quality = content["task"]["quality"]

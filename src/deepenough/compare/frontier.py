@@ -22,7 +22,7 @@ import torch
 from deepenough.artifacts import write_json
 from deepenough.compare.config import CompareConfig
 from deepenough.compare.protocol import Advance, Measured, measure
-from deepenough.config import provenance, to_dict, validate
+from deepenough.config import provenance, resolve, to_dict, validate
 from deepenough.errors import UserError
 from deepenough.measurement import CONFIDENCE, Candidate, Entry, coverage
 from deepenough.registry import METHODS
@@ -34,7 +34,22 @@ FORMAT = 1
 COSTS = ("layers", "flops", "milliseconds")
 
 
-def compare(settings: CompareConfig, advance: Advance | None = None) -> dict[str, Any]:
+def compare(runs: Sequence[str | os.PathLike[str]], **options: Any) -> dict[str, Any]:
+    """Measure finished runs of one task at several operating points, under one protocol.
+
+    Args:
+        runs: Their folders.
+        options: Those of `deepenough compare`, such as `out`, `rounds`, `data` or `limit`.
+
+    Returns:
+        What `frontier.json` in the folder `out` holds: the task, the protocol, and every point
+        with quality, layers, FLOPs and milliseconds.
+    """
+    overrides = {"runs": [os.fspath(run) for run in runs], **options}
+    return run_comparison(resolve(CompareConfig, overrides=overrides))
+
+
+def run_comparison(settings: CompareConfig, advance: Advance | None = None) -> dict[str, Any]:
     """Measure, write `frontier.json`, and return what stands in it."""
     validate(settings)
     entries = settings.all_entries()
