@@ -10,6 +10,7 @@ that are beaten stay: they are results too.
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
