@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from deepenough.compare.frontier import compare as compare
     from deepenough.decoding.api import early_exit as early_exit
     from deepenough.decoding.api import speculate as speculate
-    from deepenough.decoding.calibrated import Calibrated as Calibrated
+    from deepenough.decoding.calibration import Calibration as Calibration
     from deepenough.decoding.calibration import calibrate as calibrate
+    from deepenough.decoding.draft_model import DraftModel as DraftModel
     from deepenough.decoding.drafters import Drafter as Drafter
     from deepenough.decoding.drafters import FallbackDrafter as FallbackDrafter
     from deepenough.decoding.drafters import LinearDrafter as LinearDrafter
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from deepenough.decoding.early_exit import LowEntropy as LowEntropy
     from deepenough.decoding.early_exit import Patience as Patience
     from deepenough.decoding.early_exit import TopProbability as TopProbability
-    from deepenough.decoding.tuned import Tuned as Tuned
     from deepenough.errors import UserError as UserError
     from deepenough.hf.loading import load as load
     from deepenough.lazy.modeling import LazyTransformerConfig as LazyTransformerConfig
@@ -54,34 +54,72 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_NAMES = {
-    "deepenough.cli": ["train"],
-    "deepenough.compare.frontier": ["compare"],
-    "deepenough.decoding.api": ["early_exit", "speculate"],
-    "deepenough.decoding.calibrated": ["Calibrated"],
-    "deepenough.decoding.calibration": ["calibrate"],
-    "deepenough.decoding.drafters": [
-        *("Drafter", "FallbackDrafter", "LinearDrafter", "LookupDrafter", "ShortcutDrafter"),
-    ],
-    "deepenough.decoding.early_exit": [
-        *("ConfidenceGap", "ExitPolicy", "FixedLayer", "LowEntropy", "Patience", "TopProbability"),
-    ],
-    "deepenough.decoding.tuned": ["Tuned"],
-    "deepenough.errors": ["UserError"],
-    "deepenough.hf.loading": ["load"],
-    "deepenough.lazy.modeling": [
-        *("LazyTransformerConfig", "LazyTransformerForCausalLM"),
-        "LazyTransformerForConditionalGeneration",
-    ],
-    "deepenough.lazy.transition": ["LazyTransition"],
-    "deepenough.par.modeling": ["ParConfig", "ParForCausalLM"],
-    "deepenough.ponder.modeling": [
-        *("PonderAlbertConfig", "PonderAlbertForSequenceClassification"),
-        *("PonderEncoderConfig", "PonderEncoderForSequenceClassification"),
-    ],
-    "deepenough.runs": ["Record", "RunFolder"],
-    "deepenough.shortcut.modeling": ["Shortcuts"],
-    "deepenough.trace": ["DepthTrace"],
+__all__ = [
+    "Calibration",
+    "ConfidenceGap",
+    "DepthTrace",
+    "DraftModel",
+    "Drafter",
+    "ExitPolicy",
+    "FallbackDrafter",
+    "FixedLayer",
+    "LazyTransformerConfig",
+    "LazyTransformerForCausalLM",
+    "LazyTransformerForConditionalGeneration",
+    "LazyTransition",
+    "LinearDrafter",
+    "LookupDrafter",
+    "LowEntropy",
+    "ParConfig",
+    "ParForCausalLM",
+    "Patience",
+    "PonderAlbertConfig",
+    "PonderAlbertForSequenceClassification",
+    "PonderEncoderConfig",
+    "PonderEncoderForSequenceClassification",
+    "Record",
+    "RunFolder",
+    "ShortcutDrafter",
+    "Shortcuts",
+    "TopProbability",
+    "UserError",
+    "calibrate",
+    "early_exit",
+    "speculate",
+]
+
+_MODULES = {
+    "Calibration": "deepenough.decoding.calibration",
+    "ConfidenceGap": "deepenough.decoding.early_exit",
+    "DepthTrace": "deepenough.trace",
+    "DraftModel": "deepenough.decoding.draft_model",
+    "Drafter": "deepenough.decoding.drafters",
+    "ExitPolicy": "deepenough.decoding.early_exit",
+    "FallbackDrafter": "deepenough.decoding.drafters",
+    "FixedLayer": "deepenough.decoding.early_exit",
+    "LazyTransformerConfig": "deepenough.lazy",
+    "LazyTransformerForCausalLM": "deepenough.lazy",
+    "LazyTransformerForConditionalGeneration": "deepenough.lazy",
+    "LazyTransition": "deepenough.lazy",
+    "LinearDrafter": "deepenough.decoding.drafters",
+    "LookupDrafter": "deepenough.decoding.drafters",
+    "LowEntropy": "deepenough.decoding.early_exit",
+    "ParConfig": "deepenough.par",
+    "ParForCausalLM": "deepenough.par",
+    "Patience": "deepenough.decoding.early_exit",
+    "PonderAlbertConfig": "deepenough.ponder",
+    "PonderAlbertForSequenceClassification": "deepenough.ponder",
+    "PonderEncoderConfig": "deepenough.ponder",
+    "PonderEncoderForSequenceClassification": "deepenough.ponder",
+    "Record": "deepenough.runs",
+    "RunFolder": "deepenough.runs",
+    "ShortcutDrafter": "deepenough.decoding.drafters",
+    "Shortcuts": "deepenough.shortcut.modeling",
+    "TopProbability": "deepenough.decoding.early_exit",
+    "UserError": "deepenough.errors",
+    "calibrate": "deepenough.decoding.calibration",
+    "early_exit": "deepenough.decoding.api",
+    "speculate": "deepenough.decoding.api",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

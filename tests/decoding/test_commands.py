@@ -1,4 +1,4 @@
-"""`deepenough exit generate` and `exit calibrate`, as a user runs them."""
+"""`deepenough decode generate` and `decode calibrate`, as a user runs them."""
 
 import io
 import json
@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from deepenough import Shortcuts
 from deepenough.__main__ import main
-from deepenough.cli.exit.shading import shade, shaded
-from deepenough.decoding.generation import pieces, prompt_ids
+from deepenough.decoding.commands import shade, shaded
+from deepenough.decoding.evaluation import pieces, prompt_ids
 from deepenough.hf.adapter import adapt
 
 WORDS = 30
@@ -63,15 +63,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["exit", *words, "--json"]) == 0
+    assert main(["decode", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("mode", ["full", "speculative"])
 def test_lossless_modes_say_so(model, capsys, mode) -> None:
-    words = ["generate", "w3 w4 w5", "--model", str(model), "--mode", mode]
+    words = ["generate", str(model), "--prompt", "w3 w4 w5", "--mode", mode]
     found = run_json(capsys, *words, "--max-new-tokens", "12", "--against-full", "--rounds", "2")
-    assert found["identical"] and found["times_full"] > 0
+    assert found["identical"] and found["speedup"] > 0
     assert found["mean_layers"] == found["full"]["mean_layers"] == 3
     assert found["new_tokens"] == len(found["tokens"]) <= 12
     assert found["text"].strip() == found["full"]["text"].strip()
@@ -80,12 +80,23 @@ def test_lossless_modes_say_so(model, capsys, mode) -> None:
 
 
 def test_exits_are_told(model, shortcuts, capsys) -> None:
-    words = ["generate", "w3 w4 w5", "--model", str(model), "--mode", "exit"]
-    words += ["--shortcuts", str(shortcuts), "--max-new-tokens", "12", "--fill", "deferred"]
-    found = run_json(capsys, *words, "--policy", "layer", "--threshold", "1", "--exits", "[1,2]")
+    words = ["generate", str(model), "--prompt", "w3 w4 w5", "--mode", "early_exit"]
+    words += [
+        "--shortcuts",
+        str(shortcuts),
+        "--max-new-tokens",
+        "12",
+        "--kv_propagation",
+        "deferred",
+    ]
+    found = run_json(
+        capsys, *words, "--policy", "layer", "--threshold", "1", "--exit_layers", "[1,2]"
+    )
     depths = [token["depth"] for token in found["tokens"]]
     assert depths[0] == 3 and set(depths[1:]) == {1}
-    assert main(["exit", *words, "--policy", "top", "--threshold", "0.2", "--shortlist", "9"]) == 0
+    assert (
+        main(["decode", *words, "--policy", "top", "--threshold", "0.2", "--exit_vocab", "9"]) == 0
+    )
     output = capsys.readouterr().out
     assert output.startswith("w3 w4 w5")
     assert "tokens/s" in output and "of 3" in output
@@ -94,7 +105,7 @@ def test_exits_are_told(model, shortcuts, capsys) -> None:
 
 def test_prompts_come_from_standard_input(model, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("w3 w4 w5"))
-    found = run_json(capsys, "generate", "--model", str(model), "--max-new-tokens", "2")
+    found = run_json(capsys, "generate", str(model), "--max-new-tokens", "2")
     assert found["new_tokens"] == 2
 
 
@@ -112,25 +123,27 @@ def test_ctrl_c_leaves_what_there_is(model, capsys, monkeypatch) -> None:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(request.StoppingRules, "update", interrupted)
-    words = ["generate", "w3 w4 w5", "--model", str(model), "--mode", "full"]
-    assert main(["exit", *words, "--max-new-tokens", "12"]) == 0
+    words = ["generate", str(model), "--prompt", "w3 w4 w5", "--mode", "full"]
+    assert main(["decode", *words, "--max-new-tokens", "12"]) == 0
     assert "interrupted" in capsys.readouterr().out
 
 
 def test_calibrate_then_generate(model, shortcuts, text, capsys, tmp_path) -> None:
     words = ["calibrate", str(model), "--shortcuts", str(shortcuts), "--data", str(text)]
     words += ["--new-tokens", "6", "--max-disagreement", "0.3", "--confidence", "0.8"]
-    words += ["--policy", "top", "--exits", "[2]", "--checked", "2", "--save", str(tmp_path)]
-    assert main(["exit", *words, "--min-chars", "8"]) == 0
+    words += ["--policy", "top", "--exit_layers", "[2]", "--checked", "2", "--out", str(tmp_path)]
+    assert main(["decode", *words, "--min-chars", "8"]) == 0
     output = capsys.readouterr().out
-    assert "p-value" in output and "exit.json" in output
+    assert "p-value" in output and "calibration.json" in output
     found = run_json(capsys, *words, "--min-chars", "8")
-    assert found["file"] == str(tmp_path / "exit.json")
-    assert json.loads((tmp_path / "exit.json").read_text())["threshold"] == found["threshold"]
-    words = ["generate", "w3 w4", "--model", str(model), "--mode", "exit"]
+    assert found["file"] == str(tmp_path / "calibration.json")
+    assert (
+        json.loads((tmp_path / "calibration.json").read_text())["threshold"] == found["threshold"]
+    )
+    words = ["generate", str(model), "--prompt", "w3 w4", "--mode", "early_exit"]
     words += ["--shortcuts", str(shortcuts), "--guarantee", str(tmp_path)]
     if found["threshold"] is None:
-        assert main(["exit", *words]) == 2
+        assert main(["decode", *words]) == 2
     else:
         assert run_json(capsys, *words, "--max-new-tokens", "8")["new_tokens"] > 0
 
@@ -138,26 +151,26 @@ def test_calibrate_then_generate(model, shortcuts, text, capsys, tmp_path) -> No
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["generate", "  "], "prompt is empty"),
-        (["generate", "w3 " * 70], "shorten it below the model's 64"),
-        (["generate", "w3", "--max-new-tokens", "80"], "at most 63 new tokens"),
-        (["generate", "w3", "--max-new-tokens", "0"], "At least one new token"),
-        (["generate", "w3", "--mode", "exit"], "needs shortcuts"),
-        (["generate", "w3", "--threshold", "0.5"], "give --mode exit"),
-        (["generate", "w3", "--mode", "exit", "--threshold", "1.5"], "between 0 and 1"),
+        (["--prompt", "  "], "prompt is empty"),
+        (["--prompt", "w3 " * 70], "shorten it below the model's 64"),
+        (["--prompt", "w3", "--max-new-tokens", "80"], "at most 63 new tokens"),
+        (["--prompt", "w3", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--prompt", "w3", "--mode", "early_exit"], "needs shortcuts"),
+        (["--prompt", "w3", "--threshold", "0.5"], "an option of --mode early_exit"),
+        (["--prompt", "w3", "--mode", "early_exit", "--threshold", "1.5"], "between 0 and 1"),
         (
-            ["generate", "w3", "--mode", "exit", "--policy", "layer"],
+            ["--prompt", "w3", "--mode", "early_exit", "--policy", "layer"],
             "policy layer needs to know which",
         ),
         (
-            ["generate", "w3", "--mode", "exit", "--policy", "top", "--mean_length", "9"],
-            "mean_length is of use with the policy gap alone",
+            ["--prompt", "w3", "--mode", "early_exit", "--policy", "top", "--mean_length", "9"],
+            "mean_length is an option of the policy gap",
         ),
-        (["generate", "w3", "--chat"], "no chat template"),
+        (["--prompt", "w3", "--chat"], "no chat template"),
     ],
 )
 def test_bad_input_is_a_sentence(model, capsys, words, sentence) -> None:
-    assert main(["exit", *words, "--model", str(model)]) == 2
+    assert main(["decode", "generate", str(model), *words]) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
 
@@ -166,11 +179,20 @@ def test_other_peoples_shortcuts_and_few_texts(model, shortcuts, text, capsys, t
     other = Shortcuts.from_pretrained(shortcuts)
     other.meta["model"] = {"model": "another", "fingerprint": "0"}
     other.save_pretrained(tmp_path)
-    words = ["--mode", "exit", "--shortcuts", str(tmp_path)]
-    assert main(["exit", "generate", "w3", "--model", str(model), *words]) == 2
+    words = ["--mode", "early_exit", "--shortcuts", str(tmp_path)]
+    assert main(["decode", "generate", str(model), "--prompt", "w3", *words]) == 2
     assert "fitted for another" in capsys.readouterr().err
-    words = ["--shortcuts", str(shortcuts), "--data", str(text), "--texts", "20", "--exits", "[1]"]
-    assert main(["exit", "calibrate", str(model), *words]) == 2
+    words = [
+        "--shortcuts",
+        str(shortcuts),
+        "--data",
+        str(text),
+        "--texts",
+        "20",
+        "--exit_layers",
+        "[1]",
+    ]
+    assert main(["decode", "calibrate", str(model), *words]) == 2
     assert "at least 59 texts" in capsys.readouterr().err
 
 

@@ -57,6 +57,7 @@ from transformers import (
 )
 
 from deepenough import (
+    DraftModel,
     LazyTransformerConfig,
     LazyTransformerForCausalLM,
     LazyTransformerForConditionalGeneration,
@@ -68,7 +69,6 @@ from deepenough import (
     Record,
     RunFolder,
     Shortcuts,
-    Tuned,
     early_exit,
     speculate,
 )
@@ -661,7 +661,7 @@ def decoder(kind: str) -> Path:
 def fitted(kind: str) -> Path:
     """Return the run of a shortcut fit with its tuning."""
     folder = new_folder(f"shortcut-{kind}")
-    own = {"data": word_lines(), "dataset__min_chars": 10, "fit__maps": "both"}
+    own = {"data": word_lines(), "text__min_chars": 10, "fit__maps": "both"}
     own |= {"fit__ridge": 1e-4, "tuned": "true", "tune__batch": 64, "tune__held_out": 64}
     own |= {"tune__top_tokens": 30, "tune__sampled_tokens": 10} if kind == "gpt2" else {}
     own |= {"out": folder, **training(lr=0.003, clip=0.0)}
@@ -721,7 +721,7 @@ def shortcut_eval() -> Any:
     found: dict[str, Any] = {}
     for kind in ("llama", "gpt2"):
         folder = fitted(kind)
-        given = {"data": word_lines(), "dataset__lines": 12, "dataset__min_chars": 10}
+        given = {"data": word_lines(), "text__lines": 12, "text__min_chars": 10}
         command("shortcut", "eval", str(folder), submodules="true", positions="all", **given)
         for name in ("layer", "r2", "cka", "exit", "saved"):
             found[f"{kind} {name}"] = values_of(folder, name)
@@ -735,13 +735,13 @@ def shortcut_eval() -> Any:
 def tuned(kind: str) -> Path:
     """Return the run of a draft head."""
     folder = new_folder(f"tuned-{kind}")
-    own = {"text__data": word_lines(), "text__min_chars": 10, "text__instructions": "false"}
+    own = {"data": word_lines(), "text__min_chars": 10, "text__instructions": "false"}
     own |= {"text__tokens": 2000, "text__prompt_tokens": 6, "text__new_tokens": 20}
     own |= {"text__batch": 16, "text__sample_every": 2, "head__held_out": 8}
     # As many texts as make 40 steps in the epochs.
-    own |= {"head__texts": 8, "head__epochs": 4.0, "head__shortlist": 40}
+    own |= {"head__texts": 8, "head__epochs": 4.0, "head__draft_vocab": 40}
     own |= {"until": "head"}
-    command("exit", "tune", str(decoder(kind)), run__folder=folder, **own, **training(lr=0.003))
+    command("decode", "tune", str(decoder(kind)), out=folder, **own, **training(lr=0.003))
     return folder
 
 
@@ -751,7 +751,7 @@ def exit_tune() -> Any:
     found: dict[str, Any] = {}
     for kind in ("llama", "gpt2"):
         folder = tuned(kind)
-        own = Tuned.from_pretrained(folder)
+        own = DraftModel.from_pretrained(folder)
         runs = sorted(path.parent for path in folder.rglob("metrics.jsonl"))
         found[kind] = {
             "runs": {
@@ -761,8 +761,8 @@ def exit_tune() -> Any:
                 }
                 for run in runs
             },
-            "carry": [[sketch(matrix), sketch(bias)] for matrix, bias in own.carry.maps],
-            "shortlist": own.carry.draft_vocab.tolist(),
+            "carry": [[sketch(matrix), sketch(bias)] for matrix, bias in own.linear_drafter.maps],
+            "shortlist": own.linear_drafter.draft_vocab.tolist(),
         }
         assert all(len(run["losses"]) == STEPS for run in found[kind]["runs"].values())
     return found
@@ -873,9 +873,9 @@ def exit_calibrate() -> Any:
     """Return the threshold whose disagreement is bounded, and what was measured for it."""
     given = {"shortcuts": fitted("llama") / "shortcuts", "data": word_lines(), "json": "true"}
     given |= {"new_tokens": 6, "max_disagreement": 0.3, "confidence": 0.8, "policy": "top"}
-    given |= {"exits": "[2,3]", "checked": 2, "min_chars": 8, "texts": 60}
-    given |= {"save": new_folder("calibrated")}
-    found = json.loads(command("exit", "calibrate", str(decoder("llama")), **given))
+    given |= {"exit_layers": "[2,3]", "checked": 2, "min_chars": 8, "texts": 60}
+    given |= {"out": new_folder("calibrated")}
+    found = json.loads(command("decode", "calibrate", str(decoder("llama")), **given))
     return {name: value for name, value in stable(found).items() if name not in ("file", "model")}
 
 

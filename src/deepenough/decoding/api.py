@@ -47,8 +47,8 @@ from deepenough.shortcut.modeling import Shortcuts
 from deepenough.trace import DepthTrace
 
 if TYPE_CHECKING:
-    from deepenough.decoding.calibrated import Calibrated
-    from deepenough.decoding.tuned import Tuned
+    from deepenough.decoding.calibration import Calibration
+    from deepenough.decoding.draft_model import DraftModel
 
 
 def speculate(
@@ -56,7 +56,7 @@ def speculate(
     drafter: str | Drafter | Sequence[str | Drafter] | None = None,
     *,
     num_draft_tokens: int | None = None,
-    draft_model: Tuned | str | os.PathLike[str] | None = None,
+    draft_model: DraftModel | str | os.PathLike[str] | None = None,
     linear_drafter: LinearDrafter | None = None,
     shortcuts: Shortcuts | None = None,
     draft_layer: int | None = None,
@@ -81,16 +81,16 @@ def speculate(
     """
     engine = _new_engine(model, fused)
     if isinstance(draft_model, str | os.PathLike):
-        from deepenough.decoding.tuned import Tuned
+        from deepenough.decoding.draft_model import DraftModel
 
-        draft_model = Tuned.from_pretrained(draft_model)
+        draft_model = DraftModel.from_pretrained(draft_model)
     builder = DrafterBuilder(engine, shortcuts, linear_drafter, draft_model)
     if drafter == "none":
         return _wrapped(model, engine, None, None)
     if drafter == "auto":
-        from deepenough.decoding.fastest import find_fastest
+        from deepenough.decoding.autotune import autotune
 
-        config = find_fastest(builder, num_draft_tokens, draft_layer).drafting
+        config = autotune(builder, num_draft_tokens, draft_layer).config
     else:
         names = [drafter] if isinstance(drafter, str | Drafter) else drafter
         config = builder.configure(names, num_draft_tokens, draft_layer)
@@ -106,7 +106,7 @@ def early_exit(
     exit_layers: Sequence[int] | None = None,
     kv_propagation: KVPropagation | None = None,
     exit_vocab: Tensor | None = None,
-    guarantee: Calibrated | str | os.PathLike[str] | None = None,
+    guarantee: Calibration | str | os.PathLike[str] | None = None,
     fused: bool = True,
 ) -> Any:
     """Return a model that shares `model`'s weights and skips layers for tokens that are easy.
@@ -130,7 +130,7 @@ def early_exit(
         raise UserError("Early exit needs shortcuts: give those fitted for the model.")
     shortcuts.check_model(engine.adapter)
     if guarantee is not None:
-        from deepenough.decoding.calibrated import Calibrated
+        from deepenough.decoding.calibration import Calibration
 
         given = {
             "threshold": threshold,
@@ -145,8 +145,12 @@ def early_exit(
                     f"A guarantee holds for the {name} it was made with: leave out {name}, or the "
                     "guarantee."
                 )
-        found = guarantee if isinstance(guarantee, Calibrated) else Calibrated.load(guarantee)
-        rule = found.early(shortcuts, engine.adapter)
+        found = (
+            guarantee
+            if isinstance(guarantee, Calibration)
+            else Calibration.from_pretrained(guarantee)
+        )
+        rule = found.exit_rule(shortcuts, engine.adapter)
         rule.check(engine)
         return _wrapped(model, engine, None, rule)
     if isinstance(policy, ExitPolicy):

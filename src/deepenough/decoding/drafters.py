@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from deepenough.decoding.draft_model import DraftHead, rotary_cos_sin
 from deepenough.decoding.engine import Engine
-from deepenough.decoding.head import DraftHead, position_codes
 from deepenough.decoding.kv_cache import KVCache, StepContext, attend
 from deepenough.decoding.request import SequenceState
 from deepenough.errors import UserError
@@ -39,7 +39,7 @@ from deepenough.shortcut import files
 from deepenough.shortcut.modeling import Shortcuts
 
 if TYPE_CHECKING:
-    from deepenough.decoding.tuned import Tuned
+    from deepenough.decoding.draft_model import DraftModel
 
 INDEX, TENSORS = "linear_drafter.json", "linear_drafter.safetensors"
 FORMAT, VERSION = "deepenough-linear-drafter", 1
@@ -527,7 +527,7 @@ class DraftModelDrafter(Drafter):
         self._cache.grow(capacity)
         cos = self._rotary[0]
         if len(cos) < capacity or cos.device != like.device or cos.dtype != like.dtype:
-            self._rotary = position_codes(torch.arange(capacity), self.head.shape, like)
+            self._rotary = rotary_cos_sin(torch.arange(capacity), self.head.shape, like)
 
     def _drop_finished(self, rows: list[SequenceState]) -> None:
         """Remove sequences that have ended from the cache."""
@@ -579,11 +579,11 @@ class DrafterBuilder:
         engine: Engine,
         shortcuts: Shortcuts | None = None,
         linear_drafter: LinearDrafter | None = None,
-        draft_model: Tuned | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         if draft_model is not None:
             draft_model.check_model(engine.adapter)
-            linear_drafter = linear_drafter or draft_model.carry
+            linear_drafter = linear_drafter or draft_model.linear_drafter
             shortcuts = shortcuts or draft_model.shortcuts
         if linear_drafter is not None:
             linear_drafter.check_model(engine.adapter)

@@ -11,16 +11,20 @@ import torch
 from deepenough import Shortcuts, UserError
 from deepenough.__main__ import main
 from deepenough.decoding.api import speculate
+from deepenough.decoding.autotune import successive_halving
+from deepenough.decoding.config import DraftHeadConfig, DraftTrainConfig, SelfGeneratedConfig
+from deepenough.decoding.draft_model import DraftModel
+from deepenough.decoding.drafters import DraftConfig, DraftModelDrafter, ShortcutDrafter
 from deepenough.decoding.engine import make_engine
-from deepenough.decoding.instructions import instructions
-from deepenough.decoding.own_text import continue_prompts
-from deepenough.decoding.tune import ExitTune, default_training, tune_run
-from deepenough.decoding.tune_task import HeadSettings, HeadTask
-from deepenough.decoding.tune_text import OwnTexts, OwnTextSettings, make_prompts, write_texts
-from deepenough.decoding.tuned import Tuned
+from deepenough.decoding.self_generated import (
+    SavedTexts,
+    continue_prompts,
+    instructions,
+    make_prompts,
+    write_texts,
+)
+from deepenough.decoding.training import DraftHeadTask, tune_run
 from deepenough.runs import read_records
-from deepenough.shortcut.config import PretrainedModelConfig
-from deepenough.training.config import RunSettings
 
 
 class Numbers:
@@ -40,27 +44,6 @@ class Numbers:
 
 
 @pytest.fixture
-def small():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
-
-
-@pytest.fixture
 def corpus(tmp_path: Path) -> str:
     generator = torch.Generator().manual_seed(0)
     lines = torch.randint(3, 40, (120, 6), generator=generator).tolist()
@@ -69,25 +52,28 @@ def corpus(tmp_path: Path) -> str:
     return str(path)
 
 
-def text_settings(corpus: str, **changes: int) -> OwnTextSettings:
+def text_config(**changes: int) -> SelfGeneratedConfig:
     own = {"tokens": 300, "prompt_tokens": 6, "new_tokens": 20, "min_chars": 4, "batch": 8}
-    return OwnTextSettings(data=corpus, **{**own, **changes})
+    return SelfGeneratedConfig(**{**own, **changes})
 
 
 def test_an_interrupted_writing_goes_on(small, corpus, tmp_path) -> None:
-    whole = write_texts(tmp_path / "whole", small, Numbers(), text_settings(corpus), 0)
+    def write(folder: str, **changes: int) -> SavedTexts:
+        config = text_config(**changes)
+        return write_texts(tmp_path / folder, small, Numbers(), corpus, config, seed=0)
+
+    whole = write("whole")
     assert whole.num_new >= 300 and whole.num_parts > 2
-    parts = tmp_path / "parts"
-    write_texts(parts, small, Numbers(), text_settings(corpus, tokens=100), 0)
-    again = write_texts(parts, small, Numbers(), text_settings(corpus), 0)
-    assert len(again) == len(whole) == len(OwnTexts(parts))
+    write("parts", tokens=100)
+    again = write("parts")
+    assert len(again) == len(whole) == len(SavedTexts(tmp_path / "parts"))
     for one, other in zip(again, whole, strict=True):
         assert torch.equal(one.ids_T, other.ids_T) and one.prompt == other.prompt
         assert torch.equal(one.states_TD, other.states_TD)
         assert one.states_TD.shape == (len(one.ids_T) - 1, 32)
         assert one.states_TD.dtype == torch.float16
-    with pytest.raises(UserError, match="new_tokens was 20 and is now 21"):
-        write_texts(parts, small, Numbers(), text_settings(corpus, new_tokens=21), 0)
+    with pytest.raises(UserError, match="new_tokens: it was 20 and is now 21"):
+        write("parts", new_tokens=21)
 
 
 def test_greedy_and_drawn_texts(small) -> None:
@@ -110,12 +96,12 @@ def test_greedy_and_drawn_texts(small) -> None:
 
 
 def test_prompts_are_lines_and_instructions_in_turn(corpus) -> None:
-    settings = text_settings(corpus)
-    found = list(make_prompts(Numbers(), settings))
+    config = text_config()
+    found = list(make_prompts(Numbers(), corpus, config))
     assert len(found) >= 200 and len(found[0]) == 6
     assert found[1] == Numbers()(next(instructions()))["input_ids"]
-    settings.instructions = False
-    assert list(make_prompts(Numbers(), settings)) == found[::2]
+    config.instructions = False
+    assert list(make_prompts(Numbers(), corpus, config)) == found[::2]
 
 
 def test_instructions_are_not_repeated() -> None:
@@ -128,36 +114,32 @@ def test_instructions_are_not_repeated() -> None:
     ("words", "match"),
     [
         (["--text.tokens", "0"], "text.tokens must be at least 1"),
-        (["--data", "nowhere.txt", "--folder", "F"], "nowhere.txt"),
+        (["--data", "nowhere.txt", "--out", "F"], "nowhere.txt"),
     ],
 )
 def test_wrong_settings_are_refused(words, match, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["exit", "tune", "smollm2", *words]) == 2
+    assert main(["decode", "tune", "smollm2", *words]) == 2
     assert match in capsys.readouterr().err
 
 
-def tune_settings(corpus: str, folder: Path, **changes: Any) -> ExitTune:
-    return ExitTune(
-        run=RunSettings(str(folder), resume=True),
-        text=text_settings(corpus, tokens=900),
-        head=HeadSettings(texts=8, epochs=6, shortlist=30, held_out=6),
-        train=replace(default_training(), warmup=2, valid_every=5, save_every=4),
-        **changes,
-    )
-
-
 @pytest.fixture
-def tuned_run(small, corpus, tmp_path, monkeypatch) -> ExitTune:
-    monkeypatch.setattr(PretrainedModelConfig, "load", lambda self: (small, Numbers()))
-    settings = tune_settings(corpus, tmp_path / "run")
-    settings.until = "head"
-    return settings
+def tuned_run(small, corpus, tmp_path, monkeypatch) -> DraftTrainConfig:
+    monkeypatch.setattr(DraftTrainConfig, "load", lambda self: (small, Numbers()))
+    config = DraftTrainConfig(
+        out=str(tmp_path / "run"),
+        data=corpus,
+        text=text_config(tokens=900),
+        head=DraftHeadConfig(texts=8, epochs=6, draft_vocab=30, held_out=6),
+        until="head",
+    )
+    config.train = replace(config.train, warmup=2, valid_every=5, save_every=4)
+    return config
 
 
 def test_a_head_is_trained_and_drafts(small, tuned_run) -> None:
     tuned = tune_run(tuned_run)
-    records, _ = read_records(Path(tuned_run.run.folder) / "metrics.jsonl")
+    records, _ = read_records(Path(tuned_run.out) / "metrics.jsonl")
     valid = [record.values for record in records if record.kind == "valid"]
     assert valid[-1]["loss"] < valid[0]["loss"]
     for values in valid:
@@ -166,7 +148,7 @@ def test_a_head_is_trained_and_drafts(small, tuned_run) -> None:
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     options = {"do_sample": False, "max_new_tokens": 20}
-    fast = speculate(small, draft_model=tuned_run.run.folder, drafter=["draft_model"])
+    fast = speculate(small, draft_model=tuned_run.out, drafter=["draft_model"])
     found = fast.generate(**given, **options, return_dict_in_generate=True)
     assert torch.equal(found.sequences, small.generate(**given, **options))
     assert found.drafted > 0
@@ -174,12 +156,12 @@ def test_a_head_is_trained_and_drafts(small, tuned_run) -> None:
 
 def test_an_interrupted_training_goes_on(small, tuned_run, tmp_path, monkeypatch) -> None:
     whole = tune_run(tuned_run)
-    monkeypatch.setattr(HeadTask, "begin_step", _stop_at(9))
-    other = replace(tuned_run, run=RunSettings(str(tmp_path / "other"), resume=True))
+    monkeypatch.setattr(DraftHeadTask, "begin_step", _stop_at(9))
+    other = replace(tuned_run, out=str(tmp_path / "other"))
     with pytest.raises(KeyboardInterrupt):
         tune_run(other)
-    monkeypatch.setattr(HeadTask, "begin_step", lambda self, step: None)
-    again = tune_run(other)
+    monkeypatch.setattr(DraftHeadTask, "begin_step", lambda self, step: None)
+    again = tune_run(replace(other, resume=True))
     for name, value in whole.head.state_dict().items():
         torch.testing.assert_close(again.head.state_dict()[name], value, rtol=0, atol=0)
 
@@ -195,24 +177,50 @@ def _stop_at(wanted: int) -> Callable[[Any, int], None]:
 def test_the_fastest_drafts_are_chosen_and_kept(small, tuned_run) -> None:
     settings = replace(tuned_run, until="choice")
     tuned = tune_run(settings)
-    choice = Tuned.from_pretrained(settings.run.folder).choice
+    choice = DraftModel.from_pretrained(settings.out).choice
     assert choice == tuned.choice and choice["machine"]["threads"] >= 1
     assert {tuple(row["names"]) for row in choice["measured"]} >= {
         (),
         ("draft_model",),
         ("linear",),
     }
-    speculate(small, draft_model=tuned)
-    speculate(small, draft_model=tuned, drafter="auto", num_draft_tokens=1)
+    tuned.choice |= {"names": ["draft_model"], "num_draft_tokens": 3, "vocab_size": 20}
+    chosen = speculate(small, draft_model=tuned).drafter
+    assert isinstance(chosen, DraftModelDrafter) and chosen.num_draft_tokens == 3
+    fast = speculate(small, draft_model=tuned, drafter="auto", num_draft_tokens=1)
+    assert fast.drafter is None or fast.drafter.num_draft_tokens == 1
+
+
+def test_an_earlier_run_is_overwritten_only_if_asked(tuned_run) -> None:
+    first = tune_run(tuned_run)
+    with pytest.raises(UserError, match="exists already"):
+        tune_run(tuned_run)
+    again = tune_run(replace(tuned_run, overwrite=True))
+    assert again.meta["after"] == first.meta["after"]
+
+
+def test_successive_halving_gives_the_faster_half_more_prompts() -> None:
+    """Candidates whose speeds are known: the fastest three are timed on all eight prompts."""
+    configs = [DraftConfig((), number) for number in range(1, 9)]
+    asked: list[int] = []
+
+    def measure(config: DraftConfig, prompt: Any) -> tuple[float, int]:
+        asked.append(config.num_draft_tokens)
+        return 1.0 / config.num_draft_tokens, 1
+
+    trials = successive_halving(configs, [[1]] * 8, measure)
+    assert [trial.config.num_draft_tokens for trial in trials] == [8, 7, 6, 5, 4, 3, 2, 1]
+    # 1 prompt for all, 2 more for the best four, 4 more and the last one for the best two.
+    assert [asked.count(number) for number in range(1, 9)] == [1, 1, 1, 1, 3, 3, 8, 8]
 
 
 def test_training_goes_on_from_an_earlier_head(tuned_run, tmp_path) -> None:
     tune_run(tuned_run)
-    other = replace(tuned_run, run=RunSettings(str(tmp_path / "other"), resume=True))
-    other.head = replace(tuned_run.head, start=tuned_run.run.folder, epochs=1)
-    first = read_records(Path(tuned_run.run.folder) / "metrics.jsonl")[0]
+    other = replace(tuned_run, out=str(tmp_path / "other"))
+    other.head = replace(tuned_run.head, start=tuned_run.out, epochs=1)
+    first = read_records(Path(tuned_run.out) / "metrics.jsonl")[0]
     tune_run(other)
-    then = read_records(Path(other.run.folder) / "metrics.jsonl")[0]
+    then = read_records(Path(other.out) / "metrics.jsonl")[0]
     losses = [[r.values["loss"] for r in each if r.kind == "valid"] for each in (first, then)]
     assert losses[1][0] == pytest.approx(losses[0][-1], rel=1e-4)
 
@@ -222,14 +230,15 @@ def test_shortcuts_are_tuned_and_take_part(small, tuned_run, corpus, tmp_path) -
     Shortcuts.fit(small, Numbers(), lines, ridge=1e-3).save_pretrained(tmp_path / "maps")
     settings = replace(tuned_run, until="choice", shortcuts=str(tmp_path / "maps"))
     tuned = tune_run(settings)
-    saved = Shortcuts.from_pretrained(Path(settings.run.folder) / "model" / "shortcuts")
+    saved = Shortcuts.from_pretrained(Path(settings.out) / "model" / "shortcuts")
     assert 1 in saved.tuned
     tried = {(tuple(row["names"]), row["layer"]) for row in tuned.choice["measured"]}
     assert (("shortcut",), 1) in tried and (("lookup", "shortcut"), 1) in tried
     # Chosen drafts find their maps in the folder.
-    again = Tuned.from_pretrained(settings.run.folder)
+    again = DraftModel.from_pretrained(settings.out)
     again.choice |= {"names": ["shortcut"], "layer": 1}
-    speculate(small, draft_model=again)
+    chosen = speculate(small, draft_model=again).drafter
+    assert isinstance(chosen, ShortcutDrafter) and chosen.layer == 1
 
 
 def test_too_few_texts_are_refused(tuned_run) -> None:

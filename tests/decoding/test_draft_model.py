@@ -1,25 +1,24 @@
-"""Draft heads: they begin as carry, draft as they are trained, and change nothing that is said."""
+"""Draft heads: they begin as linear, draft as they are trained, and change nothing that is said."""
 
 import pytest
 import torch
 
 from deepenough import UserError
 from deepenough.decoding.api import speculate
+from deepenough.decoding.draft_model import DraftHead, DraftModel, HeadShape
 from deepenough.decoding.drafters import (
     DraftModelDrafter,
     FallbackDrafter,
     LinearDrafter,
     LookupDrafter,
 )
-from deepenough.decoding.head import DraftHead, HeadShape
-from deepenough.decoding.tuned import Tuned
 from deepenough.hf.adapter import adapt
 
 WORDS = torch.arange(39, 2, -1)
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 
 
-def make_carry(width: int = 32) -> LinearDrafter:
+def make_linear(width: int = 32) -> LinearDrafter:
     generator = torch.Generator().manual_seed(0)
     maps = [
         (torch.randn(width, (n + 1) * width, generator=generator), torch.ones(width))
@@ -31,11 +30,11 @@ def make_carry(width: int = 32) -> LinearDrafter:
 def make_head(model, trained: bool = True) -> DraftHead:
     torch.manual_seed(0)
     head = DraftHead(HeadShape.of(adapt(model)))
-    head.start_from(*make_carry().maps[0], scale_D=torch.rand(32) + 0.5)
+    head.start_from(*make_linear().maps[0], scale_D=torch.rand(32) + 0.5)
     if trained:
         with torch.no_grad():
-            head.out_of_heads.normal_()
-            head.down.normal_()
+            head.o_proj.normal_()
+            head.down_proj.normal_()
             head.norm.add_(torch.rand(32))
     return head.eval().requires_grad_(False)
 
@@ -43,7 +42,7 @@ def make_head(model, trained: bool = True) -> DraftHead:
 def test_an_untrained_head_drafts_what_carry_drafts(small, prompts) -> None:
     found = []
     for source in (
-        make_carry().restricted(1),
+        make_linear().restricted(1),
         DraftModelDrafter(make_head(small, False), WORDS, 1),
     ):
         drafts, propose = [], source.propose
@@ -132,23 +131,23 @@ def test_the_second_prediction_by_hand(small) -> None:
 
 
 def test_tuned_is_saved_and_loaded(small, tmp_path) -> None:
-    carry = make_carry()
-    carry.meta["model"] = adapt(small).identity()
-    tuned = Tuned(carry, make_head(small), {"a": 1}, {"drafts": ["tuned"]})
+    linear = make_linear()
+    linear.meta["model"] = adapt(small).identity()
+    tuned = DraftModel(linear, make_head(small), {"a": 1}, {"drafts": ["tuned"]})
     tuned.save_pretrained(tmp_path / "run" / "model")
-    again = Tuned.from_pretrained(tmp_path / "run")
+    again = DraftModel.from_pretrained(tmp_path / "run")
     for name, value in tuned.head.state_dict().items():
         assert torch.equal(value, again.head.state_dict()[name])
     assert again.meta == tuned.meta and again.choice == tuned.choice
-    assert torch.equal(again.carry.draft_vocab, WORDS)
+    assert torch.equal(again.linear_drafter.draft_vocab, WORDS)
     again.check_model(adapt(small))
     with torch.no_grad():
         small.model.layers[0].mlp.up_proj.weight.add_(1.0)
-    with pytest.raises(UserError, match="tuned for"):
+    with pytest.raises(UserError, match="made for"):
         again.check_model(adapt(small))
-    path = tmp_path / "run" / "model" / "head.safetensors"
+    path = tmp_path / "run" / "model" / "draft_model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(UserError, match="tune it again"):
-        Tuned.from_pretrained(tmp_path / "run")
-    with pytest.raises(UserError, match="holds no draft head"):
-        Tuned.from_pretrained(tmp_path)
+        DraftModel.from_pretrained(tmp_path / "run")
+    with pytest.raises(UserError, match="holds no draft model"):
+        DraftModel.from_pretrained(tmp_path)

@@ -10,15 +10,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepenough import Shortcuts, UserError
 from deepenough.decoding.api import early_exit, speculate
-from deepenough.decoding.calibrated import INDEX, Calibrated
-from deepenough.decoding.calibration import calibrate, check_in_use, write
+from deepenough.decoding.calibration import (
+    BOUNDS,
+    INDEX,
+    Calibration,
+    calibrate,
+    check_in_use,
+    coverage,
+    write,
+)
 from deepenough.decoding.early_exit import ConfidenceGap, FixedLayer, TopProbability
-from deepenough.decoding.guarantee import BOUNDS, coverage
-from deepenough.decoding.losses import (
+from deepenough.decoding.exit_losses import (
     ExitTable,
     disagreement,
-    exit_words,
-    full_words,
+    exit_tokens,
+    full_tokens,
     losses_at,
     losses_in_use,
     with_threshold,
@@ -83,9 +89,9 @@ def written(model, shortcuts):
     return write(fast.decoding_engine, prompts, 10, batch=8)
 
 
-def test_full_words_are_what_was_written(model, shortcuts, written) -> None:
+def test_full_tokens_are_what_was_written(model, shortcuts, written) -> None:
     engine = exiting(model, shortcuts).decoding_engine
-    for text, words in zip(written, full_words(engine, written, batch=5), strict=True):
+    for text, words in zip(written, full_tokens(engine, written, batch=5), strict=True):
         assert torch.equal(words, text.ids_T[text.prompt :])
 
 
@@ -96,7 +102,7 @@ def test_one_table_serves_all_thresholds(model, shortcuts, written, policy, word
     fast = exiting(model, shortcuts, policy=policy, exit_vocab=words)
     engine, early = fast.decoding_engine, fast.exit_rule
     table = ExitTable.collect(engine, early, written, batch=7)
-    expected = full_words(engine, written)
+    expected = full_tokens(engine, written)
     seen = set()
     for threshold in (0.9, 0.6, 0.3, 0.0):
         found = table.losses_at(threshold)
@@ -111,7 +117,7 @@ def test_one_table_serves_all_thresholds(model, shortcuts, written, policy, word
 def test_losses_are_those_of_decoding(model, shortcuts, written, fill) -> None:
     """The exiting model, made to write what the full model wrote, would say these words."""
     fast = exiting(model, shortcuts, fill, TopProbability(0.4))
-    words, depths = exit_words(fast.decoding_engine, fast.exit_rule, written[:6], batch=4)
+    words, depths = exit_tokens(fast.decoding_engine, fast.exit_rule, written[:6], batch=4)
     for text, said, depth in zip(written[:6], words, depths, strict=True):
         new = text.ids_T[text.prompt :].tolist()
 
@@ -131,7 +137,7 @@ def test_losses_are_those_of_decoding(model, shortcuts, written, fill) -> None:
 def test_texts_that_never_leave_lose_nothing(model, shortcuts, written) -> None:
     for fill in ("shortcut", "copy"):
         fast = exiting(model, shortcuts, fill, TopProbability(1.0))
-        expected = full_words(fast.decoding_engine, written)
+        expected = full_tokens(fast.decoding_engine, written)
         found = losses_at(fast.decoding_engine, fast.exit_rule, written, expected)
         assert found.losses_N.sum() == 0
         assert found.layers_N.mean() == 3
@@ -152,8 +158,8 @@ def test_a_calibrated_model(model, shortcuts, tmp_path, fill) -> None:
     assert ("texts written", 60, 60) in told
     assert f"Threshold {found.threshold:g}" in found.holds()
 
-    found.save(tmp_path)
-    assert Calibrated.load(tmp_path) == found
+    found.save_pretrained(tmp_path)
+    assert Calibration.from_pretrained(tmp_path) == found
     for guarantee in (found, str(tmp_path), tmp_path / INDEX):
         again = early_exit(model, shortcuts, guarantee=guarantee)
         assert again.exit_rule.policy == TopProbability(found.threshold)
@@ -187,9 +193,15 @@ def test_own_texts_are_what_the_exiting_model_writes(model, shortcuts) -> None:
         assert layers == pytest.approx(float(fast.trace.depth.double().mean()))
     limits = {**LIMITS, "max_disagreement": 0.3}
     own = calibrate(
-        fast, tokens, make_texts(40), **limits, text="own", thresholds=[0.9, 0.5], bound="betting"
+        fast,
+        tokens,
+        make_texts(40),
+        **limits,
+        text="self_generated",
+        thresholds=[0.9, 0.5],
+        bound="betting",
     )
-    assert own.text == "own" and own.threshold is not None and own.check is None
+    assert own.text == "self_generated" and own.threshold is not None and own.check is None
     with pytest.raises(UserError, match="not 'mine'"):
         calibrate(fast, tokens, make_texts(40), **limits, text="mine")
 

@@ -1,1 +1,0 @@
-"""`deepenough exit ...`: the same model, sooner."""

@@ -1,0 +1,295 @@
+"""`deepenough decode`: generate faster, make a draft model, calibrate early exit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from deepenough.config import Command
+from deepenough.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from deepenough.decoding.calibration import Calibration
+    from deepenough.decoding.config import CalibrateConfig, DraftTrainConfig, GenerateConfig
+    from deepenough.decoding.evaluation import GenerationResult
+
+#: Colours of the shallowest to the deepest token: cividis (Nunez and others 2018), which looks the
+#: same to people who see red and green alike.
+_RAMP = ((254, 232, 56), (188, 174, 108), (125, 124, 120), (67, 78, 108), (0, 34, 78))
+
+
+# -- generate ------------------------------------------------------------------------------------
+
+
+def generate(config: GenerateConfig) -> None:
+    """Continue a prompt; print the text, shaded by depth, and what it took."""
+    prompt = sys.stdin.read() if config.prompt is None else config.prompt
+    from deepenough.decoding.evaluation import apply_mode, generate_timed, pieces, prompt_ids
+
+    exit_options = _exit_options(config)
+    model, tokenizer = config.load()
+    ids = prompt_ids(tokenizer, prompt, config.chat)
+    if config.exit_vocab is not None:
+        exit_options["exit_vocab"] = _first_tokens(model, config.exit_vocab)
+    fast = apply_mode(model, config.mode, config.shortcuts, config.draft_model, **exit_options)
+    against = model if config.against_full else None
+    rounds = config.rounds if config.against_full else 1
+    result = generate_timed(fast, ids, config.max_new_tokens, against, rounds)
+    texts = pieces(tokenizer, ids[0].tolist(), result.ids)
+    if not config.json:
+        _show(result, config.mode, prompt, texts)
+        return
+    rows = zip(result.ids, texts, result.depths, result.flops, strict=True)
+    names = ("id", "text", "depth", "flops")
+    answer: dict[str, Any] = {
+        "model": config.model,
+        "mode": config.mode,
+        "text": "".join(texts),
+        "tokens": [dict(zip(names, row, strict=True)) for row in rows],
+        "layers": result.num_layers,
+        "drafted": result.drafted,
+        "accepted": result.accepted,
+        "interrupted": result.interrupted,
+        **_spent(result),
+    }
+    if result.full is not None:
+        answer["full"] = {"text": tokenizer.decode(result.full.ids), **_spent(result.full)}
+        answer |= {"speedup": result.speedup, "identical": result.identical}
+    print(json.dumps(answer))
+
+
+def _exit_options(config: GenerateConfig) -> dict[str, Any]:
+    """Return the options of `early_exit`, checked before a model is loaded."""
+    from dataclasses import replace
+
+    from deepenough.decoding.early_exit import ConfidenceGap, ExitPolicy, make_policy
+
+    names = ("policy", "threshold", "mean_length", "exit_layers", "kv_propagation", "exit_vocab")
+    for name in ("guarantee", *names):
+        if config.mode != "early_exit" and getattr(config, name) is not None:
+            raise UserError(f"{name} is an option of --mode early_exit: give that mode, or none.")
+    policy: ExitPolicy | None = None
+    if config.policy is not None or config.threshold is not None or config.mean_length is not None:
+        policy = make_policy(config.policy or "gap", config.threshold)
+    if config.mean_length is not None:
+        if not isinstance(policy, ConfidenceGap):
+            raise UserError("mean_length is an option of the policy gap: leave it out.")
+        policy = replace(policy, mean_length=config.mean_length)
+    return {
+        "guarantee": config.guarantee,
+        "policy": policy,
+        "exit_layers": config.exit_layers,
+        "kv_propagation": config.kv_propagation,
+    }
+
+
+def _first_tokens(model: Any, number: int) -> Any:
+    """Return the ids of the first tokens of a model's vocabulary."""
+    import torch
+
+    return torch.arange(min(number, model.config.get_text_config().vocab_size))
+
+
+def _spent(result: GenerationResult) -> dict[str, Any]:
+    return {
+        "new_tokens": len(result.ids),
+        "seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "mean_layers": result.mean_layers,
+        "flops": sum(result.flops),
+    }
+
+
+def _show(result: GenerationResult, mode: str, prompt: str, texts: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    layers = result.num_layers
+    console.print(prompt, end="", markup=False, soft_wrap=True)
+    console.print(shaded(texts, result.depths, layers), soft_wrap=True)
+    if console.color_system is not None and not console.no_color:
+        depths = sorted(set(result.depths))
+        labels = [f" {depth} " for depth in depths]
+        console.print("layers: ", shaded(labels, depths, layers))
+    table = Table("", "tokens", "tokens/s", "layers", "GFLOPs", box=None)
+    for name, each in ((mode, result), ("model.generate", result.full)):
+        if each is not None:
+            table.add_row(
+                name,
+                str(len(each.ids)),
+                f"{each.tokens_per_second:.1f}",
+                f"{each.mean_layers:.1f} of {layers}",
+                f"{sum(each.flops) / 1e9:.2f}",
+            )
+    console.print(table)
+    if result.full is not None:
+        same = "the same tokens" if result.identical else "other tokens"
+        console.print(f"{result.speedup:.2f} times as fast, {same}")
+    if result.drafted:
+        console.print(f"{result.accepted} of {result.drafted} draft tokens accepted")
+    if result.interrupted:
+        console.print("interrupted: this is what was generated so far")
+
+
+def shade(depth: float, layers: int) -> str:
+    """Return a rich style for a depth, darker if deeper; none for a depth that is not known."""
+    if depth < 1:
+        return ""
+    place = min(max((depth - 1) / max(layers - 1, 1), 0.0), 1.0) * (len(_RAMP) - 1)
+    low = min(int(place), len(_RAMP) - 2)
+    share = place - low
+    red, green, blue = (
+        round(a + share * (b - a)) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)
+    )
+    light = 0.299 * red + 0.587 * green + 0.114 * blue
+    return f"{'black' if light > 120 else 'white'} on rgb({red},{green},{blue})"
+
+
+def shaded(texts: Sequence[str], depths: Sequence[int], layers: int) -> Text:
+    """Return texts in the shades of their depths; where there is no terminal it prints plain."""
+    from rich.text import Text
+
+    text = Text()
+    for piece, depth in zip(texts, depths, strict=True):
+        text.append(piece, style=shade(depth, layers))
+    return text
+
+
+# -- tune ----------------------------------------------------------------------------------------
+
+
+def tune(config: DraftTrainConfig) -> None:
+    """Make a draft model and print how often its drafts are right."""
+    from deepenough.decoding.training import tune_run
+    from deepenough.training.logging import reading
+
+    with reading("tokens") as progress:
+        made = tune_run(config, progress)
+    if made is None:
+        print(f"{config.model} has written its text; continue with --resume and --until head")
+        return
+    first = "linear drafter" if config.head.start is None else "where it started"
+    print("on held-out text:   first draft right   second, after it   accepted of two")
+    for name, values in ((first, made.meta["before"]), ("draft model", made.meta["after"])):
+        print(
+            f"  {name:17}{values['agreement_1']:12.3f}{values['agreement_2']:19.3f}"
+            f"{values['accepted']:18.3f}"
+        )
+    for row in made.choice.get("measured", [])[:5]:
+        names = " + ".join(row["names"]) or "no drafts"
+        rate = row["tokens_per_second"]
+        print(f"  {names}, {row['num_draft_tokens']} at once: {rate:.1f} tokens/s")
+    print(f'use it: deepenough.speculate(model, draft_model="{config.out}")')
+
+
+# -- calibrate -----------------------------------------------------------------------------------
+
+
+def calibrate(config: CalibrateConfig) -> None:
+    """Find the fastest exit threshold whose risk is bounded, save it and print it."""
+    import itertools
+    import random
+
+    from deepenough.decoding.api import early_exit
+    from deepenough.decoding.calibration import calibrate
+    from deepenough.decoding.early_exit import make_policy
+    from deepenough.decoding.self_generated import read_lines
+    from deepenough.shortcut.modeling import Shortcuts
+    from deepenough.training.logging import reading
+
+    shortcuts = Shortcuts.from_pretrained(config.shortcuts)
+    long_enough = read_lines(config.data, config.split, config.min_chars)
+    lines = list(itertools.islice(long_enough, config.lines))
+    random.Random(config.seed).shuffle(lines)
+    model, tokenizer = config.load()
+    vocab = None if config.exit_vocab is None else _first_tokens(model, config.exit_vocab)
+    fast = early_exit(
+        model,
+        shortcuts,
+        # Which exits pay is decided at a threshold in the middle, before one is known.
+        policy=make_policy(config.policy, 0.5),
+        exit_layers=config.exit_layers,
+        kv_propagation=config.kv_propagation,
+        exit_vocab=vocab,
+    )
+    with reading("texts") as bar:
+        found = calibrate(
+            fast,
+            tokenizer,
+            lines[: config.texts],
+            config.max_disagreement,
+            config.confidence,
+            text="self_generated" if config.self_generated else "full",
+            bound=config.bound,
+            prompt_tokens=config.prompt_tokens,
+            new_tokens=config.new_tokens,
+            batch=config.batch,
+            checked=config.checked,
+            progress=lambda what, done, of: bar(done, of) if of else None,
+        )
+    path = str(found.save_pretrained(config.out or config.shortcuts))
+    if config.json:
+        print(json.dumps({**vars(found), "exit_vocab": config.exit_vocab, "file": path}))
+    else:
+        _show_calibration(found, shortcuts.num_layers)
+        print(path)
+
+
+def _show_calibration(found: Calibration, num_layers: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("threshold", "disagreement", "p-value", box=None)
+    for threshold, risk, p_value in zip(found.thresholds, found.risks, found.p_values, strict=True):
+        table.add_row(f"{threshold:g}", f"{risk:.4f}", f"{p_value:.3g}")
+    Console(highlight=False).print(table)
+    print(found.holds())
+    if found.layers is not None:
+        layers = ", ".join(map(str, found.exit_layers))
+        print(f"{found.layers:.1f} of {num_layers} layers a token, exits after layers {layers}")
+    if found.check is not None:
+        print(
+            f"Continuing its own text: {found.check['disagreement']:.4f} on "
+            f"{found.check['texts']} texts."
+        )
+
+
+COMMANDS = (
+    Command(
+        name="generate",
+        help="generate with drafts or early exit, tokens shaded by depth",
+        config="deepenough.decoding.config:GenerateConfig",
+        run=generate,
+        description="Continue a prompt. Tokens are shaded by the layers that ran for them; speed,\n"
+        "layers and FLOPs are printed.",
+        example='deepenough decode generate smollm2 --prompt "The capital of France is" \\\n'
+        "    --against-full",
+        positional=("model",),
+    ),
+    Command(
+        name="tune",
+        help="make a draft model, trained on what the model writes itself",
+        config="deepenough.decoding.config:DraftTrainConfig",
+        run=tune,
+        description="Make a draft model: let the model write, and learn to guess what it will\n"
+        "write next. The model itself is not changed.",
+        example="deepenough decode tune smollm2 --data mytext.txt --out runs/draft_model",
+        positional=("model",),
+    ),
+    Command(
+        name="calibrate",
+        help="find the fastest exit threshold whose disagreement is bounded",
+        config="deepenough.decoding.config:CalibrateConfig",
+        run=calibrate,
+        description="Find the fastest exit threshold whose disagreement with the full model is\n"
+        "bounded with the confidence asked for, on texts that the model writes itself.",
+        example="deepenough decode calibrate smollm2 --shortcuts runs/shortcut/shortcuts \\\n"
+        "    --data mytext.txt",
+        positional=("model",),
+    ),
+)

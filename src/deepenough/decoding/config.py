@@ -1,0 +1,266 @@
+"""Settings of the commands `deepenough decode generate`, `tune` and `calibrate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from deepenough.config import RunConfig, bounded
+from deepenough.training.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+KVPropagation = Literal["shortcut", "copy", "deferred"]
+MIN_PROMPT_TOKENS = 4
+"""Shorter prompts say too little about what the model writes."""
+
+
+@dataclass
+class CausalModelConfig:
+    """The model that generates; the settings of every decoding command inherit it."""
+
+    model: str = "smollm2"
+    """smollm2 (a real model that comes as a package), a folder, a run, or a name on the hub."""
+
+    dtype: str = "float32"
+    """Number format of the weights."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+
+    allow_pickle: bool = False
+    """Load pickled weights too, which can run any code: only from people you trust."""
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Return the model and its tokenizer."""
+        from deepenough.hf.loading import load
+
+        return load(self.model, "causal", self.dtype, self.revision, self.allow_pickle)
+
+
+@dataclass
+class GenerateConfig(CausalModelConfig):
+    """Settings of `deepenough decode generate`."""
+
+    prompt: str | None = None
+    """Text to continue; by default standard input."""
+
+    mode: Literal["full", "speculative", "early_exit"] = "speculative"
+    """full and speculative give the tokens of the model itself; early_exit lets tokens leave
+    before the last layer, which may change them."""
+
+    draft_model: str | None = None
+    """speculative: folder that deepenough decode tune wrote for this model."""
+
+    shortcuts: str | None = None
+    """Folder of the model's shortcuts: needed by early_exit; drafts in mode speculative."""
+
+    guarantee: str | None = None
+    """early_exit: folder where deepenough decode calibrate left a threshold; it replaces the
+    following options."""
+
+    policy: Literal["gap", "top", "entropy", "patience", "layer"] | None = None
+    """early_exit: when a token leaves: gap between the two best tokens (the default), probability
+    of the best, entropy, exits in a row that agree, or a fixed layer."""
+
+    threshold: float | None = None
+    """early_exit: confidence between 0 and 1; for patience the number of exits, for layer the
+    layer."""
+
+    mean_length: float | None = bounded(None, gt=0)
+    """early_exit: tokens over which the policy gap grows less careful, 128 by default."""
+
+    exit_layers: list[int] | None = None
+    """early_exit: layers after which a token may leave; by default those that pay."""
+
+    kv_propagation: KVPropagation | None = None
+    """early_exit: keys and values of skipped layers: predicted by shortcuts (the default), of the
+    state copied, or deferred until a later token needs them."""
+
+    exit_vocab: int | None = bounded(None, ge=2)
+    """early_exit: check exits on so many tokens with the lowest ids first, before the whole
+    vocabulary."""
+
+    max_new_tokens: int = bounded(128, ge=1)
+    """Most tokens to generate."""
+
+    chat: bool = False
+    """Put the prompt into the model's chat template."""
+
+    against_full: bool = False
+    """Also time the model's own generate() on the same prompt, in turns, and compare."""
+
+    rounds: int = bounded(3, ge=1)
+    """Turns of each in a comparison; medians are shown."""
+
+    json: bool = False
+    """Print one JSON object instead."""
+
+
+@dataclass
+class CalibrateConfig(CausalModelConfig):
+    """Settings of `deepenough decode calibrate`."""
+
+    shortcuts: str = field(kw_only=True)
+    """Folder of the model's shortcuts."""
+
+    data: str = "python"
+    """Text whose lines are continued: python (built in), a file, folder or glob, a folder of
+    $DEEPENOUGH_DATA, or a name on the hub."""
+
+    out: str | None = None
+    """Folder for calibration.json; by default that of the shortcuts."""
+
+    split: str = "train"
+    """Part of the corpus."""
+
+    lines: int | None = bounded(2000, ge=1)
+    """Lines to read, too short ones not counted; null for all."""
+
+    min_chars: int = bounded(40, ge=0)
+    """Lines shorter than this, such as headings, are skipped."""
+
+    texts: int = bounded(300, ge=1)
+    """Lines to continue, drawn at random from those read."""
+
+    max_disagreement: float = bounded(0.05, gt=0, lt=1)
+    """Largest share of tokens that may differ from the full model's, on average over texts."""
+
+    confidence: float = bounded(0.95, gt=0, lt=1)
+    """Probability with which that must hold."""
+
+    bound: Literal["hoeffding-bentkus", "betting"] = "hoeffding-bentkus"
+    """How the risk is bounded; betting needs fewer texts if their losses are alike."""
+
+    policy: Literal["gap", "top", "entropy"] = "gap"
+    """What confidence is: gap between the two best tokens, probability of the best, or entropy."""
+
+    exit_layers: list[int] | None = None
+    """Layers after which a token may leave; by default those that pay."""
+
+    kv_propagation: KVPropagation = "deferred"
+    """Keys and values of skipped layers. With deferred, one run of the model measures all
+    thresholds."""
+
+    exit_vocab: int | None = bounded(None, ge=2)
+    """Check exits on so many tokens with the lowest ids first, before the whole vocabulary."""
+
+    self_generated: bool = False
+    """Let the exiting model write the texts, anew for every threshold: slower, but it bounds what
+    the model does when it continues its own text."""
+
+    prompt_tokens: int = bounded(32, ge=MIN_PROMPT_TOKENS)
+    """Tokens of a line that are its prompt."""
+
+    new_tokens: int = bounded(64, ge=1)
+    """Most new tokens of each text."""
+
+    batch: int = bounded(8, ge=1)
+    """Texts at once."""
+
+    checked: int = bounded(8, ge=0)
+    """Texts that the exiting model itself also writes, as a check."""
+
+    seed: int = 0
+    """Seed of the draw of lines."""
+
+    json: bool = False
+    """Print one JSON object instead."""
+
+
+@dataclass
+class SelfGeneratedConfig:
+    """Text that the model writes."""
+
+    instructions: bool = True
+    """Make every second prompt an instruction, in the model's chat format if it has one."""
+
+    tokens: int = bounded(150_000, ge=1)
+    """New tokens in all; fewer if the corpus runs out."""
+
+    prompt_tokens: int = bounded(32, ge=MIN_PROMPT_TOKENS)
+    """Tokens of a line that are its prompt."""
+
+    new_tokens: int = bounded(128, ge=1)
+    """Most new tokens of each text."""
+
+    min_chars: int = bounded(200, ge=0)
+    """Lines shorter than this are skipped."""
+
+    batch: int = bounded(32, ge=1)
+    """Texts written at once."""
+
+    sample_every: int = bounded(8, ge=0)
+    """Every so-manyth batch is sampled rather than greedy; 0 for none."""
+
+
+@dataclass
+class DraftHeadConfig:
+    """Draft head."""
+
+    texts: int = bounded(8, ge=1)
+    """Texts in a step."""
+
+    epochs: float = bounded(4.0, gt=0)
+    """Rounds over the texts; they decide train.steps."""
+
+    draft_vocab: int = bounded(4096, ge=2)
+    """Tokens that can be drafted, those the model writes most often."""
+
+    hard: float = bounded(0.5, ge=0, le=1)
+    """Weight of the best token against the whole distribution."""
+
+    start: str | None = None
+    """Folder of an earlier draft model of the same model to continue from, say with more text; by
+    default the head starts as the linear drafter."""
+
+    held_out: int = bounded(64, ge=1)
+    """Texts on which progress is measured, and which are not trained on."""
+
+
+@dataclass
+class DraftTrainConfig(RunConfig, CausalModelConfig):
+    """Settings of `deepenough decode tune`."""
+
+    METHOD: ClassVar[str] = "decode"
+
+    out: str = "runs/draft_model"
+    """Folder for everything that the run leaves."""
+
+    data: str = "python"
+    """Corpus whose lines begin the model's texts: python (built in), a file, folder or glob, a
+    folder of $DEEPENOUGH_DATA, or a name on the hub."""
+
+    text: SelfGeneratedConfig = field(default_factory=SelfGeneratedConfig)
+    head: DraftHeadConfig = field(default_factory=DraftHeadConfig)
+
+    shortcuts: str | None = None
+    """Folder of shortcuts of the same model: their maps are tuned as well, and their drafts take
+    part in the choice."""
+
+    until: Literal["text", "head", "choice"] = "choice"
+    """Last step to take."""
+
+    train: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(
+            lr=1e-3,
+            warmup=50,
+            weight_decay=0.05,
+            precision="fp32",
+            log_every=20,
+            valid_every=250,
+            save_every=50,
+        )
+    )
+
+
+@dataclass
+class DecodeGrid:
+    """Operating points of a comparison; one left out is chosen for the run."""
+
+    exit: list[float] | None = bounded(None, ge=0, le=1)
+    """Generation: confidence at which a token leaves early."""
+
+
+GRID = DecodeGrid

@@ -1,0 +1,297 @@
+"""A draft model: a draft head, the linear drafter that it started from, and what is fastest here.
+
+`DraftHead` is one transformer layer over the inputs of the linear drafter. With `e_t` the embedding
+of token `t`, `x_t` its normed last state in units of its standard deviation, and
+`z_t = [rms(e_t); x_(t-1)]`, the head predicts
+
+    u_t = B z_t + b + O attention(z)_t
+    x_t ~ u_t + D (silu(G rms(u_t)) * U rms(u_t))
+
+`(B, b)` begins as the linear drafter's map and `O` and `D` as zero, so that an untrained head
+drafts what the linear drafter drafts. Attention reads `z` of all tokens so far, with rotary
+positions. To draft further, the head reads its own prediction where the state is not known yet:
+`x_(t-1)` is replaced, and the attention of such a token sees the tokens before it as they were, and
+itself as predicted.
+
+EAGLE (arXiv 2401.15077) drafts from the same inputs; EAGLE-3 (arXiv 2503.01840) lets attention read
+both of them and trains on predictions. Departures: the closed-form start, and the units.
+
+`DraftModel` is all that `deepenough decode tune` has made of a model, saved in one folder as
+safetensors and JSON.
+
+Shapes: B sequences, T tokens, N = B * T, D width, Z = 2 D, H heads, K width of a head, F inner
+width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deepenough.artifacts import load_artifact, save_artifact, write_json
+from deepenough.errors import UserError
+from deepenough.hf.adapter import Adapter
+from deepenough.shortcut.modeling import Shortcuts
+
+if TYPE_CHECKING:
+    from deepenough.decoding.drafters import LinearDrafter
+
+INDEX, TENSORS, CHOICE = "draft_model.json", "draft_model.safetensors", "choice.json"
+SHORTCUTS = "shortcuts"
+FORMAT, VERSION = "deepenough-draft-model", 1
+
+_THETA = 10_000.0
+_EPS = 1e-6
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Maps queries, keys and values `[B, T, H, K]` to what attention mixes of them, `[N, H * K]`."""
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of a draft head."""
+
+    width: int
+    heads: int
+    key_heads: int
+    """Heads of keys and values, fewer where several query heads share one."""
+    head_width: int
+    inner: int
+    """Width between the matrices of the feed-forward layer."""
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> HeadShape:
+        """Return the shape of one of the model's own layers."""
+        config: Any = adapter.model.config.get_text_config()
+        heads = config.num_attention_heads
+        head_width = getattr(config, "head_dim", None) or adapter.width // heads
+        inner = getattr(config, "intermediate_size", None)
+        return cls(
+            width=adapter.width,
+            heads=heads,
+            key_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_width=head_width + head_width % 2,
+            # A gated layer has three matrices where others have two of four times the width.
+            inner=inner or -(-8 * adapter.width // 3),
+        )
+
+
+class DraftHead(nn.Module):
+    """One transformer layer that predicts the model's next state.
+
+    Args:
+        shape: Its sizes.
+        seed: Seed of the matrices that are drawn at random.
+        dropout: In training, of what attention mixes and of the feed-forward layer's inner units.
+    """
+
+    def __init__(self, shape: HeadShape, seed: int = 0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.shape, self.dropout = shape, dropout
+        width, mixed = shape.width, shape.heads * shape.head_width
+        joint = (shape.heads + 2 * shape.key_heads) * shape.head_width
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(rows: int, columns: int) -> nn.Parameter:
+            matrix = torch.randn(rows, columns, generator=generator)
+            return nn.Parameter(matrix / math.sqrt(columns))
+
+        self.register_buffer("scale", torch.ones(width))
+        self.scale: Tensor
+        """Standard deviation of each coordinate of the model's normed last states."""
+        self.linear = nn.Parameter(torch.zeros(width, 2 * width))
+        self.linear_bias = nn.Parameter(torch.zeros(width))
+        self.qkv_proj = drawn(joint, 2 * width)
+        self.o_proj = nn.Parameter(torch.zeros(width, mixed))
+        self.norm = nn.Parameter(torch.ones(width))
+        self.gate_up_proj = drawn(2 * shape.inner, width)
+        self.down_proj = nn.Parameter(torch.zeros(width, shape.inner))
+
+    @torch.no_grad()
+    def start_from(self, matrix_DZ: Tensor, bias_D: Tensor, scale_D: Tensor) -> None:
+        """Begin as the first map of a linear drafter, with states in units of `scale_D`."""
+        self.scale.copy_(scale_D)
+        own, state = matrix_DZ.chunk(2, dim=1)
+        self.linear.copy_(torch.cat([own, state * scale_D], dim=1) / scale_D[:, None])
+        self.linear_bias.copy_(bias_D / scale_D)
+
+    def read(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """Return the inputs `z` of embeddings and of states in units of the scale."""
+        return torch.cat([F.rms_norm(embeddings, embeddings.shape[-1:]), states], dim=-1)
+
+    def step(
+        self, inputs_BTZ: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
+        """Return predicted states `[B, T, D]`, in units of the scale.
+
+        Args:
+            inputs_BTZ: What `read` returned.
+            rotary: `rotary_cos_sin` of the tokens' positions.
+            attention: How the tokens attend to each other and to a cache.
+        """
+        shape = self.shape
+        batch, tokens = inputs_BTZ.shape[:2]
+        inputs_NZ = inputs_BTZ.flatten(0, 1)
+        heads = F.linear(inputs_NZ, self.qkv_proj).view(batch, tokens, -1, shape.head_width)
+        rotated = _rotate(heads[:, :, : shape.heads + shape.key_heads], rotary)
+        mixed = attention(
+            rotated[:, :, : shape.heads],
+            rotated[:, :, shape.heads :],
+            heads[:, :, shape.heads + shape.key_heads :],
+        )
+        mixed = F.dropout(mixed, self.dropout, self.training)
+        hidden = F.linear(inputs_NZ, self.linear, self.linear_bias) + F.linear(mixed, self.o_proj)
+        normed = F.rms_norm(hidden, (shape.width,), self.norm, _EPS)
+        gate, up = F.linear(normed, self.gate_up_proj).chunk(2, dim=-1)
+        inner = F.dropout(F.silu(gate) * up, self.dropout, self.training)
+        hidden = hidden + F.linear(inner, self.down_proj)
+        return hidden.view(batch, tokens, -1)
+
+    def forward(self, embeddings_BTD: Tensor, states_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Predict the states of whole texts twice, as in training.
+
+        Args:
+            embeddings_BTD: Embeddings of the tokens.
+            states_BTD: True states of the same tokens, in units of the scale.
+
+        Returns:
+            Predictions from the true states before each token, and predictions from those
+            predictions, as second drafts are made.
+        """
+        before = F.pad(states_BTD, (0, 0, 1, 0))[:, :-1]
+        rotary = rotary_cos_sin(torch.arange(embeddings_BTD.shape[1]), self.shape, embeddings_BTD)
+        seen: list[Tensor] = []
+
+        def first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            seen.extend((key, value))
+            return self._attend(query, key, value, None)
+
+        def second(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            tokens = query.shape[1]
+            earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril(-1)
+            itself = torch.eye(tokens, dtype=torch.bool, device=query.device)
+            keys, values = torch.cat([seen[0], key], 1), torch.cat([seen[1], value], 1)
+            return self._attend(query, keys, values, torch.cat([earlier, itself], 1))
+
+        one = self.step(self.read(embeddings_BTD, before), rotary, first)
+        predicted = F.pad(one, (0, 0, 1, 0))[:, :-1]
+        return one, self.step(self.read(embeddings_BTD, predicted), rotary, second)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=self.shape.heads > self.shape.key_heads,
+        )
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def rotary_cos_sin(positions: Tensor, shape: HeadShape, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rotary cosines and signed sines, `[..., 1, K]` for positions `[...]`."""
+    half = shape.head_width // 2
+    rates = _THETA ** (-torch.arange(half, device=like.device) / half)
+    angles = positions.to(like.device)[..., None] * rates
+    cos, sin = angles.cos(), angles.sin()
+    both = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    return both[0][..., None, :].to(like.dtype), both[1][..., None, :].to(like.dtype)
+
+
+def _rotate(heads_BTHK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = rotary
+    rolled = heads_BTHK.roll(heads_BTHK.shape[-1] // 2, -1)
+    return torch.addcmul(heads_BTHK * cos, rolled, sin)
+
+
+class DraftModel:
+    """All that `deepenough decode tune` has made of a model.
+
+    Args:
+        linear_drafter: The linear drafter, whose vocabulary is that of all drafts.
+        head: The draft head that started from it.
+        meta: How both were made and how often their drafts are right.
+        choice: The drafters that were fastest, as a `DraftConfig`, and how that was measured.
+        shortcuts: Maps of the same model that drafts may come from.
+    """
+
+    def __init__(
+        self,
+        linear_drafter: LinearDrafter,
+        head: DraftHead,
+        meta: Mapping[str, Any] | None = None,
+        choice: Mapping[str, Any] | None = None,
+        shortcuts: Shortcuts | None = None,
+    ) -> None:
+        self.linear_drafter, self.head, self.shortcuts = linear_drafter, head, shortcuts
+        self.meta = dict(meta or {})
+        self.choice = dict(choice or {})
+
+    def check_model(self, adapter: Adapter) -> None:
+        """Refuse a model that this was not made for."""
+        own, other = self.linear_drafter.meta.get("model") or {}, adapter.identity()
+        if (
+            adapter.width != self.linear_drafter.width
+            or own.get("fingerprint") != other["fingerprint"]
+        ):
+            raise UserError(
+                f"This draft model was made for {own.get('model') or 'another model'}, not for "
+                f"{other['model'] or 'this one'}: give the model it belongs to, or tune another."
+            )
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write everything into a folder: safetensors and JSON."""
+        self.linear_drafter.save_pretrained(folder)
+        path = Path(folder) / TENSORS
+        try:
+            index = {"format": FORMAT, "version": VERSION, "shape": asdict(self.head.shape)}
+            save_artifact(path, self.head.state_dict(), index | {"meta": self.meta})
+            if self.choice:
+                self.save_choice(folder)
+            if self.shortcuts is not None:
+                self.shortcuts.save_pretrained(path.with_name(SHORTCUTS))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"The draft model cannot be written to {folder}: {error}.") from error
+
+    def save_choice(self, folder: str | os.PathLike[str]) -> None:
+        """Write which drafters are fastest into a folder that holds the rest already."""
+        try:
+            write_json(Path(folder) / CHOICE, self.choice)
+        except OSError as error:
+            raise UserError(f"The choice cannot be written to {folder}: {error}.") from error
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str]) -> DraftModel:
+        """Read what `deepenough decode tune` wrote: its run folder, or the folder `model` in it."""
+        inner = Path(folder) / "model"
+        place = inner if (inner / INDEX).is_file() else Path(folder)
+        if not (place / INDEX).is_file():
+            raise UserError(
+                f"{folder} holds no draft model ({INDEX}): give the folder of a finished "
+                "deepenough decode tune, or let it finish with --resume."
+            )
+        from deepenough.decoding.drafters import LinearDrafter
+
+        linear, maps = LinearDrafter.from_pretrained(place), place / SHORTCUTS
+        shortcuts = Shortcuts.from_pretrained(maps) if maps.is_dir() else None
+        try:
+            tensors, index = load_artifact(place / TENSORS, FORMAT, VERSION)
+            head = DraftHead(HeadShape(**index["shape"]))
+            head.load_state_dict(tensors)
+            choice = place / CHOICE
+            chosen = json.loads(choice.read_text(encoding="utf-8")) if choice.is_file() else {}
+            head.eval().requires_grad_(False)
+            return cls(linear, head, index["meta"], chosen, shortcuts)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise UserError(f"{place / INDEX} cannot be used ({error}): tune it again.") from error

@@ -1,0 +1,542 @@
+"""Measure decoding: one prompt beside the model itself, standard tasks, and candidates to compare.
+
+- `generate_timed`: one prompt continued by an adaptive model and, in turns, by the model itself.
+- `evaluate`: tasks of EleutherAI's `lm-eval`. Likelihoods of an exiting model are those of its
+  exits: every position but the first may leave, whether it belongs to a question or to an answer
+  (`exit_scoring.py`). In the other modes all scores are the model's own.
+- `open_candidate`: a run of `shortcut fit` or `decode tune` as `deepenough compare` measures it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import shlex
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from deepenough.config import resolve
+from deepenough.decoding.api import AdaptiveDecoding, early_exit, speculate
+from deepenough.decoding.config import DraftTrainConfig
+from deepenough.decoding.draft_model import SHORTCUTS
+from deepenough.decoding.early_exit import ConfidenceGap, KVPropagation
+from deepenough.decoding.engine import DecodingCosts
+from deepenough.decoding.self_generated import read_lines
+from deepenough.errors import UserError
+from deepenough.hf.adapter import adapt
+from deepenough.hf.loading import load
+from deepenough.measurement import (
+    ComparedData,
+    ComparedTask,
+    Entry,
+    OperatingPoint,
+    Scores,
+    share_interval,
+)
+from deepenough.runs import RunFolder, read_config
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.study import ShortcutFit
+from deepenough.trace import DepthTrace
+from deepenough.training.logging import without_bars
+
+#: New tokens of a first, untimed turn, in which everything that is done once is done.
+_WARMUP_TOKENS = 4
+
+
+def apply_mode(
+    model: Any,
+    mode: str,
+    shortcuts: str | None = None,
+    draft_model: str | None = None,
+    **exit_options: Any,
+) -> Any:
+    """Return a model that decodes by a mode given by name.
+
+    Args:
+        model: The model.
+        mode: full, speculative or early_exit.
+        shortcuts: Folder of its shortcuts, which early_exit needs.
+        draft_model: Folder of its draft model.
+        exit_options: Options of `early_exit`; None is as if it were not given.
+    """
+    given = {name: value for name, value in exit_options.items() if value is not None}
+    maps = None if shortcuts is None else Shortcuts.from_pretrained(shortcuts)
+    if mode == "early_exit":
+        if maps is None:
+            raise UserError("Early exit needs shortcuts: give the folder of the model's.")
+        return early_exit(model, maps, **given)
+    if mode not in ("full", "speculative"):
+        raise UserError(f"The mode is full, speculative or early_exit, not {mode!r}.")
+    if given:
+        raise UserError(f"{next(iter(given))} is an option of mode early_exit: leave it out.")
+    if mode == "full":
+        return speculate(model, "none")
+    return speculate(model, draft_model=draft_model, shortcuts=maps)
+
+
+# -- one prompt ----------------------------------------------------------------------------------
+
+
+@dataclass
+class GenerationResult:
+    """What one prompt was continued with, and what that took."""
+
+    ids: list[int]
+    """The new tokens."""
+    depths: list[int]
+    """Layers that ran for each; 0 for one at which Ctrl-C came."""
+    flops: list[float]
+    seconds: float
+    num_layers: int
+    drafted: int = 0
+    accepted: int = 0
+    interrupted: bool = False
+    full: GenerationResult | None = None
+    """The model's own, where both were asked for."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second."""
+        return len(self.ids) / self.seconds
+
+    @property
+    def mean_layers(self) -> float:
+        """Layers of a token, on average over those whose depth is known."""
+        return sum(self.depths) / max(sum(depth > 0 for depth in self.depths), 1)
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast as the model itself."""
+        return None if self.full is None else self.tokens_per_second / self.full.tokens_per_second
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether the tokens are the model's own."""
+        return None if self.full is None else self.ids == self.full.ids
+
+
+def prompt_ids(tokenizer: Any, prompt: str, chat: bool = False) -> Tensor:
+    """Return the tokens `[1, T]` of a prompt, as it stands or as what a user says in a chat."""
+    if not prompt.strip():
+        raise UserError("The prompt is empty: give some text to continue.")
+    if chat:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError("This model's tokenizer has no chat template: leave out chat.")
+        message = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    # A template has the special tokens in it.
+    return torch.tensor([tokenizer(prompt, add_special_tokens=not chat)["input_ids"]])
+
+
+def generate_timed(
+    fast: Any,
+    ids_BT: Tensor,
+    max_new_tokens: int,
+    against: Any = None,
+    rounds: int = 1,
+    **options: Any,
+) -> GenerationResult:
+    """Continue a prompt; Ctrl-C ends it early.
+
+    Args:
+        fast: What `speculate` or `early_exit` returned.
+        ids_BT: The prompt, `[1, T]`.
+        max_new_tokens: Most new tokens.
+        against: The model itself, which takes turns, so that whatever else the machine does hits
+            both; its FLOPs are counted as for tokens that run all layers.
+        rounds: Turns of each; seconds are medians.
+        options: Options of `generate`.
+    """
+    if max_new_tokens < 1 or rounds < 1:
+        raise UserError("At least one new token and one round are needed.")
+    given = {
+        "input_ids": ids_BT.to(fast.device),
+        "attention_mask": torch.ones_like(ids_BT).to(fast.device),
+        "do_sample": False,
+        # Without one, transformers prints a warning that is of no interest here.
+        "pad_token_id": fast.generation_config.pad_token_id or 0,
+        **options,
+    }
+    length = ids_BT.shape[1]
+    if against is not None:
+        for model in (fast, against):
+            model.generate(**given, max_new_tokens=min(_WARMUP_TOKENS, max_new_tokens))
+    times: tuple[list[float], list[float]] = ([], [])
+    own = None
+    for _ in range(rounds):
+        began = time.perf_counter()
+        output = fast.generate(**given, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
+        times[0].append(time.perf_counter() - began)
+        if against is None or output.interrupted:
+            break
+        began = time.perf_counter()
+        try:
+            ids = against.generate(**given, max_new_tokens=max_new_tokens)[0, length:]
+        except KeyboardInterrupt:
+            output.interrupted = True
+            break
+        times[1].append(time.perf_counter() - began)
+        own = ids.tolist()
+    costs = DecodingCosts(adapt(fast))
+    last = len(costs.layers)
+    result = GenerationResult(
+        output.sequences[0, length:].tolist(),
+        output.trace.depth[0].tolist(),
+        output.trace.flops[0].tolist(),
+        statistics.median(times[0]),
+        last,
+        output.drafted,
+        output.accepted,
+        bool(output.interrupted),
+    )
+    if own is not None:
+        flops = [costs.token(length + 1 + n) + costs.head for n in range(len(own))]
+        seconds = statistics.median(times[1])
+        result.full = GenerationResult(own, [last] * len(own), flops, seconds, last)
+    return result
+
+
+def pieces(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> list[str]:
+    """Return what each new token adds; a character of several tokens comes with its last one."""
+    ids = list(prompt)
+    shown = tokenizer.decode(ids)
+    found: list[str] = []
+    for token in new:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        whole = not text.endswith("\ufffd") or len(found) == len(new) - 1
+        found.append(text[len(shown) :] if whole else "")
+        shown = text if whole else shown
+    return found
+
+
+# -- standard tasks ------------------------------------------------------------------------------
+
+
+@functools.cache
+def register_lm_eval() -> Any:
+    """Make `deepenough` a model of `lm-eval`, beside its `hf`, and return the class.
+
+        register_lm_eval()
+        lm_eval.simple_evaluate(model="deepenough", tasks=["lambada_openai"], model_args={
+            "pretrained": "smollm2", "mode": "early_exit", "shortcuts": "runs/shortcut/shortcuts"})
+
+    `pretrained` is what `speculate` or `early_exit` returned, given with its `tokenizer`, or a name
+    that `load` knows; then the other options of `apply_mode` can be given.
+    """
+    try:
+        from lm_eval.api.registry import register_model  # type: ignore
+        from lm_eval.models.huggingface import HFLM  # type: ignore
+    except ImportError as error:
+        raise UserError(
+            "Standard tasks need lm-eval: install it with pip install deepenough[eval]."
+        ) from error
+
+    @register_model("deepenough")
+    class AdaptiveLM(HFLM):
+        """A model of the harness that decodes by `speculate` or `early_exit`."""
+
+        def __init__(
+            self,
+            pretrained: Any,
+            tokenizer: Any = None,
+            mode: str = "full",
+            shortcuts: str | None = None,
+            draft_model: str | None = None,
+            guarantee: str | None = None,
+            policy: str | None = None,
+            threshold: float | None = None,
+            kv_propagation: str | None = None,
+            dtype: str = "float32",
+            **options: Any,
+        ) -> None:
+            if isinstance(pretrained, str):
+                model, tokenizer = load(pretrained, "causal", dtype)
+                pretrained = apply_mode(
+                    model,
+                    mode,
+                    shortcuts,
+                    draft_model,
+                    guarantee=guarantee,
+                    policy=policy,
+                    threshold=threshold,
+                    kv_propagation=kv_propagation,
+                )
+            elif not isinstance(pretrained, AdaptiveDecoding):
+                raise UserError("Give what speculate() or early_exit() returned; others are hf's.")
+            self.layers, self.positions = 0, 0
+            super().__init__(
+                pretrained=pretrained, tokenizer=tokenizer, backend="causal", **options
+            )
+
+        @property
+        def mean_layers(self) -> float | None:
+            """Layers of a position of a likelihood, on average; None if nothing may leave."""
+            return self.layers / self.positions if self.positions else None
+
+        def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            logits: Tensor = super()._model_call(inps, *args, **kwargs)
+            if self.model.exit_rule is not None:
+                depth = self.model.trace.depth
+                self.layers += int(depth.sum())
+                self.positions += int((depth > 0).sum())
+            return logits
+
+    return AdaptiveLM
+
+
+def evaluate(
+    fast: Any,
+    tokenizer: Any,
+    tasks: list[str],
+    include: str | None = None,
+    batch_size: int = 8,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return the scores of `lm-eval` tasks by name; those of an exiting model with `mean_layers`.
+
+    Args:
+        fast: What `speculate` or `early_exit` returned.
+        tokenizer: Its tokenizer.
+        tasks: Names of the tasks.
+        include: Folder of tasks of your own, instead of the harness's.
+        batch_size: Texts at once.
+        options: Options of the harness's `simple_evaluate`.
+    """
+    model = register_lm_eval()(fast, tokenizer, batch_size=batch_size)
+    from lm_eval.evaluator import simple_evaluate  # type: ignore
+    from lm_eval.tasks import TaskManager  # type: ignore
+
+    manager = TaskManager(include_path=include, include_defaults=include is None)
+    found = simple_evaluate(model, tasks=tasks, task_manager=manager, **options)
+    scores = {name: dict(values) for name, values in found["results"].items()}
+    if model.mean_layers is not None:
+        for values in scores.values():
+            values["mean_layers"] = model.mean_layers
+    return scores
+
+
+# -- comparison ----------------------------------------------------------------------------------
+
+PLAIN: Final = "transformers"
+FULL: Final = "full"
+SPECULATIVE: Final = "speculative"
+TUNED: Final = "tuned"
+EXIT: Final = "exit"
+MECHANISMS = (PLAIN, FULL, SPECULATIVE, TUNED, EXIT)
+#: Prompts of a comparison, unless a limit is given.
+_NUM_PROMPTS = 8
+#: Characters of running text that are read for a prompt: more than enough.
+_PROMPT_CHARS = 400
+#: Lines shorter than this, such as headings, are skipped.
+_MIN_CHARS = 40
+
+
+@dataclass
+class GeneratedTexts:
+    """What one pass over the prompts has generated."""
+
+    rows: list[Tensor] = field(default_factory=list)
+    """Of each text `[T]`, prompt and what follows it."""
+    traces: list[DepthTrace | None] = field(default_factory=list)
+
+
+def open_candidate(entry: Entry, name: str, data: ComparedData) -> GenerationCandidate:
+    """Return a run of `deepenough shortcut fit` or `deepenough decode tune` as a candidate."""
+    return GenerationCandidate(entry, name, data)
+
+
+class GenerationCandidate:
+    """A model that generates, with what was fitted for it: agreement over ways to decode.
+
+    Every way generates greedily after the same prompts, one text at a time: the model's own
+    `generate`, our loop without drafts (`full`), with drafts (`speculative`, and `tuned` with a
+    draft model), and with early exit (`exit`). A token agrees if it is the one that the whole model
+    finds most likely after the text before it, whoever wrote that: one early difference does not
+    count for all that follows.
+    """
+
+    mechanism = EXIT
+
+    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+        self.name, self.entry = name, entry
+        self.asked = entry.mechanisms or list(MECHANISMS)
+        if unknown := [each for each in self.asked if each not in MECHANISMS]:
+            raise UserError(
+                f"There is no mechanism {unknown[0]!r} for {entry.run}: choose from "
+                f"{', '.join(MECHANISMS)}."
+            )
+        config = read_config(entry.run)
+        tunes = config.pop("method", "shortcut") == DraftTrainConfig.METHOD
+        config.pop("provenance", None)
+        self.draft_model = entry.run if tunes else entry.tuned
+        if self.draft_model is None and TUNED in (entry.mechanisms or []):
+            raise UserError(
+                f"{TUNED} needs drafts: give the folder that deepenough decode tune wrote for the "
+                "model, as --tuned."
+            )
+        folder = RunFolder(Path(entry.run)).model if tunes else Path(entry.run)
+        self.folder = folder / SHORTCUTS
+        self.shortcuts = None
+        if self.folder.is_dir():
+            self.shortcuts = Shortcuts.from_pretrained(self.folder)
+        elif not tunes:
+            raise UserError(
+                f"{entry.run} has no maps yet: let deepenough shortcut fit finish (--resume goes "
+                "on), or leave it out."
+            )
+        with without_bars():
+            if tunes:
+                tuned = resolve(DraftTrainConfig, overrides=config)
+                self.model_name, corpus = tuned.model, tuned.data
+                self.model, self.tokenizer = tuned.load()
+            else:
+                fitted = resolve(ShortcutFit, overrides=config)
+                self.model_name, corpus = fitted.model.name, fitted.text.data
+                self.model, self.tokenizer = fitted.model.load()
+        if not self.model.can_generate():
+            raise UserError(
+                f"{self.model_name} does not write text, so its exits cannot be timed: measure "
+                f"it with deepenough shortcut eval {entry.run}."
+            )
+        self.model.eval()
+        self.costs = DecodingCosts(adapt(self.model))
+        self.num_prompt, self.num_new = data.prompt_tokens, data.new_tokens
+        text, split = data.data or corpus, data.split or "valid"
+        number = data.limit or _NUM_PROMPTS
+        self.prompts = _prompts(self.tokenizer, text, split, number, self.num_prompt)
+        self.models: dict[str, Any] = {}
+        detail = {
+            "model": self.model_name,
+            "prompts": len(self.prompts),
+            "prompt_tokens": self.num_prompt,
+            "new_tokens": self.num_new,
+        }
+        self.task = ComparedTask("writing", text, split, "token", "agreement", True, detail)
+
+    @property
+    def kv_propagation(self) -> KVPropagation:
+        """How exits fill the KV cache: by shortcuts, where they lead to all layers."""
+        whole = self.shortcuts is not None and self.shortcuts.targets == "all"
+        return "shortcut" if whole else "copy"
+
+    def points(self) -> Sequence[OperatingPoint]:
+        """Return the ways to decode that were asked for, the deepest first."""
+        command = f"deepenough decode generate {shlex.quote(self.model_name)}"
+        command += " --prompt 'Once upon a time'"
+        found = [
+            OperatingPoint(
+                name, {"mode": name}, name, "" if name == PLAIN else f"{command} --mode {name}"
+            )
+            for name in (PLAIN, FULL, SPECULATIVE)
+            if name in self.asked
+        ]
+        if self.draft_model is not None and TUNED in self.asked:
+            drafts = f"--mode speculative --draft_model {shlex.quote(self.draft_model)}"
+            found.append(OperatingPoint(TUNED, {"mode": TUNED}, TUNED, f"{command} {drafts}"))
+        if self.shortcuts is not None and EXIT in self.asked:
+            command += f" --mode early_exit --shortcuts {shlex.quote(str(self.folder))}"
+            command += f" --kv_propagation {self.kv_propagation} --max_new_tokens {self.num_new}"
+            command += f" --mean_length {self.num_new} --threshold"
+            found += [
+                OperatingPoint(
+                    f"exit {value:g}", {"mode": EXIT, "exit": value}, EXIT, f"{command} {value:g}"
+                )
+                for value in self.entry.grid.exit or [0.99, 0.9, 0.7, 0.5]
+            ]
+        for point in found:
+            if point.name not in self.models:
+                self.models[point.name] = self._model(point)
+        return found
+
+    def _model(self, point: OperatingPoint) -> Any:
+        mode = str(point.settings["mode"])
+        if mode == PLAIN:
+            return self.model
+        if mode == TUNED:
+            return speculate(self.model, draft_model=self.draft_model)
+        if mode != EXIT:
+            return speculate(self.model, "none" if mode == FULL else None)
+        assert self.shortcuts is not None
+        policy = ConfidenceGap(float(point.settings["exit"]), float(self.num_new))
+        return early_exit(
+            self.model, self.shortcuts, policy=policy, kv_propagation=self.kv_propagation
+        )
+
+    @torch.inference_mode()
+    def run(self, point: OperatingPoint) -> GeneratedTexts:
+        """Generate after all prompts; this is what is timed."""
+        model, made = self.models[point.name], GeneratedTexts()
+        end = self.model.generation_config.eos_token_id
+        # Without the penalties of the model's own config: agreement is with its likeliest token.
+        config = GenerationConfig(
+            max_new_tokens=self.num_new,
+            do_sample=False,
+            eos_token_id=end,
+            pad_token_id=end[0] if isinstance(end, list) else end,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+        )
+        for prompt in self.prompts:
+            ids = model.generate(
+                prompt[None], attention_mask=torch.ones_like(prompt)[None], generation_config=config
+            )
+            made.rows.append(ids[0])
+            made.traces.append(None if model is self.model else model.trace)
+        return made
+
+    @torch.inference_mode()
+    def judge(self, point: OperatingPoint, answers: GeneratedTexts) -> Scores:
+        """Return how often the tokens are the whole model's, and what they cost."""
+        num, last = self.num_prompt, len(self.costs.layers)
+        agree = units = 0
+        flops = layers = 0.0
+        for row, trace in zip(answers.rows, answers.traces, strict=True):
+            likeliest = self.model(row[None]).logits[0, num - 1 : -1].argmax(-1)
+            new = len(row) - num
+            agree += int((likeliest == row[num:]).sum())
+            units += new
+            flops += (num - 1) * self.costs.token(num)  # the prompt, all layers whatever the mode
+            if trace is None:
+                layers += new * last
+                flops += sum(self.costs.token(num + 1 + i) + self.costs.head for i in range(new))
+            else:
+                layers += float(trace.ran.sum())
+                flops += trace.total_flops
+        return Scores(
+            share_interval(agree, units), units, layers / units, flops, self._sample(answers)
+        )
+
+    def _sample(self, answers: GeneratedTexts) -> dict[str, Any] | None:
+        """Return the text that saved most, with the layer at which each new token left."""
+        last = len(self.costs.layers)
+        pairs = [(t.mean_depth, n) for n, t in enumerate(answers.traces) if t is not None]
+        if not pairs or min(pairs)[0] == last:
+            return None  # every token went all the way, which needs no picture
+        row, trace = answers.rows[min(pairs)[1]], answers.traces[min(pairs)[1]]
+        assert trace is not None
+        depth = trace.depth[0, : len(row) - self.num_prompt].tolist()
+        tokens = [self.tokenizer.decode([token]) for token in row.tolist()]
+        return {"tokens": tokens, "depth": [None] * self.num_prompt + depth, "layers": last}
+
+
+def _prompts(tokenizer: Any, text: str, split: str, num: int, length: int) -> list[Tensor]:
+    """Return prompts taken evenly from the beginning of a running text."""
+    chars = num * max(_PROMPT_CHARS, 40 * length)
+    lines = itertools.islice(read_lines(text, split, _MIN_CHARS), chars // _MIN_CHARS + 1)
+    ids = tokenizer("\n".join(lines)[:chars])["input_ids"]
+    windows = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    if len(windows) < num:
+        raise UserError(
+            f"{text} ({split}) has text for {len(windows)} prompts of {length} tokens, not for "
+            f"{num}: give a longer text, a lower limit or a lower prompt_tokens."
+        )
+    return [torch.tensor(windows[place * len(windows) // num]) for place in range(num)]

@@ -1,0 +1,596 @@
+"""`deepenough decode tune`: make a draft model for a model, which itself is not changed.
+
+In one run folder, step by step, each going on where an interrupted command stopped it:
+
+1. *text*: the model writes, and its states are kept (`self_generated.py`), in `checkpoints/text`;
+2. *head*: a linear drafter is fitted to them in closed form, and a draft head that starts from it
+   is trained; both go to `model`;
+3. *choice*: shortcuts, if there are some, are tuned on the same text; then all ways of drafting are
+   timed on this machine (`autotune.py`), and the fastest is what `speculate` will use.
+
+**The linear drafter.** For map `n`, the inputs `z` of all positions of the model's texts and the
+states `x` they should give make the normal equations
+
+    (Z^T Z + ridge * diag(Z^T Z)) [B_n, b_n]^T = Z^T X
+
+A part of the texts is left out of the sums: it decides the ridge, by the share of its positions
+whose next token the map predicts, and that share is recorded with the maps.
+
+**The draft head.** At every token `t` that the model wrote, its state is predicted, and from it the
+token after, twice: with the state before `t` as it was, and as it was itself predicted
+(`DraftHead.forward`). With `p` the model's distribution over the draft vocabulary and `q` the
+prediction's, minimised is for both
+
+    (1 - hard) KL(p || q) - hard log q(best token) + near * smooth_l1(state, prediction)
+
+The best token is what a greedy draft is judged by; the other two terms say more about each
+position, which matters where text is scarce.
+
+Shapes: B texts, T tokens, N positions, D width, Z = (n + 1) D + 1 inputs, S draft vocabulary, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from deepenough.config import dump, provenance, validate
+from deepenough.decoding.autotune import autotune, draft_layers
+from deepenough.decoding.config import DraftHeadConfig, DraftTrainConfig, SelfGeneratedConfig
+from deepenough.decoding.draft_model import SHORTCUTS, DraftHead, DraftModel, HeadShape
+from deepenough.decoding.drafters import INDEX, DrafterBuilder, LinearDrafter, head_rows
+from deepenough.decoding.engine import make_engine
+from deepenough.decoding.self_generated import (
+    SavedTexts,
+    SelfGenerated,
+    generate_texts,
+    prompts_from,
+    read_lines,
+    write_texts,
+)
+from deepenough.errors import UserError
+from deepenough.hf.adapter import Adapter, adapt
+from deepenough.runs import RunFolder, read_records
+from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.statistics import NormalEquations
+from deepenough.shortcut.tune import tune
+from deepenough.training.config import RunSettings, TrainingConfig, seed_at
+from deepenough.training.distributed import make_accelerator
+from deepenough.training.task import BatchLoss, PlainTask
+from deepenough.training.trainer import keep_freed_memory, training
+
+log = logging.getLogger("deepenough")
+
+Progress = Callable[[int, int | None], None]
+
+HEAD = "head"
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
+_NUM_MAPS = 2
+#: One text of so many is left out of the linear fit.
+_HELD_OUT_EVERY = 10
+#: Positions whose whole distribution is looked at for the draft vocabulary.
+_SAMPLED = 1024
+#: Texts from which the standard deviations of states are taken.
+_SCALE_TEXTS = 64
+#: Prompts that are kept for timing drafts.
+_KEPT_PROMPTS = 8
+_NEAR = 0.1
+_DROPOUT = 0.1
+
+
+# -- linear drafter ------------------------------------------------------------------------------
+
+
+@dataclass
+class _Collected:
+    """What one pass over the texts leaves for the fit."""
+
+    sums: list[NormalEquations]
+    """Of each map, over inputs and states."""
+    counts_V: Tensor
+    held_out: list[SelfGenerated] = field(default_factory=list)
+    sample: list[Tensor] = field(default_factory=list)
+    texts: int = 0
+
+
+def fit_linear_drafter(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: Iterable[str],
+    *,
+    num_maps: int = _NUM_MAPS,
+    draft_vocab: int = 4096,
+    tokens: int = 30_000,
+    prompt_tokens: int = 32,
+    new_tokens: int = 96,
+    batch: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> LinearDrafter:
+    """Let the model continue the beginnings of texts, and fit a linear drafter to what it wrote.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer.
+        texts: Texts whose beginnings are continued.
+        num_maps: How many tokens can be drafted at once.
+        draft_vocab: How many tokens can be drafted, those that the model writes most often.
+        tokens: New tokens in all.
+        prompt_tokens: Tokens of each text that are its prompt.
+        new_tokens: Most new tokens of each text.
+        batch: Texts at once.
+        progress: Called with the new tokens so far and those wanted.
+    """
+    config = validate(
+        SelfGeneratedConfig(
+            tokens=tokens, prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch=batch
+        )
+    )
+    prompts = prompts_from(tokenizer, texts, prompt_tokens)
+    written = generate_texts(make_engine(model), prompts, config, progress)
+    about = {"tokens": tokens, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+    return fit_linear_maps(adapt(model), written, num_maps, draft_vocab, about)
+
+
+def fit_linear_maps(
+    adapter: Adapter,
+    texts: Iterable[SelfGenerated],
+    num_maps: int,
+    draft_vocab: int,
+    about: Mapping[str, Any] | None = None,
+) -> LinearDrafter:
+    """Return a linear drafter fitted to texts; `about` says how they were written."""
+    if num_maps < 1 or draft_vocab < 2:
+        raise UserError("A linear drafter has at least 1 map and 2 tokens in its vocabulary.")
+    began = time.perf_counter()
+    collected = _collect(adapter, texts, num_maps)
+    needed = collected.sums[-1].num_inputs
+    if not collected.held_out or collected.sums[-1].count < needed:
+        raise UserError(
+            f"The model wrote {collected.sums[-1].count} usable tokens, and {num_maps} maps of "
+            f"width {adapter.width} need {needed}: give more texts, or more tokens for each."
+        )
+    vocab_S = choose_draft_vocab(adapter, collected.counts_V, collected.sample, draft_vocab)
+    fitted = [
+        _best(adapter, number, sums, collected.held_out, vocab_S)
+        for number, sums in enumerate(collected.sums, start=1)
+    ]
+    fit = {
+        **(about or {}),
+        "texts": collected.texts,
+        "positions": [sums.count for sums in collected.sums],
+        "ridges": [ridge for _, _, ridge in fitted],
+        "agreements": [agreement for _, agreement, _ in fitted],
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+    meta = {"model": adapter.identity(), "fit": fit, "made_with": provenance()}
+    return LinearDrafter([(b.cpu(), c.cpu()) for (b, c), _, _ in fitted], vocab_S.cpu(), meta)
+
+
+def _collect(adapter: Adapter, texts: Iterable[SelfGenerated], num_maps: int) -> _Collected:
+    model: Any = adapter.model
+    vocab_size = len(model.get_input_embeddings().weight)
+    width = adapter.width
+    sums = [
+        NormalEquations((number + 1) * width + 1, width, model.device)
+        for number in range(1, num_maps + 1)
+    ]
+    collected = _Collected(sums, torch.zeros(vocab_size, dtype=torch.long))
+    sampled = 0
+    for text in texts:
+        collected.counts_V += torch.bincount(text.ids_T[text.prompt :], minlength=vocab_size)
+        if collected.texts % _HELD_OUT_EVERY == 0:
+            collected.held_out.append(text)
+        else:
+            for number, each in enumerate(collected.sums, start=1):
+                inputs_NZ, _ = linear_inputs(adapter, text, number)
+                each.update(inputs_NZ, text.states_TD[text.prompt + number - 1 :].float())
+            if sampled < _SAMPLED:
+                collected.sample.append(text.states_TD[text.prompt - 1 :])
+                sampled += len(collected.sample[-1])
+        collected.texts += 1
+    for each in sums:
+        each.flush()
+    return collected
+
+
+@torch.no_grad()
+def linear_inputs(adapter: Adapter, text: SelfGenerated, number: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs of map `number` at the new tokens of a text, and the tokens that follow.
+
+    At position `t` the map predicts the state of position `t + number - 1`, from which the token
+    after it follows: so positions end where that state, or token, is not known any more.
+
+    Returns:
+        Inputs `[N, Z]`, the last of them 1, and token ids `[N]`.
+    """
+    ids_T = text.ids_T.to(adapter.model.device)
+    embeddings = adapter.model.get_input_embeddings()(ids_T).float()
+    embeddings = F.rms_norm(embeddings, embeddings.shape[-1:])
+    first, last = text.prompt, len(ids_T) - number
+    parts = [embeddings[first + ahead : last + ahead] for ahead in reversed(range(number))]
+    parts.append(text.states_TD[first - 1 : last - 1].float())
+    parts.append(parts[0].new_ones(max(last - first, 0), 1))
+    return torch.cat(parts, dim=1), ids_T[first + number :]
+
+
+@torch.no_grad()
+def choose_draft_vocab(
+    adapter: Adapter, counts_V: Tensor, sample: Sequence[Tensor], size: int
+) -> Tensor:
+    """Return the tokens written most often, then those most probable in a sample of states."""
+    mass_V = torch.zeros(len(counts_V), dtype=torch.float64)
+    for states_ND in sample:
+        probable = adapter.head(states_ND).float().softmax(-1).sum(0).double().cpu()
+        mass_V[: len(probable)] += probable[: len(mass_V)]
+    # A token that was written comes before all that were not: the shares sum to less than 1.
+    order = counts_V.double() + mass_V / (mass_V.sum() + 1)
+    return order.topk(min(size, len(order))).indices.to(adapter.model.device)
+
+
+def _best(
+    adapter: Adapter,
+    number: int,
+    sums: NormalEquations,
+    held_out: Sequence[SelfGenerated],
+    vocab_S: Tensor,
+) -> tuple[tuple[Tensor, Tensor], float, float]:
+    """Return the map that is right most often on held-out texts, how often, and its ridge."""
+    head = head_rows(adapter, vocab_S)
+    candidates = []
+    for ridge in RIDGES:
+        weight_DZ = sums.solve(ridge=ridge, relative=True).weight.float()
+        matrix, bias = weight_DZ[:, :-1].contiguous(), weight_DZ[:, -1].clone()
+        right = total = 0
+        for text in held_out:
+            inputs_NZ, next_N = linear_inputs(adapter, text, number)
+            states_ND = F.linear(inputs_NZ[:, :-1], matrix, bias).to(head[0].dtype)
+            drafts_N = vocab_S[F.linear(states_ND, *head).argmax(-1)]
+            right += int((drafts_N == next_N).sum())
+            total += len(next_N)
+        candidates.append(((matrix, bias), right / max(total, 1), ridge))
+    return max(candidates, key=lambda candidate: candidate[1])
+
+
+# -- draft head ----------------------------------------------------------------------------------
+
+
+class TextBatch(NamedTuple):
+    """Texts without their last token, and the positions that the model wrote."""
+
+    ids_BT: Tensor
+    states_BTD: Tensor
+    """In units of the scale."""
+    chosen_BT: Tensor
+    """Whether the model wrote the token."""
+
+
+class DraftHeadTask(PlainTask):
+    """Training of a draft head on what the model has written.
+
+    Args:
+        draft_model: Its head is trained; the linear drafter's vocabulary can be drafted.
+        adapter: The model.
+        texts: Texts to train on.
+        held_out: Texts on which progress is measured.
+        config: Settings of the head.
+        train: Settings of the training.
+        num_tokens: New tokens of all texts, by which a checkpoint is told from one of others.
+        save: Writes the draft model into a folder.
+    """
+
+    unit = "positions"
+    phase = HEAD
+
+    def __init__(
+        self,
+        draft_model: DraftModel,
+        adapter: Adapter,
+        texts: Sequence[SelfGenerated],
+        held_out: Sequence[SelfGenerated],
+        config: DraftHeadConfig,
+        train: TrainingConfig,
+        num_tokens: int,
+        save: Callable[[Path], None],
+    ) -> None:
+        self.head = draft_model.head
+        self.adapter, self.texts, self.held_out = adapter, texts, held_out
+        self.config, self.train, self.num_tokens, self.save = config, train, num_tokens, save
+        self.vocab_S = draft_model.linear_drafter.draft_vocab.to(adapter.model.device)
+        weight, self.vocab_bias = head_rows(adapter, self.vocab_S)
+        self.scale_D = self.head.scale.to(weight.device)
+        self.vocab_SD = weight.float() * self.scale_D
+        self._latest: dict[str, float] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The draft head."""
+        return self.head
+
+    def parameters(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the parameter groups: what was solved for already only has to follow."""
+        head = self.head
+        matrices = [head.qkv_proj, head.o_proj, head.gate_up_proj, head.down_proj]
+        return {
+            HEAD: [
+                {"params": matrices},
+                {"params": [head.linear], "lr_scale": 0.1, "weight_decay": 0.0},
+                {"params": [head.linear_bias, head.norm], "weight_decay": 0.0},
+            ]
+        }
+
+    def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
+        """Return the loss of one batch of texts."""
+        batch = self._read(self._chosen(step * self.train.accumulate + micro))
+        predictions = model(self._embed(batch.ids_BT), batch.states_BTD)
+        targets_ND = batch.states_BTD[batch.chosen_BT]
+        with torch.no_grad():
+            log_p = self._logits(targets_ND).log_softmax(-1)
+            best_N = log_p.argmax(-1)
+        total, weight = torch.zeros((), device=targets_ND.device), self.config.hard
+        for name, predicted_BTD in zip(("first", "second"), predictions, strict=True):
+            predicted_ND = predicted_BTD[batch.chosen_BT]
+            log_q = self._logits(predicted_ND).log_softmax(-1)
+            kl = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+            hard = F.nll_loss(log_q, best_N)
+            near = F.smooth_l1_loss(predicted_ND, targets_ND)
+            total = total + (1 - weight) * kl + weight * hard + _NEAR * near
+            right = float((log_q.argmax(-1) == best_N).float().mean())
+            self._latest |= {f"kl_{name}": float(kl.detach()), f"right_{name}": right}
+        return BatchLoss(total, total.detach(), len(targets_ND))
+
+    def train_values(self) -> dict[str, Any]:
+        """Return the KL and the share of right tokens of the latest batch."""
+        return dict(self._latest)
+
+    @torch.no_grad()
+    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+        """Return how often drafts are the model's best token, on texts that are held out.
+
+        `agreement_2` is of the second draft where the first was right; `accepted` is how many of
+        two drafts are accepted, on average over all positions.
+        """
+        if split != "valid":
+            return {}
+        self.head.eval()
+        right = torch.zeros(3, dtype=torch.float64)
+        loss = count = pairs = 0.0
+        for number in range(0, len(self.held_out), self.config.texts):
+            batch = self._read(self.held_out[number : number + self.config.texts])
+            predictions = self.head(self._embed(batch.ids_BT), batch.states_BTD)
+            targets_ND = batch.states_BTD[batch.chosen_BT]
+            best_BT = torch.full_like(batch.ids_BT, -1)
+            best_BT[batch.chosen_BT] = self._best_tokens(targets_ND)
+            drafts = [self.vocab_S[self._logits(each).argmax(-1)] for each in predictions]
+            # The second draft of a token is of use only where the first was right.
+            right_BT = (drafts[0] == best_BT) & batch.chosen_BT
+            second_BT = (drafts[1] == best_BT) & batch.chosen_BT
+            before_BT = F.pad(right_BT, (1, 0))[:, :-1]
+            right += torch.tensor(
+                [float(x.sum()) for x in (right_BT, second_BT, second_BT & before_BT)]
+            )
+            log_p = self._logits(targets_ND).log_softmax(-1)
+            log_q = self._logits(predictions[0][batch.chosen_BT]).log_softmax(-1)
+            loss += float(F.kl_div(log_q, log_p, log_target=True, reduction="sum"))
+            count += float(batch.chosen_BT.sum())
+            pairs += float(before_BT.sum())
+        self.head.train()
+        first, second, both = right.tolist()
+        return {
+            "loss": loss / count,
+            "agreement_1": first / count,
+            "agreement_2": both / max(pairs, 1.0),
+            "accepted": (first + both) / count,
+            "agreement_2_anywhere": second / count,
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint must share with the run that goes on from it."""
+        head = {name: value for name, value in asdict(self.config).items() if name != "held_out"}
+        return {
+            "model": self.adapter.identity()["fingerprint"],
+            "texts": {"number": len(self.texts), "tokens": self.num_tokens},
+            "head": head,
+            "train": self.train.identity(),
+        }
+
+    def _chosen(self, index: int) -> list[SelfGenerated]:
+        """Return the texts of batch number `index`, in a new order every epoch."""
+        size = min(self.config.texts, len(self.texts))
+        epoch, turn = divmod(index, len(self.texts) // size)
+        generator = torch.Generator().manual_seed(seed_at(self.train.seed, "texts", epoch))
+        order = torch.randperm(len(self.texts), generator=generator)
+        return [self.texts[number] for number in order[turn * size : (turn + 1) * size].tolist()]
+
+    def _read(self, texts: Sequence[SelfGenerated]) -> TextBatch:
+        device = self.adapter.model.device
+        ids_BT = pad_sequence([text.ids_T[:-1] for text in texts], batch_first=True).to(device)
+        states_BTD = pad_sequence([t.states_TD.float() for t in texts], batch_first=True).to(device)
+        places = torch.arange(ids_BT.shape[1])
+        first = torch.tensor([text.prompt for text in texts])
+        last = torch.tensor([len(text.states_TD) for text in texts])
+        chosen_BT = (places >= first[:, None]) & (places < last[:, None])
+        return TextBatch(ids_BT, states_BTD / self.scale_D, chosen_BT.to(device))
+
+    @torch.no_grad()
+    def _embed(self, ids_BT: Tensor) -> Tensor:
+        return self.adapter.model.get_input_embeddings()(ids_BT).float()
+
+    def _logits(self, states_ND: Tensor) -> Tensor:
+        """Return logits of the draft vocabulary, of states in units of the scale."""
+        return F.linear(states_ND, self.vocab_SD, self.vocab_bias)
+
+    def _best_tokens(self, states_ND: Tensor) -> Tensor:
+        """Return the best tokens of the whole vocabulary."""
+        dtype = self.adapter.model.dtype
+        parts = (states_ND * self.scale_D).to(dtype).split(512)
+        return torch.cat([self.adapter.head(part).argmax(-1) for part in parts])
+
+
+# -- a run ---------------------------------------------------------------------------------------
+
+
+def tune_run(config: DraftTrainConfig, progress: Progress | None = None) -> DraftModel | None:
+    """Make a draft model in a run folder; an interrupted run continues with `resume`.
+
+    Args:
+        config: What to make, and where.
+        progress: Called with the new tokens that the model has written and those wanted.
+
+    Returns:
+        The draft model; None if the run ends before there is one.
+    """
+    keep_freed_memory()
+    validate(config)
+    read_lines(config.data, "train", config.text.min_chars)  # refuses a corpus that is not there
+    RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
+    accelerator = make_accelerator(config.train, may_skip=False)
+    if accelerator.num_processes > 1:
+        raise UserError("A draft head is small and trained by one process: start one.")
+    shortcuts = config.shortcuts and Shortcuts.from_pretrained(config.shortcuts)
+    model, tokenizer = config.load()
+    model.to(accelerator.device)  # type: ignore[arg-type]
+    adapter = adapt(model)
+    run = RunFolder.create(config.out, resume=config.resume, overwrite=config.overwrite)
+    config = replace(config, resume=False, overwrite=False)
+    dump(config, run.config)
+    texts = write_texts(
+        run.checkpoints / "text",
+        model,
+        tokenizer,
+        config.data,
+        config.text,
+        config.train.seed,
+        progress,
+    )
+    if config.until == "text":
+        return None
+    draft_model = _train_head(adapter, texts, run, config, accelerator)
+    if config.until == "choice":
+        if shortcuts:
+            written = (str(tokenizer.decode(text.ids_T[text.prompt :])) for text in texts)
+            draft_model.shortcuts = _tune_shortcuts(shortcuts, model, tokenizer, written, run)
+        log.info("looking for the fastest drafts on this machine")
+        tuned = autotune(DrafterBuilder(make_engine(model), draft_model=draft_model))
+        draft_model.choice = tuned.choice()
+        draft_model.save_choice(run.model)
+    return draft_model
+
+
+def _train_head(
+    adapter: Adapter,
+    texts: SavedTexts,
+    run: RunFolder,
+    config: DraftTrainConfig,
+    accelerator: Accelerator,
+) -> DraftModel:
+    own = config.head
+    if len(texts) <= own.held_out:
+        raise UserError(
+            f"The model wrote {len(texts)} texts, and {own.held_out} of them are held out: raise "
+            "text.tokens or lower head.held_out."
+        )
+    # The latest texts, so that going on with more of them would hold out others only.
+    used, held_out = texts[: -own.held_out], texts[-own.held_out :]
+    linear = _linear_drafter(adapter, used, run, config)
+    train = config.train.for_epochs(own.epochs, len(used) // min(own.texts, len(used)))
+    config = replace(config, train=train, resume=True)
+    head = _initial_head(adapter, linear, used, config).to(accelerator.device)
+    meta: dict[str, Any] = {
+        "text": asdict(config.text) | {"data": config.data, "written": texts.num_new},
+        "head": asdict(own),
+        "train": asdict(train),
+        # For timing on other machines; prompts of both kinds, which the head has not seen.
+        "prompts": [text.ids_T[: text.prompt].tolist() for text in held_out[:_KEPT_PROMPTS]],
+    }
+    draft_model = DraftModel(linear, head, meta)
+
+    def save(folder: Path) -> None:
+        draft_model.meta |= _before_and_after(run)
+        draft_model.save_pretrained(folder)
+
+    task = DraftHeadTask(draft_model, adapter, used, held_out, own, train, texts.num_new, save)
+    with training(config, task, accelerator) as trainer:
+        if trainer.first == 0:
+            trainer.recorder.record(0, "valid", task.evaluate(accelerator, "valid"))
+        trainer.fit()
+    return DraftModel.from_pretrained(run.path)
+
+
+def _linear_drafter(
+    adapter: Adapter, texts: Sequence[SelfGenerated], run: RunFolder, config: DraftTrainConfig
+) -> LinearDrafter:
+    """Return the linear drafter, fitted once: a resumed command must start from the same maps."""
+    folder = run.checkpoints / "linear_drafter"
+    if (folder / INDEX).is_file():
+        linear = LinearDrafter.from_pretrained(folder)
+        linear.check_model(adapter)
+        if linear.meta["fit"]["texts"] == len(texts):
+            return linear
+    log.info("fitting a linear drafter to %d texts", len(texts))
+    linear = fit_linear_maps(
+        adapter, texts, _NUM_MAPS, config.head.draft_vocab, asdict(config.text)
+    )
+    linear.save_pretrained(folder)
+    return linear
+
+
+def _initial_head(
+    adapter: Adapter,
+    linear: LinearDrafter,
+    texts: Sequence[SelfGenerated],
+    config: DraftTrainConfig,
+) -> DraftHead:
+    head = DraftHead(HeadShape.of(adapter), config.train.seed, _DROPOUT)
+    if config.head.start is None:
+        head.start_from(*linear.maps[0], scale_D=_scale(texts))
+    else:
+        earlier = DraftModel.from_pretrained(config.head.start)
+        earlier.check_model(adapter)
+        head.load_state_dict(earlier.head.state_dict())
+    return head
+
+
+def _scale(texts: Sequence[SelfGenerated]) -> Tensor:
+    """Return the standard deviation of each coordinate, none so small that noise is blown up."""
+    every = max(1, len(texts) // _SCALE_TEXTS)
+    states_ND = torch.cat([text.states_TD[text.prompt - 1 :].float() for text in texts[::every]])
+    deviation = states_ND.std(dim=0)
+    return deviation.clamp_min(1e-3 * float(deviation.mean()))
+
+
+def _before_and_after(run: RunFolder) -> dict[str, dict[str, float]]:
+    """Return how often drafts were right on held-out texts, before training and after."""
+    valid = [r.values for r in read_records(run.metrics)[0] if r.kind == "valid"]
+    names = ("agreement_1", "agreement_2", "accepted")
+    found = {"before": valid[0], "after": valid[-1]}
+    return {when: {name: values[name] for name in names} for when, values in found.items()}
+
+
+def _tune_shortcuts(
+    shortcuts: Shortcuts,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: Iterable[str],
+    run: RunFolder,
+) -> Shortcuts:
+    """Tune the maps from the layers that drafts may come from; keep them beside the head."""
+    folder = run.model / SHORTCUTS
+    if folder.is_dir():
+        return Shortcuts.from_pretrained(folder)
+    place = RunSettings(str(run.checkpoints / "shortcuts"), resume=True)
+    layers = draft_layers(shortcuts.num_layers)
+    tuned = tune(shortcuts, model, tokenizer, texts, run=place, layers=layers)
+    tuned.save_pretrained(folder)
+    return tuned
