@@ -20,7 +20,7 @@ from benchmarks.decode_setup import (
     padded,
 )
 from benchmarks.figures import require
-from deepenough.decoding.tuned import Tuned
+from deepenough.decoding.draft_model import DraftModel
 
 QUICK = False
 SEEDS = [0]
@@ -35,7 +35,7 @@ def measure(
     threads: int = 1,
 ) -> dict[str, Any]:
     """Decode all prompts in every way; return counts of equal continuations and of drafts."""
-    head = Tuned.from_pretrained(
+    head = DraftModel.from_pretrained(
         require(tuned, "the commands at the top of benchmarks/decode_speed.py make it.")
     )
     full, tokenizer = load(model, threads)

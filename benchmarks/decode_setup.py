@@ -17,11 +17,11 @@ from torch import Tensor
 from benchmarks.figures import require
 from deepenough.data.corpus import open_corpus
 from deepenough.decoding.api import accelerate
+from deepenough.decoding.draft_model import DraftModel
 from deepenough.decoding.early_exit import make_policy
+from deepenough.decoding.exit_losses import full_tokens
 from deepenough.decoding.exit_scoring import choose_exits, measured_prices
-from deepenough.decoding.losses import full_words
-from deepenough.decoding.own_text import Written
-from deepenough.decoding.tuned import Tuned
+from deepenough.decoding.self_generated import SelfGenerated
 from deepenough.hf.loading import load
 from deepenough.shortcut.modeling import Shortcuts
 
@@ -94,7 +94,7 @@ def make_loop(model: Any) -> Any:
 
 
 def make_speculating(
-    model: Any, tuned: Tuned, drafts: list[str] | None = None, num_drafts: int | None = None
+    model: Any, tuned: DraftModel, drafts: list[str] | None = None, num_drafts: int | None = None
 ) -> Any:
     """Return a model that decodes with drafts.
 
@@ -169,10 +169,10 @@ def agreement(
 ) -> float:
     """Return the share of written tokens that the full model would have chosen at their place."""
     texts = [
-        Written(torch.tensor([*prompt, *row]), torch.empty(0), len(prompt))
+        SelfGenerated(torch.tensor([*prompt, *row]), torch.empty(0), len(prompt))
         for prompt, row in zip(prompts, rows, strict=True)
     ]
-    full = torch.cat(full_words(engine, texts))
+    full = torch.cat(full_tokens(engine, texts))
     own = torch.tensor([token for row in rows for token in row])
     return float((own == full).double().mean())
 

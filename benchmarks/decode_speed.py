@@ -34,8 +34,8 @@ from benchmarks.decode_setup import (
     padded,
 )
 from benchmarks.figures import interleaved, require
+from deepenough.decoding.draft_model import DraftModel
 from deepenough.decoding.engine import make_engine
-from deepenough.decoding.tuned import Tuned
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False
@@ -73,7 +73,7 @@ def measure(
         threads: Threads of torch.
     """
     keep_freed_memory()
-    head = Tuned.from_pretrained(
+    head = DraftModel.from_pretrained(
         require(tuned, "the commands at the top of benchmarks/decode_speed.py make it.")
     )
     full, tokenizer = load(model, threads)

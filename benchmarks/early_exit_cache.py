@@ -28,8 +28,8 @@ from benchmarks.decode_setup import (
 )
 from deepenough.decoding.calibration import write
 from deepenough.decoding.early_exit import KV_PROPAGATIONS
-from deepenough.decoding.losses import full_words, losses_at
-from deepenough.decoding.own_text import Written
+from deepenough.decoding.exit_losses import full_tokens, losses_at
+from deepenough.decoding.self_generated import SelfGenerated
 
 QUICK = False
 SEEDS = [0]
@@ -51,7 +51,7 @@ def measure(
     texts = make_prompts(tokenizer, prompts)
     engine = make_exiting(loaded, maps, thresholds[0], "shortcut", exits)._exit_engine
     full = write(engine, texts, new_tokens, batch)
-    expected = full_words(engine, full)
+    expected = full_tokens(engine, full)
     found: dict[str, Any] = {}
     for threshold in thresholds:
         for fill in KV_PROPAGATIONS:
@@ -69,7 +69,7 @@ def measure(
 def in_use(
     fast: Any,
     prompts: list[list[int]],
-    full: list[Written],
+    full: list[SelfGenerated],
     model: Any,
     new_tokens: int,
     batch: int,

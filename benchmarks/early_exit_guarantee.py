@@ -31,9 +31,8 @@ from benchmarks.decode_setup import (
     write_rows,
 )
 from benchmarks.figures import interleaved
-from deepenough.decoding.calibration import THRESHOLDS, write
-from deepenough.decoding.guarantee import BOUNDS, calibrate
-from deepenough.decoding.losses import ExitTable, losses_in_use, with_threshold
+from deepenough.decoding.calibration import BOUNDS, THRESHOLDS, learn_then_test, write
+from deepenough.decoding.exit_losses import ExitTable, losses_in_use, with_threshold
 
 QUICK = False
 SEEDS = [0]
@@ -102,7 +101,7 @@ def measure(
             for bound in BOUNDS
         },
     }
-    chosen = [calibrate(losses_NT, thresholds, *LIMITS, bound).threshold for bound in BOUNDS]
+    chosen = [learn_then_test(losses_NT, thresholds, *LIMITS, bound).threshold for bound in BOUNDS]
     held = [threshold for threshold in chosen if threshold is not None]
     if held:
         exiting = make_exiting(full, maps, min(held), "deferred", exits)
@@ -147,7 +146,7 @@ def split(
     tested, chosen, layers, none = [], [], [], 0
     for _ in range(splits):
         order = torch.randperm(len(losses_NT), generator=generator)
-        found = calibrate(losses_NT[order[:half]], thresholds, *limits, bound)
+        found = learn_then_test(losses_NT[order[:half]], thresholds, *limits, bound)
         if found.threshold is None:  # then the full model is used
             none += 1
             continue

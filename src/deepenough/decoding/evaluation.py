@@ -42,8 +42,8 @@ from deepenough.measurement import (
     share_interval,
 )
 from deepenough.runs import RunFolder, read_config
+from deepenough.shortcut.config import ShortcutFitConfig
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.study import ShortcutFit
 from deepenough.trace import DepthTrace
 from deepenough.training.logging import without_bars
 
@@ -399,7 +399,7 @@ class GenerationCandidate:
                 self.model_name, corpus = tuned.model, tuned.data
                 self.model, self.tokenizer = tuned.load()
             else:
-                fitted = resolve(ShortcutFit, overrides=config)
+                fitted = resolve(ShortcutFitConfig, overrides=config)
                 self.model_name, corpus = fitted.model.name, fitted.text.data
                 self.model, self.tokenizer = fitted.model.load()
         if not self.model.can_generate():

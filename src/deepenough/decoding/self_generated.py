@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from deepenough.artifacts import load_tensors, save_tensors, write_json
-from deepenough.data import open_corpus
+from deepenough.data.corpus import open_corpus
 from deepenough.decoding.config import MIN_PROMPT_TOKENS, SelfGeneratedConfig
 from deepenough.decoding.drafters import Drafter, Proposal
 from deepenough.decoding.engine import Engine, make_engine

@@ -65,10 +65,10 @@ from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import RunFolder, read_records
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.statistics import NormalEquations
-from deepenough.shortcut.tune import tune
+from deepenough.shortcut.training import tune
 from deepenough.training.config import RunSettings, TrainingConfig, seed_at
 from deepenough.training.distributed import make_accelerator
-from deepenough.training.task import BatchLoss, PlainTask
+from deepenough.training.task import BatchLoss, Task
 from deepenough.training.trainer import keep_freed_memory, training
 
 log = logging.getLogger("deepenough")
@@ -276,7 +276,7 @@ class TextBatch(NamedTuple):
     """Whether the model wrote the token."""
 
 
-class DraftHeadTask(PlainTask):
+class DraftHeadTask(Task):
     """Training of a draft head on what the model has written.
 
     Args:
