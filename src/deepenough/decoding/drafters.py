@@ -77,20 +77,15 @@ class Drafter(ABC):
     ) -> None:
         """Take notice of a pass of the model.
 
-        Args:
-            rows: The sequences.
-            normed_BTD: Normed last states of the tokens that went through the model.
-            counts: How many tokens each sequence has got from the first of these states on.
+        `normed_BTD` are the normed last states of the tokens that went through it, `counts` how
+        many tokens each sequence has got from the first of these states on.
         """
 
     @abstractmethod
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
         """Return drafts of what follows each sequence's last token.
 
-        Args:
-            rows: The sequences.
-            state_BD: Normed states of the tokens before the last ones, which led to those.
-            engine: The model.
+        `state_BD` are the normed states of the tokens before the last ones, which led to those.
         """
 
 
@@ -202,9 +197,7 @@ class DraftVocab:
     def attach(self, adapter: Adapter, scale_D: Tensor | None = None) -> None:
         """Read the rows of the model's head, again if the model was moved or cast.
 
-        Args:
-            adapter: The model.
-            scale_D: Unit of the states that `best` will be given; None for the model's own.
+        `scale_D` is the unit of the states that `best` will be given; None for the model's own.
         """
         if self._head is None or not _is_like(self._head[0], adapter.model):
             self.tokens = self.tokens.to(adapter.model.device)
@@ -302,9 +295,7 @@ class LinearDrafter(Drafter):
     def predict(self, number: int, inputs: Sequence[Tensor]) -> Tensor:
         """Return the state that map `number` (from 1) predicts.
 
-        Args:
-            number: Which map.
-            inputs: Normed embeddings, the latest first, and then the state.
+        `inputs` are normed embeddings, the latest first, and then the last known state.
         """
         matrix, bias = self._cast[number - 1]
         return F.linear(torch.cat(tuple(inputs), dim=-1), matrix, bias)
@@ -608,14 +599,10 @@ class DrafterBuilder:
         num_draft_tokens: int | None = None,
         layer: int | None = None,
     ) -> DraftConfig:
-        """Return the configuration asked for.
+        """Return the configuration asked for, with defaults for what is None.
 
-        Args:
-            names: Drafters to ask in turn. None for those that were measured to be the fastest when
-                the draft model was trained, or else lookup and the best drafter that runs no layer
-                of the model.
-            num_draft_tokens: Overrides the default.
-            layer: Overrides the default.
+        By default the drafters are those that were fastest when the draft model was trained, or
+        else lookup and the best drafter that runs no layer of the model.
         """
         if names is not None and not names:
             raise UserError("There is no drafter: give at least one, or drafter='none'.")

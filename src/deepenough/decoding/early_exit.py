@@ -177,12 +177,7 @@ _DEFAULTS = {"gap": 0.9, "top": 0.9, "entropy": 0.9, "patience": 2}
 
 
 def make_policy(name: str, value: float | None = None) -> ExitPolicy:
-    """Return a policy by name.
-
-    Args:
-        name: One of `POLICIES`.
-        value: Its threshold, number of layers, or layer; None for the default.
-    """
+    """Return a policy by name; `value` is its threshold, number of layers, or layer."""
     if name not in POLICIES:
         raise UserError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
     value = _DEFAULTS.get(name) if value is None else float(value)
@@ -311,14 +306,10 @@ class ExitCheck:
     def decide(
         self, layer: int, jumped_ND: Tensor, generated_N: Tensor, units: Tensor, streaks: Streaks
     ) -> ExitDecision:
-        """Decide which tokens leave at a layer.
+        """Decide which tokens leave at a layer, from what `jump` made of their states.
 
-        Args:
-            layer: The layer whose output the tokens have reached.
-            jumped_ND: What `jump` made of their states.
-            generated_N: How many tokens their sequences have generated.
-            units: Indices of the tokens in `streaks`.
-            streaks: Updated where the policy uses them.
+        `generated_N` is how many tokens their sequences have generated, `units` are the indices of
+        the tokens in `streaks`, which are updated where the policy uses them.
         """
         policy, engine = self.rule.policy, self.engine
         normed_ND = engine.norm(jumped_ND)
@@ -381,11 +372,7 @@ class PartialDepthPass:
     def climb(
         self, rows: Sequence[SequenceState], places: Sequence[int], first: int, last: int
     ) -> Tensor:
-        """Run layers `first + 1 ... last` for some sequences.
-
-        Returns:
-            The states of the latest tokens, `[n, D]`.
-        """
+        """Run layers `first + 1 ... last` for some sequences; return the latest states `[n, D]`."""
         for place in places:
             waited = self.waiting.get(rows[place].index, {}).pop(first, None)
             if waited is not None:

@@ -61,15 +61,10 @@ class Engine(ABC):
 
     @abstractmethod
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
-        """Start a batch from its prompts.
+        """Start a batch and return the normed state of every prompt's last token, `[B, D]`.
 
-        Args:
-            ids_BT: Prompts, padded on either side.
-            mask_BT: 1 for tokens, 0 for padding; None if there is no padding.
-            capacity: Tokens of a sequence that the cache must hold.
-
-        Returns:
-            The normed state of every sequence's last token, `[B, D]`.
+        Prompts may be padded on either side, where `mask_BT` is 0; None if there is no padding. The
+        cache will hold `capacity` tokens of each sequence.
         """
 
     @abstractmethod
@@ -82,22 +77,16 @@ class Engine(ABC):
 
     @abstractmethod
     def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
-        """Make a step of states, of some sequences only, that continue to deeper layers.
+        """Make a step of states that continue to deeper layers, of the sequences `rows` only.
 
-        Args:
-            hidden_BTD: States of the tokens that continue.
-            starts: Position of the first of these tokens in each sequence.
-            rows: Which sequences they belong to.
+        `starts` are the positions of the first of these tokens in each sequence.
         """
 
     @abstractmethod
     def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
-        """Write the keys and values that layer `index` makes of its input, and nothing else.
+        """Write the keys and values that layer `index` (from 0) makes of its input, nothing else.
 
-        Args:
-            index: Layer, from 0.
-            hidden_ND: What the layer would read.
-            step: Where the tokens stand, from `start_step` or `resume`.
+        `step`, from `start_step` or `resume`, says where the tokens stand.
         """
 
     @abstractmethod

@@ -137,23 +137,18 @@ class ExitForwardPass:
     def trace(self, batch: int) -> DepthTrace:
         """Return depth and cost of every position; padding has none."""
         costs, last = DecodingCosts(self.engine.adapter), self.engine.num_layers
-        depth_N = torch.where(self.generated_N < 0, 0, self.depth_N).cpu()
-        flops = []
-        for generated, depth, checks, heads in zip(
-            self.generated_N.tolist(),
-            depth_N.tolist(),
-            self.checks_N.tolist(),
-            self.heads_N.tolist(),
-            strict=True,
+        # A position that left has its head among the checks; the others have one at the end.
+        heads_N = self.heads_N + (self.depth_N == last)
+        flops_N = self.checks_N.double() * self.check.flops + heads_N * costs.head
+        for unit, (before, depth) in enumerate(
+            zip(self.generated_N.tolist(), self.depth_N.tolist(), strict=True)
         ):
-            # A position that is not first has all its checks behind it, and then one whole head.
-            heads = heads + (depth == last)
-            cost = costs.token(generated + 1, 0, depth) + checks * self.check.flops
-            cost += heads * costs.head + costs.filling(depth, self.rule.kv_propagation)
-            flops.append(cost if depth else 0.0)
-        depth_BT = depth_N.view(batch, -1)
-        ran = torch.arange(last) < depth_BT[..., None]
-        return DepthTrace(depth_BT, ran, torch.tensor(flops, dtype=torch.float64).view(batch, -1))
+            flops_N[unit] += costs.token(before + 1, 0, depth)
+            flops_N[unit] += costs.filling(depth, self.rule.kv_propagation)
+        padding_N = self.generated_N < 0
+        depth_BT = self.depth_N.masked_fill(padding_N, 0).view(batch, -1).cpu()
+        flops_BT = flops_N.masked_fill(padding_N, 0.0).view(batch, -1).cpu()
+        return DepthTrace(depth_BT, torch.arange(last) < depth_BT[..., None], flops_BT)
 
 
 def count_before(ids_BT: Tensor, mask_BC: Tensor | None, past: int) -> Tensor:
@@ -243,16 +238,10 @@ def expected_price(
     prices: ExitPrices,
     partial_head: bool,
 ) -> float:
-    """Return the mean price of a token with some exits.
+    """Return the mean price of a token with the exits `chosen`.
 
-    Args:
-        exits_EN: Whether each token would leave at each layer.
-        right_EN: Whether its prediction there is the last layer's.
-        layers: The layers of the tables' rows.
-        chosen: The layers that are exits.
-        num_layers: Layers of the model.
-        prices: What each step costs.
-        partial_head: Whether checks look at a part of the vocabulary first.
+    The rows of `exit_tables` are `layers`. With `partial_head`, checks look at a part of the
+    vocabulary first.
     """
     order = [layers.index(layer) for layer in sorted(chosen)]
     exits_XN, right_XN = exits_EN[order], right_EN[order]
@@ -291,11 +280,8 @@ def exit_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return for every exit and token whether it would leave, and whether it would be right.
 
-    Args:
-        engine: The model.
-        rule: Its layers are the exits.
-        states: `h_0 ... h_L` of the tokens, each `[N, D]`.
-        generated_N: How many tokens come before each in its text.
+    `states` are `h_0 ... h_L` of the tokens, each `[N, D]`, and `generated_N` is how many tokens
+    come before each in its text.
     """
     check = ExitCheck(engine, rule)
     units, exits, right = len(generated_N), [], []
@@ -343,13 +329,9 @@ def choose_exits(
     ids_BT: Tensor | None = None,
     prices: ExitPrices | None = None,
 ) -> list[int]:
-    """Return the layers that are worth an exit.
+    """Return the layers that are worth an exit, whatever the layers of `rule` are.
 
-    Args:
-        engine: The model.
-        rule: How tokens leave; its layers are not used.
-        ids_BT: Texts to plan by; by default the model writes some.
-        prices: By default `weight_prices`.
+    By default the model writes the texts `ids_BT` itself, and `prices` are `weight_prices`.
     """
     layers = candidate_layers(engine.num_layers) or [1]
     wide = replace(rule, layers=layers)

@@ -117,19 +117,10 @@ def attend(
     value_BTHK: Tensor,
     scale: float | None = None,
 ) -> Tensor:
-    """Store new keys and values of a layer and attend over all cached ones.
+    """Store new keys and values of a layer, attend over all cached ones, return `[B * T, H * K]`.
 
-    Args:
-        context: Where the new tokens stand.
-        cache: The cache, which is written to.
-        layer: Index of the layer in the cache.
-        query_BTHK: Queries, of a multiple of the key-value heads.
-        key_BTHK: New keys.
-        value_BTHK: New values.
-        scale: Factor of the attention scores; None for `K ** -0.5`.
-
-    Returns:
-        The attention output, `[B * T, H * K]`.
+    There may be a multiple of the key-value heads in the queries. `scale` is the factor of the
+    attention scores; None for `K ** -0.5`.
     """
     keys = context.store(cache.keys[layer], key_BTHK)
     values = context.store(cache.values[layer], value_BTHK)

@@ -119,16 +119,10 @@ def make_request(
     max_context: int | None,
     model_kwargs: dict[str, Any],
 ) -> Request:
-    """Check what transformers prepared and make a request of it.
+    """Check what transformers prepared of the arguments of `generate`, and make a request of it.
 
-    Args:
-        ids_BT: The prompts, padded.
-        processors: As transformers made them of the arguments.
-        criteria: As transformers made them of the arguments.
-        config: The generation config with all arguments applied.
-        streamer: Gets tokens as they are generated, or None.
-        max_context: Most tokens the model takes, or None.
-        model_kwargs: What transformers would call the model with.
+    `max_context` is the most tokens the model takes, `model_kwargs` what transformers would call it
+    with.
     """
     _check(config, model_kwargs)
     lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
@@ -162,14 +156,7 @@ def plain_request(
 ) -> Request:
     """Return a request without the penalties of the model's own generation config.
 
-    Args:
-        model: The model that generates.
-        ids_BT: The prompts, padded.
-        mask_BT: 1 for tokens, 0 for padding; None if there is no padding.
-        new_tokens: Most new tokens of a sequence.
-        max_context: Most tokens the model takes, or None.
-        generator: Samples with it; None generates greedily.
-        stop_at_eos: Whether the model's end-of-sequence tokens end a sequence.
+    Tokens are sampled if there is a `generator`, else chosen greedily.
     """
     length = ids_BT.shape[1] + new_tokens
     length = length if max_context is None else min(length, max_context)
@@ -282,11 +269,9 @@ class StoppingRules:
                 self.others.append(criterion)
 
     def update(self, rows: list[SequenceState], scores: tuple[Tensor, ...] | None = None) -> None:
-        """Mark the sequences that their last token has ended.
+        """Mark the sequences that their last token has ended; all have just got one.
 
-        Args:
-            rows: Sequences that have each just got one token.
-            scores: Those of all tokens so far, where they are kept, for criteria that read them.
+        `scores` are those of all tokens so far, where they are kept, for criteria that read them.
         """
         for row in rows:
             row.done = row.done or row.tokens[-1] in self.ends

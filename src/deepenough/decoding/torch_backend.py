@@ -150,7 +150,7 @@ class FusedEngine(Engine):
         self.cache, self.lengths, self.prompt = KVCache(), [], []
 
 
-class LinearMap:
+class FusedLinear:
     """`x W + b` of states `[N, D]`, as one operation; `W` is a view of a module's own matrix."""
 
     def __init__(self, weight_DE: Tensor, bias_E: Tensor | None) -> None:
@@ -166,17 +166,17 @@ class LinearMap:
         summed = torch.addmm(residual_NE, states_ND, self.weight)
         return summed if self.bias is None else summed.add_(self.bias)
 
-    def outputs_from(self, first: int) -> LinearMap:
+    def outputs_from(self, first: int) -> FusedLinear:
         """Return the map to the outputs from `first` on."""
-        return LinearMap(self.weight[:, first:], None if self.bias is None else self.bias[first:])
+        return FusedLinear(self.weight[:, first:], None if self.bias is None else self.bias[first:])
 
 
-def join(modules: Sequence[nn.Linear]) -> LinearMap:
+def join(modules: Sequence[nn.Linear]) -> FusedLinear:
     """Return the maps as one; the modules' own parameters become views of its tensors."""
     weights: list[Any] = [module.weight for module in modules]
     biases: list[Any] = [module.bias for module in modules if module.bias is not None]
     joined = _concatenated(biases) if len(biases) == len(modules) else None
-    return LinearMap(_concatenated(weights).t(), joined)
+    return FusedLinear(_concatenated(weights).t(), joined)
 
 
 def _concatenated(parts: Sequence[nn.Parameter]) -> Tensor:
@@ -213,11 +213,11 @@ _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 @dataclass
 class _LlamaLayer:
     input_norm: Tensor
-    qkv_proj: LinearMap
-    o_proj: LinearMap
+    qkv_proj: FusedLinear
+    o_proj: FusedLinear
     mlp_norm: Tensor
-    gate_up_proj: LinearMap
-    down_proj: LinearMap
+    gate_up_proj: FusedLinear
+    down_proj: FusedLinear
     activation: Any
 
     @classmethod
@@ -408,6 +408,6 @@ def _layer_norm(hidden: Tensor, module: Any) -> Tensor:
     return F.layer_norm(hidden, hidden.shape[-1:], module.weight, module.bias, module.eps)
 
 
-def _conv1d(module: Any) -> LinearMap:
+def _conv1d(module: Any) -> FusedLinear:
     """Return GPT-2's `Conv1D` as a map; it keeps its matrix as products want it."""
-    return LinearMap(module.weight, module.bias)
+    return FusedLinear(module.weight, module.bias)

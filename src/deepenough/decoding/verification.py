@@ -107,10 +107,7 @@ def decode(
 ) -> Decoded:
     """Generate what a request asks for; Ctrl-C ends it with what there is.
 
-    Args:
-        engine: The model; its cache is filled.
-        request: Prompts and options.
-        strategy: How the model is run; a drafter, or None, stands for `FullDepth` with it.
+    `strategy` says how the model is run; a drafter, or None, stands for `FullDepth` with it.
     """
     if not isinstance(strategy, ForwardStrategy):
         strategy = FullDepth(engine, None if request.in_lockstep else strategy)
@@ -276,13 +273,8 @@ class Verifier:
     ) -> list[int]:
         """Append to every sequence its accepted drafts and the token that follows them.
 
-        Args:
-            rows: The sequences.
-            logits_BTV: Logits after each sequence's last token, then after each of its drafts.
-            drafts: The draft tokens of each sequence, possibly none.
-
-        Returns:
-            How many tokens each sequence got.
+        `logits_BTV` are those after each sequence's last token, then after each of its drafts.
+        Returns how many tokens each sequence got.
         """
         before = [len(row.tokens) for row in rows]
         places = logits_BTV.argmax(-1).tolist() if self.plain else None
@@ -371,10 +363,8 @@ def sample_with_drafts(
 ) -> list[int]:
     """Draw one token for each sequence, accepting its draft as often as that is lossless.
 
-    Args:
-        probs_BV: Distribution of each sequence's next token; changed where a draft is rejected.
-        drafts: The draft of each sequence, or None.
-        generator: Draws on the CPU; None for torch's global generators.
+    `probs_BV` are changed where a draft is rejected. A `generator` draws on the CPU; None for
+    torch's global generators.
     """
     accepted: list[int | None] = [None] * len(drafts)
     if any(draft is not None for draft in drafts):
