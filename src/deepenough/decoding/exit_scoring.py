@@ -15,17 +15,14 @@ last layer's?) the expected time of a set of exits follows, and the set is grown
 time, each time by the one that saves most, until none does. A token that leaves with another
 prediction than the full model's saves nothing: it counts as if it had gone all the way, so exits
 whose confidence is not earned are not chosen for their speed. Without texts to look at, the model
-writes some itself. Costs are then the weights that a token reads, which is what decoding waits for;
-that is the same for every run, and so are the exits. `measured_prices` are the seconds of this
-machine.
+writes some itself. Costs are the weights that a token reads, which is what decoding waits for; that
+is the same for every run, and so are the exits.
 
 Shapes: B texts, T tokens, D width, N positions, E layers that may become exits.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -185,48 +182,6 @@ def weight_prices(engine: Engine, rule: ExitRule) -> ExitPrices:
     kv = width * width * 2.0
     filled = {"shortcut": width * width + kv, "copy": kv, "deferred": 0.0}[rule.kv_propagation]
     return ExitPrices(layer / adapter.num_layers, width * width + checked, head, filled)
-
-
-@torch.inference_mode()
-def measured_prices(engine: Engine, rule: ExitRule, rounds: int = 7) -> ExitPrices:
-    """Return prices in seconds on this machine: medians of one token after a short text."""
-    device, last = engine.adapter.model.device, engine.num_layers
-    vocab_size = engine.adapter.model.config.get_text_config().vocab_size
-    prompt = torch.arange(1, 33, device=device)[None].remainder(vocab_size)
-    first = min(rule.layers)
-    check = ExitCheck(engine, rule)
-    engine.prefill(prompt, None, 40)
-    step = engine.start_step(prompt[:, :1])
-    state_BD = step.hidden[:, 0]
-    unit = torch.zeros(1, dtype=torch.long, device=device)
-
-    def decide() -> None:
-        jumped = check.jump(first, state_BD)
-        check.decide(first, jumped, unit, unit, Streaks.none(1, device))
-
-    def fill() -> None:
-        again = engine.resume(step.hidden, engine.lengths, [0])
-        for index in range(first, last):
-            engine.write_kv(index, rule.next_input(state_BD, first, index), again)
-
-    deferred = rule.kv_propagation == "deferred"
-    prices = ExitPrices(
-        layer=_median(lambda: engine.run_layers(step, step.hidden, 0, last), rounds) / last,
-        check=_median(decide, rounds),
-        head=_median(lambda: engine.head(engine.norm(state_BD)), rounds),
-        fill=0.0 if deferred else _median(fill, rounds) / (last - first),
-    )
-    engine.release()
-    return prices
-
-
-def _median(action: Callable[[], Any], rounds: int) -> float:
-    seconds = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
 
 
 def expected_price(
