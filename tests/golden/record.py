@@ -218,9 +218,9 @@ def _write(name: str, lines: Iterable[str]) -> Path:
 # -- PAR ------------------------------------------------------------------------------------------
 
 PAR = {
-    "data__vocab_size": 300,
-    "data__batch_size": 4,
-    "data__length": 8,
+    "dataset__vocab_size": 300,
+    "dataset__batch_size": 4,
+    "dataset__length": 8,
     "model__d_model": 16,
     "model__num_heads": 2,
     "model__d_ff": 32,
@@ -230,13 +230,13 @@ PAR = {
 
 def language_data() -> dict[str, Any]:
     """Return the flags of the text that language models are trained on."""
-    return {"data__corpus": prose(), "data__cache": workshop() / "cache"}
+    return {"data": prose(), "dataset__cache": workshop() / "cache"}
 
 
 def par_run(name: str, what: str, **changes: Any) -> Path:
     """Return the folder of a search or a training of PAR."""
     folder = new_folder(name)
-    command(what, run__folder=folder, **PAR, **language_data(), **training(), **changes)
+    command("par", what, out=folder, **PAR, **language_data(), **training(), **changes)
     return folder
 
 
@@ -300,8 +300,12 @@ def par_generate() -> Any:
     """Return texts of the trained model, greedy and sampled, and tokens of a batch of a new one."""
     run = par_trained()
     texts = {
-        "greedy": command("generate", run=run, prompt="the small dog", tokens=24, temperature=0),
-        "sampled": command("generate", run=run, prompt="a grey cat", tokens=24, top_k=20, seed=3),
+        "greedy": command(
+            "par", "generate", run=run, prompt="the small dog", tokens=24, temperature=0
+        ),
+        "sampled": command(
+            "par", "generate", run=run, prompt="a grey cat", tokens=24, top_k=20, seed=3
+        ),
     }
     model = new_par()
     ids = torch.arange(3, 15).view(2, 6)
@@ -315,11 +319,10 @@ def par_generate() -> Any:
 @case
 def par_evaluate() -> Any:
     """Return perplexities of the trained model, with its own memory and a longer one."""
-    given = {"run": par_trained(), "json": "true", "data__corpus": prose()}
-    given |= {"data__cache": workshop() / "cache", "data__batch_size": 4}
+    given = {"run": par_trained(), "json": "true", "dataset__batch_size": 4} | language_data()
     return {
         f"{split}_{mem_len}": stable(
-            json.loads(command("evaluate", split=split, mem_len=mem_len, **given))
+            json.loads(command("par", "eval", split=split, mem_len=mem_len, **given))
         )
         for split, mem_len in (("test", 8), ("valid", 8), ("test", 24))
     }
@@ -333,11 +336,11 @@ def par_derive() -> Any:
     append_record(run.metrics, Record(0, "cost", costs))
     rows = [[0.9, 0.06, 0.04], [0.2, 0.7, 0.1], [0.5, 0.3, 0.2], [0.3, 0.2, 0.5], [0.6, 0.3, 0.1]]
     append_record(run.metrics, Record(9, "train", {"pi": rows}))
-    found = {"free": json.loads(command("derive", run=run.path, json="true"))}
+    found = {"free": json.loads(command("par", "derive", run=run.path, json="true"))}
     for budget in (0.25, 0.4, 0.65, 0.8, 1.0):
         for spend in (0.0, 0.65):
             given = {"run": run.path, "budget": budget, "spend": spend, "json": "true"}
-            found[f"{budget} {spend}"] = json.loads(command("derive", **given))
+            found[f"{budget} {spend}"] = json.loads(command("par", "derive", **given))
     return found
 
 
@@ -559,7 +562,7 @@ def lazy_train_programs() -> Any:
 def lazy_language() -> Path:
     """Return the run of a lazy language model."""
     folder = new_folder("language")
-    own = {name: PAR[name] for name in ("data__vocab_size", "data__batch_size", "data__length")}
+    own = {name: PAR[name] for name in PAR if name.startswith("dataset__")}
     own |= {name: value for name, value in LAZY.items() if name != "model__encoder_steps"}
     own |= language_data() | {"task": "language", "model__label_smoothing": 0.1}
     command("lazy", "train", run__folder=folder, **own, **training())
