@@ -1,7 +1,7 @@
 """Two real processes give what one gives: the same losses, validation and choices to 1e-5.
 
 Without dropout, whose masks differ by process. The Gumbel noise does not: each process takes its
-lanes' share of one draw.
+streams' share of one draw.
 """
 
 import json
@@ -47,7 +47,7 @@ def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
     return result
 
 
-def flags(settings: dict[str, Any], command: Sequence[str] = ("search",)) -> list[str]:
+def flags(settings: dict[str, Any], command: Sequence[str] = ("par", "search")) -> list[str]:
     return [*command, *(f"--{name}={value}" for name, value in settings.items())]
 
 

@@ -14,7 +14,7 @@ Refused = Callable[..., str]
 
 
 def flags(command: str, settings: dict[str, Any]) -> list[str]:
-    return [command, *(f"--{name}={value}" for name, value in settings.items())]
+    return ["par", command, *(f"--{name}={value}" for name, value in settings.items())]
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -113,18 +113,18 @@ def test_bytes_that_are_no_text_are_replaced_counted_and_said_once(
         ("train", {"model.cutoffs": [200, 60]}, "cutoffs [200, 60] are not sorted"),
         ("train", {"model.cutoffs": [60, 60]}, "not sorted and distinct"),
         ("train", {"model.cutoffs": [60, 400]}, "must lie between 1 and 399"),
-        ("train", {"model.cutoffs": [0]}, "must lie between"),
+        ("train", {"model.cutoffs": [0]}, "each of model.cutoffs must be at least 1: got 0"),
         ("train", {"model.num_heads": 3}, "3 heads do not divide the width 16"),
         ("train", {"model.pattern": "axd"}, "unknown letter 'x'"),
         ("train", {"model.pattern": "a*"}, "unknown letter '*'"),
         ("train", {"model.pattern": "---"}, "has no block"),
         ("search", {"model.pattern": "adad"}, "leaves nothing to search"),
         ("search", {"model.pattern": "*x"}, "unknown letter 'x'"),
-        ("search", {"model.num_blocks": 0}, "has no block"),
+        ("search", {"model.num_blocks": 0}, "model.num_blocks must be at least 1"),
         ("search", {"search.tau_end": 0}, "search.tau_end must be above 0"),
         ("search", {"search.budget": -1}, "search.budget must be above 0"),
         ("search", {"search.budget": 0.01, "search.cost": "flops"}, "needs a budget of"),
-        ("search", {"search.held_out": 1.0}, "search.held_out must be between 0 and 1"),
+        ("search", {"search.held_out": 1.0}, "search.held_out must be above 0 and below 1"),
         ("train", {"train.steps": "many"}, "--train.steps must be a whole number, not 'many'"),
         ("train", {"train.lr": "fast"}, "--train.lr must be a number"),
         ("train", {"train.schedule": "zigzag"}, "--train.schedule must be cosine or linear"),
@@ -136,7 +136,7 @@ def test_bytes_that_are_no_text_are_replaced_counted_and_said_once(
             {"dataset.valid_fraction": 0.9, "dataset.test_fraction": 0.2},
             "together below 1",
         ),
-        ("train", {"model.dropout": 1.5}, "dropout must be in [0, 1)"),
+        ("train", {"model.dropout": 1.5}, "model.dropout must be at least 0 and below 1"),
         ("train", {"resume": True, "overwrite": True}, "either resumed or overwritten"),
         ("train", {"start": "nowhere"}, "There is no model in nowhere"),
     ],
@@ -238,15 +238,15 @@ def test_a_loss_that_is_no_number(
 # -- models ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["evaluate", "generate", "derive"])
+@pytest.mark.parametrize("command", ["eval", "generate", "derive"])
 def test_a_run_that_is_not_there(tmp_path: Path, refused: Refused, command: str) -> None:
-    assert str(tmp_path / "no") in refused([command, "--run", str(tmp_path / "no")])
+    assert str(tmp_path / "no") in refused(["par", command, str(tmp_path / "no")])
 
 
 def test_a_training_is_no_search(refused: Refused, finished: Path) -> None:
-    assert "holds no search" in refused(["derive", "--run", str(finished)])
+    assert "holds no search" in refused(["par", "derive", str(finished)])
 
 
 def test_a_model_that_is_damaged(refused: Refused, finished: Path) -> None:
     cut(finished / "model" / "model.safetensors")
-    assert "cannot be loaded" in refused(["generate", "--run", str(finished)])
+    assert "cannot be loaded" in refused(["par", "generate", str(finished)])

@@ -34,11 +34,21 @@ class Commands:
         common = [*self.data, "--vocab_size", "600", "--d_model", "48", "--num_heads", "3"]
         common += ["--d_ff", "128", "--mem_len", "32", "--lr", "0.006", "--warmup", "20"]
         common += ["--log_every", "20", "--valid_every", str(STEPS), "--save_every", "100"]
-        words = ["search", *common, "--num_blocks", "4", "--steps", str(STEPS), "--alpha_lr", "4"]
+        words = [
+            "par",
+            "search",
+            *common,
+            "--num_blocks",
+            "4",
+            "--steps",
+            str(STEPS),
+            "--alpha_lr",
+            "4",
+        ]
         words += ["--budget", "0.65", "--retrain", "supernet"]
         assert main([*words, "--out", str(self.search)]) == 0
         self.pattern = self.records(self.search, "derive")[-1]["pattern"]
-        words = ["train", *common, "--pattern", self.pattern, "--steps", "60"]
+        words = ["par", "train", *common, "--pattern", self.pattern, "--steps", "60"]
         assert main([*words, "--out", str(self.scratch)]) == 0
 
     @staticmethod
@@ -129,7 +139,7 @@ def test_tensorboard_shows_the_search(commands: Commands) -> None:
 
 
 def test_derive_again_by_command(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["derive", "--run", str(commands.search), "--budget", "0.65", "--json"]
+    words = ["par", "derive", str(commands.search), "--budget", "0.65", "--json"]
     assert main(words) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["pattern"] == commands.pattern and answer["relative_cost"] <= 0.65
@@ -139,7 +149,7 @@ def test_derive_again_by_command(commands: Commands, capsys: pytest.CaptureFixtu
 def test_evaluate_repeats_what_training_measured(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["evaluate", "--run", str(commands.derived), "--data", "python", *commands.data]
+    words = ["par", "eval", str(commands.derived), "--data", "python", *commands.data]
     assert main([*words, "--split", "test", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     (test,) = commands.records(commands.derived, "test")
@@ -152,7 +162,7 @@ def test_generate_goes_on_from_a_prompt(
 ) -> None:
     texts = []
     for seed in ("0", "0", "1"):
-        words = ["generate", "--run", str(commands.derived), "--prompt", "The function returns"]
+        words = ["par", "generate", str(commands.derived), "--prompt", "The function returns"]
         assert main([*words, "--tokens", "30", "--seed", seed]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
@@ -162,7 +172,7 @@ def test_generate_goes_on_from_a_prompt(
 def test_commands_are_quiet_but_for_their_progress(
     commands: Commands, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", *commands.data, "--vocab_size", "600", "--pattern", commands.pattern]
+    words = ["par", "train", *commands.data, "--vocab_size", "600", "--pattern", commands.pattern]
     words += ["--d_model", "48", "--num_heads", "3", "--d_ff", "128", "--mem_len", "32"]
     words += [
         "--steps",

@@ -42,7 +42,7 @@ COMMON = {"train.log_every": 3, "train.save_every": 4, "model.mem_len": 12}
 
 def flags(command: str, settings: dict[str, Any], *more: str) -> list[str]:
     words = [f"--{name}={value}" for name, value in settings.items()]
-    return [command, *words, *more]
+    return ["par", command, *words, *more]
 
 
 def measured(folder: Path) -> list[dict[str, Any]]:
@@ -168,8 +168,8 @@ def test_the_advice_of_commands_can_be_followed(
 
     folder = tmp_path / "a run"
     settings = tiny(folder, {"search.cost": "flops", "model.num_blocks": 4}, steps=2)
-    assert follow(flags("search", settings)) == ["plot", str(folder)]
-    retrain = follow(["derive", "--run", str(folder), "--budget", "0.65"])
+    assert follow(flags("search", settings)) == ["par", "plot", str(folder)]
+    retrain = follow(["par", "derive", str(folder), "--budget", "0.65"])
     assert main(retrain) == 0
     (derived,) = [r for r in measured(folder) if r["kind"] == "derive" and "budget" in r]
     config = json.loads((folder / "derived" / "model" / "config.json").read_text())
