@@ -51,6 +51,10 @@ def test_pairs_are_found_and_columns_can_be_named(tmp_path: Path) -> None:
     assert read(path).splits["train"][0] == Example("p", "h", 0)
     found = read(path, text_column="hypothesis", label_column="gold")
     assert found.splits["train"][0] == Example("h", None, 1)
+    found = read(path, text_column="hypothesis", pair_column="premise")
+    assert found.splits["train"][0] == Example("h", "p", 0)
+    with pytest.raises(UserError, match="no pair column 'other'"):
+        read(path, text_column="hypothesis", pair_column="other")
 
 
 def test_a_folder_has_splits_and_else_some_rows_are_held_out(tmp_path: Path) -> None:

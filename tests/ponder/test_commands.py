@@ -53,6 +53,28 @@ def test_predictions_of_a_file_are_json_lines_in_its_order(
         assert 0.5 <= answer["probability"] <= 1 and 1 <= answer["passes"] <= 3
 
 
+def test_a_seed_repeats_the_draws_of_the_sampled_exit(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "reviews.txt"
+    file.write_text("a good film\n" * 40, encoding="utf-8")
+    printed = []
+    for seed in ("1", "1", "2"):
+        assert main(["ponder", "predict", str(run), str(file), "--exit.seed", seed]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        printed.append([json.loads(line)["passes"] for line in lines])
+    assert printed[0] == printed[1] != printed[2]
+
+
+def test_other_examples_are_measured(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "more.csv"
+    file.write_text("text,label\na good film,1\nso awful,0\na bad plot,0\n")
+    assert main(["ponder", "eval", str(run), "--data", str(file), "--time", "false"]) == 0
+    assert "examples                3\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("rows", ["1", "2", "9"])
 def test_an_empty_line_has_no_label_and_moves_no_other(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str

@@ -102,6 +102,19 @@ def test_full_depth_is_the_same_model_with_another_objective(small: Make) -> Non
     assert [r.values["passes"] for r in records if r.kind == "valid"] == [3.0]
 
 
+def test_a_revision_reaches_the_hub(small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def stop(name: str, **options: Any) -> Any:
+        asked.append((name, options))
+        raise UserError("asked")
+
+    monkeypatch.setattr("deepenough.ponder.training.load", stop)
+    with pytest.raises(UserError, match="asked"):
+        train(small(**{"model.encoder": "owner/name", "model.revision": "v2"}))
+    assert asked == [("owner/name", {"kind": "encoder", "revision": "v2"})]
+
+
 def test_dropout_of_the_encoder_can_be_set(small: Make) -> None:
     settings = small(**{"model.dropout": 0.0})
     model, _ = make_classifier(settings.model, settings.ponder, ["bad", "good"])

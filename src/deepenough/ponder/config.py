@@ -217,9 +217,10 @@ class ExitConfig:
         kind: Exit = usual if usual in exits else exits[0]
         for name in named:
             if kind not in self.EXITS_OF[name]:
+                fitting = " or ".join(self.EXITS_OF[name])
                 raise UserError(
-                    f"exit.{name} is an option of the {' or '.join(self.EXITS_OF[name])} exit, not of "
-                    f"{kind}: leave it out, or give --exit.exit."
+                    f"exit.{name} is an option of the {fitting} exit, not of {kind}: leave it out, "
+                    "or give --exit.exit."
                 )
         return kind
 
@@ -239,9 +240,6 @@ class PonderEvalConfig:
 
     time: bool = True
     """Measure seconds as well, with stopping and without."""
-
-    batch_size: int = bounded(32, ge=1)
-    """Examples in one batch when seconds are measured."""
 
     exit: ExitConfig = field(default_factory=ExitConfig)
 

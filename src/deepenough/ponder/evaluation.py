@@ -336,7 +336,7 @@ def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
     found = records(answers, policy, finished.labels, shown, step=step, about=about)
     if config.time:
         policies = {OWN_EXIT: policy, ALL_PASSES: FixedExit()}
-        timed = time_exits(model, examples, policies, batch_size=config.batch_size)
+        timed = time_exits(model, examples, policies)
         for name, measured in timed.items():
             found.append(Record(step, TIME, about | {"policy": name} | measured))
         values["seconds"] = timed[OWN_EXIT]["seconds"]

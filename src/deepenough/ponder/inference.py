@@ -366,7 +366,7 @@ class ContinuousBatcher:
 
     @torch.no_grad()
     def _advance(self, group: int) -> None:
-        """Make one pass of up to `batch_size` examples of a group, those who have waited longest."""
+        """Make one pass of those examples of a group that have waited longest."""
         model, waiting = self._model, self._groups[group]
         waiting.sort(key=lambda row: row.index)
         batch, self._groups[group] = waiting[: self._batch_size], waiting[self._batch_size :]

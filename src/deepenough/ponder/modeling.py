@@ -218,7 +218,7 @@ class PonderClassifier(ReadsTexts, PreTrainedModel):
     def read(
         self, index: int, hidden_RTD: Tensor, mask_RT: Tensor | None, before_RD: Tensor
     ) -> PassReading:
-        """Return what the heads say after pass `index`; `before_RD` is the pooled state before it."""
+        """Return what the heads say after pass `index`; `before_RD` is pooled before that pass."""
         share = self.config.early_gradient
         if share < 1 and index < self.num_passes - 1 and self.training:
             hidden_RTD = share * hidden_RTD + (1 - share) * hidden_RTD.detach()

@@ -61,6 +61,10 @@ from deepenough.training.trainer import check_folder, training
 DIFFICULTY = "parity"
 """Kind of the records with accuracy and passes of one band of difficulty."""
 
+INPUT_DECAY = 1.0
+"""Weight decay of the weights that read the input. It takes away what does not matter, such as the
+number of entries that are -1, and without that nothing holds beyond what was trained."""
+
 NUM_LABELS = 2
 HALF = 0.5
 
@@ -133,10 +137,6 @@ class ParityModelConfig:
 
     act_cost: float = 0.001
     """What a pass costs Adaptive Computation Time, tau."""
-
-    input_decay: float = bounded(1.0, ge=0)
-    """Weight decay of the weights that read the input. It takes away what does not matter, such as
-    the number of entries that are -1, and without that nothing holds beyond what was trained."""
 
     def check(self) -> None:
         """Refuse unknown choices."""
@@ -348,6 +348,8 @@ def _record_difficulty(task: ParityTask, run: RunFolder) -> None:
 
 
 class ParityTask(Task):
+    """Parity as a task of the training loop."""
+
     unit = "inputs"
 
     def __init__(
@@ -365,7 +367,7 @@ class ParityTask(Task):
         return {
             WEIGHTS: [
                 {"params": matrices},
-                {"params": [reading], "weight_decay": self.settings.model.input_decay},
+                {"params": [reading], "weight_decay": INPUT_DECAY},
                 {"params": vectors, "weight_decay": 0.0},
             ]
         }
