@@ -236,3 +236,12 @@ def test_an_unknown_task_and_a_task_of_other_options_are_refused(lazy):
         lazy("train", "--task=programs", "--dataset.target", "de")
     with pytest.raises(UserError, match=r"dataset\.kinds is empty"):
         lazy("train", "--task=programs", "--dataset.kinds", "[]")
+
+
+def test_the_run_decides_the_options_of_eval(lazy, programs_run, capsys):
+    assert lazy("eval", "--task", "language", "--help") == 0
+    assert "--decoder_epsilon" in capsys.readouterr().out
+    assert lazy("eval", programs_run, "--help") == 0
+    assert "--nesting" in capsys.readouterr().out
+    with pytest.raises(UserError, match="was trained on programs, not on language: leave out"):
+        lazy("eval", programs_run, "--task", "language")

@@ -27,7 +27,6 @@ from deepenough.lazy.training import (
     train_translation,
 )
 from deepenough.runs import read_records
-from deepenough.training.config import TrainingConfig
 
 WORDS = {"red": "rot", "dog": "hund", "man": "mann", "big": "gross", "runs": "rennt"}
 
@@ -135,10 +134,8 @@ def test_the_mean_over_processes_is_the_mean_over_tokens(corpus, shared_cache, w
 
     def task(rank: int, world: int) -> TranslationTask:
         place = SimpleNamespace(process_index=rank, num_processes=world)
-        settings = TrainingConfig()
-        return TranslationTask(
-            model, tokenizer, pairs, dataset, settings, BeamSearchConfig(), place
-        )
+        config = TranslationTrainConfig(dataset=dataset)
+        return TranslationTask(config, model, tokenizer, pairs, place)
 
     alone = task(0, 1).loss(model, "weights", 3, 0)
     shares = [task(rank, world_size).loss(model, "weights", 3, 0) for rank in range(world_size)]

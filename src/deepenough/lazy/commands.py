@@ -114,7 +114,10 @@ def _eval_config(argv: list[str]) -> type:
     if isinstance(run, str):
         path = Path(run)
         folder = RunFolder(path.parent if (path / "config.json").is_file() else path)
-        task = _content(folder.config).get("task", task)
+        trained = _content(folder.config).get("task", task)
+        if task not in (None, trained):
+            raise UserError(f"{run} was trained on {trained}, not on {task}: leave out --task.")
+        task = trained
     return _of_task(EVAL_CONFIGS, task)
 
 

@@ -41,7 +41,7 @@ TOKENS_RECORD, REST_RECORD = "lazy_tokens", "lazy_rest"
 
 @dataclass
 class LazyModelConfig:
-    """Model"""
+    """Options of the model."""
 
     mechanism: Literal["lazy", "universal", "act", "transformer"] = "lazy"
     """lazy; universal, the plain Universal Transformer (arXiv 1807.03819); act, the same with
@@ -200,7 +200,7 @@ class LazyTransformerConfig(PreTrainedConfig, LazyModelConfig):
 
 @dataclass
 class BeamSearchConfig:
-    """Search for a translation"""
+    """Search for a translation."""
 
     beams: int = bounded(4, ge=1)
     """Number of beams; 1 for greedy search."""
@@ -260,7 +260,7 @@ MAX_NESTING = 25
 
 @dataclass
 class ProgramConfig:
-    """Programs to execute"""
+    """Programs to execute."""
 
     kinds: list[ProgramKind] = field(default_factory=lambda: ["addition"])
     """What is drawn from, evenly: addition of two numbers, copy of one, and program, with control
@@ -296,13 +296,21 @@ class ProgramConfig:
 
 
 @dataclass
-class TranslationTrainConfig(RunConfig):
-    """Train a translator that updates only what still changes."""
+class LazyTrainConfig(RunConfig):
+    """Settings that all tasks share."""
 
     METHOD: ClassVar[str] = "lazy"
 
-    task: Literal["translation"] = "translation"
+    task: str = TRANSLATION
     """What is learned: translation, programs or language; each has options of its own."""
+
+    model: LazyModelConfig = field(default_factory=LazyModelConfig)
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+@dataclass
+class TranslationTrainConfig(LazyTrainConfig):
+    """Train a translator that updates only what still changes."""
 
     data: str = "multi30k"
     """Parallel text: a folder with files such as train.en and train.de, the stem of two files, the
@@ -338,14 +346,10 @@ class TranslationTrainConfig(RunConfig):
 
 
 @dataclass
-class ProgramTrainConfig(RunConfig):
+class ProgramTrainConfig(LazyTrainConfig):
     """Train a model that executes programs."""
 
-    METHOD: ClassVar[str] = "lazy"
-
-    task: Literal["programs"] = "programs"
-    """What is learned: translation, programs or language; each has options of its own."""
-
+    task: str = PROGRAMS
     dataset: ProgramConfig = field(default_factory=ProgramConfig)
     model: LazyModelConfig = field(
         default_factory=lambda: LazyModelConfig(
@@ -358,14 +362,10 @@ class ProgramTrainConfig(RunConfig):
 
 
 @dataclass
-class LanguageTrainConfig(RunConfig):
+class LanguageTrainConfig(LazyTrainConfig):
     """Train a language model that updates only what still changes."""
 
-    METHOD: ClassVar[str] = "lazy"
-
-    task: Literal["language"] = "language"
-    """What is learned: translation, programs or language; each has options of its own."""
-
+    task: str = LANGUAGE
     data: str = "python"
     """Text: `python` (the prose inside Python), a file, folder or glob, a folder of
     $DEEPENOUGH_DATA, or a `datasets` name (`hf:name`, `hf:name:config:column`)."""
@@ -374,25 +374,29 @@ class LanguageTrainConfig(RunConfig):
     model: LazyModelConfig = field(
         default_factory=lambda: LazyModelConfig(dropout=0.2, ff_dropout=0.1)
     )
-    train: TrainingConfig = field(default_factory=TrainingConfig)
 
 
 # -- evaluation ------------------------------------------------------------------------------------
 
 
 @dataclass
-class TranslationEvalConfig:
-    """Measure a translator."""
+class LazyEvalConfig:
+    """Settings that the evaluations of all tasks share."""
 
     run: str
     """Folder of a finished training."""
 
-    task: Literal["translation"] = "translation"
-    """What the run was trained for; read from the run, and needed only to see the options of a task
-    without one."""
+    task: str = TRANSLATION
+    """What the run was trained for. Read from the run; without one, it chooses the options that
+    --help shows."""
 
     split: str = "test"
-    """Split to measure on: test or valid."""
+    """Split to measure on, test or valid: neither is ever trained on."""
+
+
+@dataclass
+class TranslationEvalConfig(LazyEvalConfig):
+    """Measure a translator."""
 
     test: str | None = None
     """Other test files of the same folder, such as test_2017_flickr; by default the training's."""
@@ -412,19 +416,10 @@ class TranslationEvalConfig:
 
 
 @dataclass
-class ProgramEvalConfig:
+class ProgramEvalConfig(LazyEvalConfig):
     """Measure a model that executes programs."""
 
-    run: str
-    """Folder of a finished training."""
-
-    task: Literal["programs"] = "programs"
-    """What the run was trained for; read from the run, and needed only to see the options of a task
-    without one."""
-
-    split: str = "test"
-    """Programs to measure on, test or valid: neither is ever trained on."""
-
+    task: str = PROGRAMS
     length: int | None = bounded(None, ge=1)
     """Most digits of a number; by default as in training. More measures extrapolation."""
 
@@ -435,19 +430,10 @@ class ProgramEvalConfig:
 
 
 @dataclass
-class LanguageEvalConfig:
+class LanguageEvalConfig(LazyEvalConfig):
     """Measure a language model."""
 
-    run: str
-    """Folder of a finished training."""
-
-    task: Literal["language"] = "language"
-    """What the run was trained for; read from the run, and needed only to see the options of a task
-    without one."""
-
-    split: str = "test"
-    """Split of the text that it was trained on."""
-
+    task: str = LANGUAGE
     decoder_steps: int | None = bounded(None, ge=1)
     """Steps over the text; by default those of training."""
 

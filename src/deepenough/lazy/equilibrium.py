@@ -17,6 +17,7 @@ Shapes: B sentences, T tokens, D width, N steps, R active tokens, K tokens atten
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepenough.lazy.config import ANGLE
@@ -25,7 +26,6 @@ from deepenough.lazy.layers import (
     PaddedContext,
     StackOutput,
     StepStack,
-    attend,
     join_heads,
     split_heads,
     update_cache,
@@ -119,7 +119,7 @@ class ActiveContext:
             queries = query.new_zeros(shape[0] * shape[1], self.shape[2])
             queries.index_copy_(0, self.query_row, query)
         heads = split_heads(queries.unflatten(0, shape), self.batch.num_heads)
-        rows = join_heads(attend(heads, keys, values, mask)).flatten(0, 1)
+        rows = join_heads(F.scaled_dot_product_attention(heads, keys, values, mask)).flatten(0, 1)
         return rows if self.is_whole else rows.index_select(0, self.query_row)
 
 

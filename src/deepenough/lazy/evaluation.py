@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
@@ -148,7 +148,6 @@ def translate_pairs(
     tokenizer: Any,
     pairs: EncodedPairs,
     search: BeamSearchConfig,
-    advance: Callable[[int], None] | None = None,
     accelerator: Accelerator | None = None,
 ) -> list[str]:
     """Return the translation of every source, in order.
@@ -158,7 +157,6 @@ def translate_pairs(
         tokenizer: Its tokenizer.
         pairs: Sources to translate; targets are not read.
         search: How to search.
-        advance: Called with the number of sentences that this process has just translated.
         accelerator: Shares the batches among its processes; all get all translations.
     """
     search.check_for(model)
@@ -171,8 +169,6 @@ def translate_pairs(
     for rows in batches[rank::world]:
         texts = _translate(model, tokenizer, pairs, rows.tolist(), search)
         translated += zip(rows.tolist(), texts, strict=True)
-        if advance is not None:
-            advance(len(rows))
     translations = [""] * len(pairs)
     for row, text in chain.from_iterable(from_all(accelerator, translated)):
         translations[row] = text

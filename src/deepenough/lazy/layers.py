@@ -112,21 +112,17 @@ class PaddedContext:
         query, key, value = (split_heads(part, self.num_heads) for part in (query, key, value))
         if self.cache is not None:
             key, value = update_cache(self.cache, key, value, step)
-        return join_heads(attend(query, key, value, self.mask, self.causal))
+        attended = F.scaled_dot_product_attention(
+            query, key, value, self.mask, is_causal=self.causal
+        )
+        return join_heads(attended)
 
     def cross_attention(self, query: Tensor, block: LazyBlock) -> Tensor:
         """Attend to the encoder's output."""
         assert self.memory is not None
         key, value = self.memory.keys_values(block)
         query = split_heads(query, self.num_heads)
-        return join_heads(attend(query, key, value, self.memory.mask))
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False
-) -> Tensor:
-    """Return dot-product attention, scaled by the root of the head's width (torch's default)."""
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+        return join_heads(F.scaled_dot_product_attention(query, key, value, self.memory.mask))
 
 
 def split_heads(rows_BTD: Tensor, num_heads: int) -> Tensor:

@@ -28,7 +28,7 @@ from deepenough.config import validate
 from deepenough.data.config import DatasetConfig
 from deepenough.data.prepare import Prepared, prepare
 from deepenough.data.tokenizer import lowers_case, save_tokenizer
-from deepenough.data.translation import ParallelText, TranslationDataConfig, open_parallel
+from deepenough.data.translation import ParallelText, open_parallel
 from deepenough.data.translation_batches import (
     EncodedPairs,
     TokenBatches,
@@ -53,7 +53,7 @@ from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.language import LanguageTask
 from deepenough.training.logging import without_bars
-from deepenough.training.task import WEIGHTS, BatchLoss, Task
+from deepenough.training.task import BatchLoss, Task
 from deepenough.training.trainer import check_folder, training
 
 logger = logging.getLogger("deepenough")
@@ -77,16 +77,7 @@ def train_translation(config: TranslationTrainConfig) -> RunFolder:
     torch.manual_seed(config.train.seed)
     model = new_translator(config.model, tokenizer, config.dataset.max_length)
     config.search.check_for(model)
-    task = TranslationTask(
-        model,
-        tokenizer,
-        pairs,
-        config.dataset,
-        config.train,
-        config.search,
-        accelerator,
-        config.fewest_encoder_steps,
-    )
+    task = TranslationTask(config, model, tokenizer, pairs, accelerator)
     if config.epochs is not None:
         task.train = config.train.for_epochs(config.epochs, len(task.batches))
         config = replace(config, train=task.train)
@@ -159,16 +150,6 @@ class PairsTask(Task, ABC):
     def pairs_of(self, index: int) -> tuple[EncodedPairs, list[int]]:
         """Return the pairs of batch `index`, counted over the whole training: pairs and rows."""
 
-    def parameters(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the parameter groups: weight decay applies to matrices, not to vectors."""
-        own = list(self.model.parameters())
-        return {
-            WEIGHTS: [
-                {"params": [p for p in own if p.dim() > 1]},
-                {"params": [p for p in own if p.dim() <= 1], "weight_decay": 0.0},
-            ]
-        }
-
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss of this process's share of a batch, weighted by its tokens."""
         index = step * self.train.accumulate + micro
@@ -202,24 +183,17 @@ class TranslationTask(PairsTask):
 
     def __init__(
         self,
+        config: TranslationTrainConfig,
         model: LazyTransformerForConditionalGeneration,
         tokenizer: Any,
         pairs: Mapping[str, EncodedPairs],
-        dataset: TranslationDataConfig,
-        train: TrainingConfig,
-        search: BeamSearchConfig,
         accelerator: Accelerator,
-        fewest_steps: int | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, train, accelerator, fewest_steps)
-        self.pairs, self.dataset, self.search = pairs, dataset, search
+        super().__init__(model, tokenizer, config.train, accelerator, config.fewest_encoder_steps)
+        self.pairs, self.dataset, self.search = pairs, config.dataset, config.search
         training_pairs = pairs["train"]
-        self.batches = TokenBatches(
-            training_pairs.source.lengths,
-            training_pairs.target.lengths,
-            dataset.batch_tokens,
-            train.seed,
-        )
+        lengths = training_pairs.source.lengths, training_pairs.target.lengths
+        self.batches = TokenBatches(*lengths, self.dataset.batch_tokens, config.train.seed)
         if len(training_pairs) < self.world_size:
             raise UserError(
                 f"{len(training_pairs)} training pairs cannot be dealt to {self.world_size} "
