@@ -1,83 +1,439 @@
-"""The tables of what can be drawn of one run, and the writing of all of it.
+"""Figures that belong to no single method: training curves, and the frontier of a comparison.
 
-Each entry takes a `Run` and returns its picture, or None when the run has no such data. A new
-kind of figure is one more file beside this one and one more line here.
+Notable choices:
+
+- The training line is smoothed in the loss, and its perplexity is the exponential of that: the
+  mean of per-batch perplexities is dominated by the worst batches and is no perplexity of
+  anything.
+- Several runs share each panel, one colour a run; a panel that no run has data for is left out.
+- A point of a comparison is Pareto-optimal when no other is at least as good in both quality and
+  cost and better in one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from matplotlib.figure import Figure
+import numpy as np
 
 from deepenough.errors import UserError
-from deepenough.report import style
-from deepenough.report.animation import Animation, animate_blocks
-from deepenough.report.architecture import draw_derived
-from deepenough.report.blocks import draw_blocks
-from deepenough.report.lazy import LAZY_FIGURES
-from deepenough.report.lens_page import Page, lens_page
-from deepenough.report.lens_table import draw_lens
-from deepenough.report.parity import draw_parity
-from deepenough.report.ponder import draw_passes, draw_ponder_frontier
-from deepenough.report.ponder_halting import draw_halting
-from deepenough.report.shortcut_exit import draw_exit
-from deepenough.report.shortcut_layers import draw_layers, draw_submodules
-from deepenough.report.shortcut_tables import draw_cka, draw_r2
-from deepenough.report.source import Run
-from deepenough.report.training import draw_training
+from deepenough.figure import (
+    BLACK,
+    BLUE,
+    GREY,
+    VERMILION,
+    Axis,
+    Chart,
+    FigureSpec,
+    Line,
+    Panel,
+    Point,
+    Run,
+    Scatter,
+    Section,
+    TokenText,
+    number,
+    readable,
+    series,
+    shortened,
+)
 
-#: File name without its ending -> what draws it; saved as PNG and PDF.
-FIGURES: dict[str, Callable[[Run], Figure | None]] = {
-    "blocks": draw_blocks,
-    "training": lambda run: draw_training([run]),
-    "architecture": draw_derived,
-    "r2": draw_r2,
-    "cka": draw_cka,
-    "layers": draw_layers,
-    "submodules": draw_submodules,
-    "early_exit": draw_exit,
-    "lens": draw_lens,
-    "ponder_frontier": draw_ponder_frontier,
-    "passes": draw_passes,
-    "halting": draw_halting,
-    "parity": lambda run: draw_parity([run]),
-    **{name: draw for name, (draw, _) in LAZY_FIGURES.items()},
+# -- training curves --------------------------------------------------------------------------
+
+Curve = tuple[np.ndarray, np.ndarray]
+
+SMOOTHING_SHARE = 0.025
+"""The smoothing looks over this share of the records to either side."""
+LOG_SCALE_FACTOR = 4.0
+"""A perplexity that falls by more than this factor needs a logarithmic scale to be seen whole."""
+MAX_LOSS = 100.0
+"""exp() of more than this is no number that a panel can show."""
+
+SMALL_PANELS = (
+    ("tau", Axis("temperature", low=0.0)),
+    ("lr", Axis("learning rate", low=0.0)),
+    ("entropy", Axis("entropy of the search (0: decided)", low=0.0, high=1.0)),
+)
+
+
+def smooth(steps: np.ndarray, values: np.ndarray, half_window: int) -> np.ndarray:
+    """Replace every value by the line fitted to it and `half_window` neighbours to either side.
+
+    A moving average would lag behind the steep fall at the start and a centred mean would bend the
+    two ends; a local line does neither.
+    """
+    n = len(values)
+    if half_window < 1 or n < 3:
+        return values
+    first = np.maximum(np.arange(n) - half_window, 0)
+    last = np.minimum(np.arange(n) + half_window + 1, n)
+    x = (steps - steps.mean()) / max(np.ptp(steps), 1.0)
+
+    def window_mean(quantity: np.ndarray) -> np.ndarray:
+        total = np.concatenate([[0.0], np.cumsum(quantity)])
+        return (total[last] - total[first]) / (last - first)
+
+    mean_x, mean_y = window_mean(x), window_mean(values)
+    variance = window_mean(x * x) - mean_x**2
+    covariance = window_mean(x * values) - mean_x * mean_y
+    # Steps too close together for a slope to mean anything get the plain mean.
+    slope = np.divide(covariance, variance, out=np.zeros(n), where=variance > 1e-12)
+    return mean_y + slope * (x - mean_x)
+
+
+def losses(run: Run, kind: str) -> Curve:
+    """Return the loss per step; a record with a perplexity alone counts by its logarithm."""
+    steps, values = map(np.array, series(run, kind, "loss"))
+    if not len(steps):
+        steps, values = map(np.array, series(run, kind, "perplexity"))
+        steps, values = steps[values > 0], np.log(values[values > 0])
+    return steps, values
+
+
+def training_figure(*runs: Run, command: str = "") -> FigureSpec | None:
+    """Return the curves of one run, or of several over one another; None without any curve."""
+    panels: list[Panel] = []
+    step = Axis("step", whole=True, low=0.0)
+    lines = [line for run in runs for line in _loss_lines(run, len(runs) > 1, runs.index(run))]
+    if lines:
+        panels.append(Chart(step, Axis("loss"), lines, title="loss"))
+        by_tokens = any(series(run, kind, "perplexity")[0] for run in runs for kind in _KINDS)
+        if by_tokens:
+            panels.append(_perplexity_panel(step, lines))
+    for name, axis in SMALL_PANELS:
+        curves = [(run, series(run, "train", name)) for run in runs]
+        own = [
+            Line(_run_name(run, len(runs) > 1, "train (smoothed)"), x, y, _place(i), marker=False)
+            for i, (run, (x, y)) in enumerate(curves)
+            if x
+        ]
+        if own:
+            panels.append(Chart(step, axis, own, title=axis.label))
+    if not panels:
+        return None
+    caption = "As recorded while training"
+    caption += ", the training loss smoothed." if any(l.name.startswith("train") for l in lines) else "."
+    subject = ", ".join(run.name for run in runs)
+    return FigureSpec(
+        "training", "Training curves", caption, panels, subject, command, columns=2, wide=True
+    )
+
+
+_KINDS = ("train", "valid", "test")
+
+
+def _place(index: int) -> int | None:
+    return BLUE if index == 0 else None
+
+
+def _run_name(run: Run, several: bool, name: str) -> str:
+    return shortened(run.name, 32) if several else name
+
+
+def _loss_lines(run: Run, several: bool, index: int) -> list[Line]:
+    found = []
+    steps, values = losses(run, "train")
+    if len(steps):
+        smoothed = smooth(steps, values, int(SMOOTHING_SHARE * len(values)))
+        if not several and len(steps) > 20:
+            raw = "train (each record)"
+            found.append(Line(raw, steps.tolist(), values.tolist(), GREY, marker=False))
+        name = _run_name(run, several, "train (smoothed)")
+        found.append(Line(name, steps.tolist(), smoothed.tolist(), _place(index), marker=False))
+    for kind, color in (("valid", VERMILION), ("test", BLACK)):
+        steps, values = losses(run, kind)
+        if len(steps):
+            name = f"{shortened(run.name, 32)}, {kind}" if several else kind
+            place = None if several else color
+            found.append(Line(name, steps.tolist(), values.tolist(), place, "none"))
+    return found
+
+
+def _perplexity_panel(step: Axis, loss_lines: Sequence[Line]) -> Chart:
+    lines = []
+    for line in loss_lines:
+        points = [(x, float(np.exp(y))) for x, y in zip(line.x, line.y, strict=True) if y < MAX_LOSS]
+        if points:
+            x, y = zip(*points, strict=True)
+            lines.append(Line(line.name, x, y, line.color, line.style, line.marker))
+    values = [value for line in lines for value in line.y]
+    wide = bool(values) and max(values) > LOG_SCALE_FACTOR * min(values)
+    return Chart(step, Axis("perplexity", "log" if wide else "linear"), lines, title="perplexity")
+
+
+# -- comparisons ------------------------------------------------------------------------------
+
+FRONTIER_FILE = "frontier.json"
+COSTS = {
+    "milliseconds": ("milliseconds per {unit}", 1.0),
+    "layers": ("blocks run per {unit}", 1.0),
+    "flops": ("million FLOPs per {unit}", 1e6),
 }
-#: The same for what moves; saved as GIF.
-ANIMATIONS: dict[str, Callable[[Run], Animation | None]] = {"blocks": animate_blocks}
-#: The same for what is explored in a browser; saved as HTML.
-PAGES: dict[str, Callable[[Run], Page | None]] = {"lens": lens_page}
+"""Key of a cost: what an axis calls it, and by how much its values are divided."""
+_NEEDED = ("quality", "quality_low", "quality_high", *COSTS)
 
 
-def write_figures(run: Run, folder: Path | str) -> list[Path]:
-    """Draw everything the run has data for into `folder` and return the files."""
-    written: list[Path] = []
-    for name, draw in FIGURES.items():
-        figure = draw(run)
-        if figure is not None:
-            written += style.save(figure, Path(folder) / name)
-    for name, animate in ANIMATIONS.items():
-        animation = animate(run)
-        if animation is not None:
-            written += animation.save(Path(folder) / name)
-    for name, compose in PAGES.items():
-        page = compose(run)
-        if page is not None:
-            written += page.save(Path(folder) / name)
-    if not written:
-        raise UserError(
-            f"The run {run.name} has recorded nothing that is drawn (no loss, no pi, no pattern, "
-            "no measurement of shortcuts, no lens, no look at tokens); name the folder of a "
-            "search, a training or an evaluation."
+@dataclass(frozen=True)
+class Frontier:
+    """A comparison as its file shows it."""
+
+    name: str
+    task: Mapping[str, Any]
+    points: tuple[Mapping[str, Any], ...]
+    content: Mapping[str, Any]
+    """All of the file."""
+
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        """Return what a point is called: with its run, where there are several."""
+        name, run = str(row.get("name", "")), str(row.get("run", ""))
+        several = len({point.get("run") for point in self.points}) > 1
+        return f"{run} {name}".strip() if several else name or run
+
+    @property
+    def quality(self) -> str:
+        """The name of the measure of quality."""
+        return str(self.task.get("quality", "quality"))
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a greater value of quality is better."""
+        return self.task.get("higher_is_better") is True
+
+    @property
+    def unit(self) -> str:
+        """What costs are counted for: a token, an example, a sentence."""
+        return str(self.task.get("unit", "unit"))
+
+    @property
+    def title(self) -> str:
+        """What was measured, on which data."""
+        parts = (self.task.get(name, "?") for name in ("kind", "data", "split"))
+        return "{} of {} ({})".format(*parts)
+
+
+def read_frontier(path: Path | str) -> Frontier:
+    """Read a comparison from its file or folder; points that lack a number are left out."""
+    file = Path(path) / FRONTIER_FILE if Path(path).is_dir() else Path(path)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: make it again with deepenough compare.") from error
+    task = content.get("task") if isinstance(content, dict) else None
+    rows = content.get("points") if isinstance(content, dict) else None
+    if not isinstance(task, dict) or not isinstance(rows, list):
+        raise UserError(f"{file} is no comparison: give what deepenough compare has written.")
+    points = tuple(row for row in rows if isinstance(row, dict) and _complete(row))
+    if not points:
+        raise UserError(f"{file} has no point with quality and cost: compare again.")
+    return Frontier(file.resolve().parent.name, task, points, content)
+
+
+def _complete(row: Mapping[str, Any]) -> bool:
+    return all(number(row.get(name)) is not None for name in _NEEDED)
+
+
+def pareto(xy: Sequence[tuple[float, float]], *, higher_is_better: bool = False) -> list[int]:
+    """Return the indices of the optimal points by rising x, less x being better.
+
+    Less y is better too, unless `higher_is_better`; equal points are optimal together.
+    """
+    sign = -1.0 if higher_is_better else 1.0
+    order = sorted(range(len(xy)), key=lambda i: (xy[i][0], sign * xy[i][1]))
+    optimal: list[int] = []
+    for i in order:
+        # Sorted by cost, a point is beaten exactly when the best before it is as good or better.
+        if not optimal or xy[i] == xy[optimal[-1]] or sign * xy[i][1] < sign * xy[optimal[-1]][1]:
+            optimal.append(i)
+    return optimal
+
+
+def frontier_figure(frontier: Frontier) -> FigureSpec:
+    """Return quality against each cost, with intervals and the command of every point."""
+    panels = [_cost_panel(frontier, cost) for cost in COSTS]
+    protocol = frontier.content.get("protocol", {})
+    caption = (
+        "Larger and bold: no other point is at least as good and cheaper. Thin lines: intervals of "
+        f"{100 * (number(protocol.get('confidence')) or 0.95):g} %. Every point was timed "
+        f"{protocol.get('rounds', '?')} times, in random order. Choose a point to see its command."
+    )
+    return FigureSpec(
+        "frontier", f"{frontier.quality} against cost", caption, panels, frontier.title,
+        compare_command(frontier), choice="cost", wide=True,
+    )  # fmt: skip
+
+
+def _cost_panel(frontier: Frontier, cost: str) -> Scatter:
+    rows = frontier.points
+    best = pareto(
+        [(row[cost], row["quality"]) for row in rows], higher_is_better=frontier.higher_is_better
+    )
+    label, scale = COSTS[cost]
+    points = []
+    for i, row in enumerate(rows):
+        low, high = (number(row.get(f"{cost}_{end}")) for end in ("low", "high"))
+        details = [f"{frontier.quality} {row['quality']:.4g} "
+                   f"({row['quality_low']:.4g} to {row['quality_high']:.4g})"]  # fmt: skip
+        details += [
+            f"{text.format(unit=frontier.unit)}: {row[key] / divisor:.4g}"
+            for key, (text, divisor) in COSTS.items()
+        ]
+        points.append(
+            Point(
+                name=frontier.name_of(row),
+                x=row[cost] / scale,
+                y=row["quality"],
+                x_low=None if low is None else low / scale,
+                x_high=None if high is None else high / scale,
+                y_low=row["quality_low"],
+                y_high=row["quality_high"],
+                group=str(row.get("mechanism", "")),
+                optimal=i in best,
+                details=details,
+                command=str(row.get("command") or ""),
+                folder=str(row.get("folder") or row.get("run", "")),
+            )
         )
-    return written
+    name = label.format(unit=frontier.unit)
+    return Scatter(Axis(name), Axis(frontier.quality), points, title=name, key=cost)
 
 
-def write_comparison(runs: Sequence[Run], folder: Path | str) -> list[Path]:
-    """Draw the training curves of several runs over one another into `folder`."""
-    figure = draw_training(runs)
-    if figure is None:
-        raise UserError("None of the runs has a curve to compare; name folders of trainings.")
-    return style.save(figure, Path(folder) / "training")
+def scatter_figure(
+    rows: Sequence[Mapping[str, Any]],
+    x: str,
+    y: str,
+    *,
+    title: str = "",
+    x_label: str = "",
+    y_label: str = "",
+    higher_is_better: bool = False,
+) -> FigureSpec:
+    """Return a frontier of any results, each a mapping with `name`, `group`, `pattern`, x and y.
+
+    A value of x or y is a number or a list with one a seed: the mean is shown, and for y the range.
+    """
+    if not rows:
+        raise UserError("There is no point to draw on the frontier; give at least one result.")
+    points = []
+    for row in rows:
+        name = " ".join(str(row[key]) for key in ("name", "pattern") if row.get(key)) or "?"
+        xs, ys = (_seeds(row, key, name) for key in (x, y))
+        range_ = {"y_low": min(ys), "y_high": max(ys)} if len(ys) > 1 else {}
+        points.append((name, float(np.mean(xs)), float(np.mean(ys)), str(row.get("group", "")), range_))
+    best = pareto([(p[1], p[2]) for p in points], higher_is_better=higher_is_better)
+    panel = Scatter(
+        Axis(x_label or x.replace("_", " ")),
+        Axis(y_label or y.replace("_", " ")),
+        [
+            Point(name, px, py, group=group, optimal=i in best, **range_)
+            for i, (name, px, py, group, range_) in enumerate(points)
+        ],
+    )
+    return FigureSpec("frontier", title, "Lines: the range over seeds.", [panel])
+
+
+def _seeds(row: Mapping[str, Any], key: str, name: str) -> list[float]:
+    value = row.get(key)
+    many = value if isinstance(value, (list, tuple)) else [value]
+    found = [n for n in map(number, many) if n is not None]
+    if not found or len(found) != len(many):
+        raise UserError(
+            f"The point {shortened(name)!r} has no finite number for {key!r} ({value!r}); "
+            "give one number, or a list with one a seed."
+        )
+    return found
+
+
+def sample_figure(frontier: Frontier) -> FigureSpec | None:
+    """Return the texts that settings generated, every token shaded by the layers it ran."""
+    panels = []
+    for row in frontier.points:
+        sample = row.get("sample")
+        if not isinstance(sample, dict):
+            continue
+        tokens, depth, last = sample.get("tokens"), sample.get("depth"), sample.get("layers")
+        if not isinstance(tokens, list) or not isinstance(depth, list) or not isinstance(last, int):
+            continue
+        if len(tokens) != len(depth) or not tokens or last < 1:
+            continue
+        key = "" if not panels else str(len(panels) + 1)
+        texts = [readable(str(token)) for token in tokens]
+        depths = list(map(number, depth))
+        title = frontier.name_of(row)
+        panels.append(TokenText(texts, depths, last, "layers run", title=title, key=key))
+    if not panels:
+        return None
+    caption = "What was generated; the prompt is not shaded. Bright: all layers ran."
+    return FigureSpec(
+        "sample", "How deep each token went", caption, panels, frontier.title,
+        compare_command(frontier), choice="setting", wide=True,
+    )  # fmt: skip
+
+
+def compare_command(frontier: Frontier) -> str:
+    """Return the command that measures the comparison again."""
+    command = frontier.content.get("command")
+    if isinstance(command, str) and command:
+        return command
+    settings = frontier.content.get("provenance", {}).get("settings", {})
+    runs = settings.get("runs") if isinstance(settings, dict) else None
+    if isinstance(runs, list) and runs:
+        words = [*map(str, runs), "--out", str(settings.get("out", ""))]
+        return "deepenough compare " + shlex.join(words)
+    return "deepenough compare --config comparison.yaml"
+
+
+def frontier_section(frontier: Frontier) -> Section:
+    """Return a comparison: its chart, samples, and which setting one would choose."""
+    figures = [frontier_figure(frontier)]
+    sample = sample_figure(frontier)
+    figures += [] if sample is None else [sample]
+    return Section("Frontier", _about(frontier), [_choice(frontier)], figures)
+
+
+def _about(frontier: Frontier) -> str:
+    """Return what was measured, and where."""
+    said = f"{frontier.title[:1].upper()}{frontier.title[1:]}"
+    protocol = frontier.content.get("protocol", {})
+    if protocol.get("processor"):
+        threads = protocol.get("threads", "?")
+        said += f", measured on {protocol['processor']} with {threads} thread(s)"
+    overhead = number(frontier.content.get("bookkeeping"))
+    if overhead is not None:
+        said += f"; measuring itself took {100 * overhead:.2g} % of the time"
+    return f"{said}."
+
+
+def _choice(frontier: Frontier) -> str:
+    """Name the best setting, and the fastest that the intervals do not tell from it."""
+    sign = 1.0 if frontier.higher_is_better else -1.0
+    best = max(frontier.points, key=lambda row: (sign * row["quality"], -row["milliseconds"]))
+    alike = [
+        row
+        for row in frontier.points
+        if row["quality_low"] <= best["quality_high"] and best["quality_low"] <= row["quality_high"]
+    ]
+    fastest = min(alike, key=lambda row: row["milliseconds"])
+    said = f"Best {frontier.quality}: {best['quality']:.4g}, by “{frontier.name_of(best)}”"
+    first = frontier.points[0]
+    if best is not first:
+        ratio = first["milliseconds"] / best["milliseconds"]
+        said += f", {_times(ratio)} “{frontier.name_of(first)}”"
+    if fastest is best:
+        return f"{said}. No other setting of the same quality is faster."
+    ratio = best["milliseconds"] / fastest["milliseconds"]
+    return (
+        f"{said}. “{frontier.name_of(fastest)}” is not significantly worse ({frontier.quality} "
+        f"{fastest['quality']:.4g}) and {ratio:.2f}x as fast, with {fastest['layers']:.1f} instead "
+        f"of {best['layers']:.1f} blocks per {frontier.unit}."
+    )
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x as fast as"

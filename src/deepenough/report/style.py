@@ -14,15 +14,16 @@ Notable choices:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import matplotlib.style
 from matplotlib import colors, font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 
 from deepenough.errors import UserError
 
@@ -35,16 +36,16 @@ BLUE = "#0072B2"
 VERMILION = "#D55E00"
 PURPLE = "#CC79A7"
 
-#: Colours of lines on white, most distinct first; yellow is left out because it vanishes there.
-CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-LINE_STYLES = ("-", "--", ":", "-.")
+#: The palette in the order of `deepenough.figure`'s places, the marker of each place, and lines.
+PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+MARKERS = "os^DvPX"
+LINE_STYLES = {"solid": "-", "dashed": "--", "dotted": ":", "none": "none"}
 
-#: The order in which a row of pi lists the branches, their letters, and colours of those drawn.
-BRANCHES = ("attention", "dense", "identity")
-LETTERS = "ad-"
 BRANCH_COLORS = {"attention": SKY, "dense": ORANGE}
 
-PROBABILITY_SCALE = "cividis"
+COLOR_SCALE = "cividis"
+#: From improbable to certain; black text has a contrast of 6:1 or more on all of it.
+TEXT_SHADES = ("#FFFFFF", "#4292C6")
 INK = "#222222"
 MUTED = "#555555"
 FAINT = "#8A8A8A"
@@ -79,32 +80,29 @@ RC: dict[str, Any] = {
     "legend.frameon": False,
     "lines.linewidth": 1.6,
     "pdf.fonttype": 42,
+    "svg.hashsalt": "deepenough",
 }
 
-P = ParamSpec("P")
-R = TypeVar("R")
+#: Fonts with the scripts that DejaVu Sans lacks, as the common systems bring them.
+MORE_FONTS = (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans SC", "Noto Sans JP",
+    "Noto Sans KR", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback",
+    "Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "PingFang SC", "Hiragino Sans",
+    "Apple SD Gothic Neo", "Arial Unicode MS", "Noto Sans Devanagari", "Noto Sans Bengali",
+    "Noto Sans Tamil", "Noto Sans Thai", "Nirmala UI", "Leelawadee UI", "Noto Emoji",
+    "Segoe UI Symbol",
+)  # fmt: skip
 
 
 @contextmanager
 def applied() -> Iterator[None]:
     """Draw inside this context in the house style; every setting is restored on leaving it."""
-    with matplotlib.style.context(["default", RC]):
+    with matplotlib.style.context(["default", RC | {"font.family": list(families())}]):
         yield
 
 
-def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """A drawing function that runs in the house style whoever calls it."""
-
-    @functools.wraps(draw)
-    def inner(*args: P.args, **kwargs: P.kwargs) -> R:
-        with applied():
-            return draw(*args, **kwargs)
-
-    return inner
-
-
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of that size in inches, laid out without overlap, with a canvas of its own."""
+    """Return a figure of that size in inches, laid out without overlap, with its own canvas."""
     # The resolution of the file, because the size of text depends on it a little: what was measured
     # while placing a label is then what is saved.
     figure = Figure((width, height), dpi=SCREEN_DPI, layout="constrained", facecolor="white")
@@ -116,16 +114,6 @@ def freeze_layout(figure: Figure) -> None:
     """Lay the figure out once and keep it so: text added later does not move the axes."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
-
-
-def save(figure: Figure, path: Path | str) -> list[Path]:
-    """Write `<path>.png` and `<path>.pdf`; the folder is made when missing."""
-    stem = Path(path)
-    png, pdf = (stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "pdf"))
-    with applied(), writing(stem.parent):
-        figure.savefig(png, dpi=SCREEN_DPI)
-        figure.savefig(pdf, metadata={"CreationDate": None})
-    return [png, pdf]
 
 
 @contextmanager
@@ -142,7 +130,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def ink_on(background: Any) -> str:
-    """Black or white, whichever has the higher WCAG contrast ratio on that colour."""
+    """Return black or white, whichever has the higher WCAG contrast ratio on that colour."""
     channels = [
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
         for c in colors.to_rgb(background)
@@ -153,26 +141,34 @@ def ink_on(background: Any) -> str:
     return "#000000" if contrast_black >= contrast_white else "#FFFFFF"
 
 
-def shown(text: str, limit: int = 40) -> str:
-    """`text` fit for a figure: one line, glyphs the font has, a long one without its middle."""
+def drawable(text: str) -> str:
+    """Return `text` on one line, with a sign for every character that no installed font has."""
     glyphs = _glyphs()
-    clean = "".join(
-        c if c.isprintable() and ord(c) in glyphs else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
-    if len(clean) <= limit:
-        return clean
-    head = (limit - 1) // 2
-    return f"{clean[:head]}…{clean[len(clean) - (limit - 1 - head) :]}"
+    return "".join(c if ord(c) in glyphs and c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+@functools.cache
+def families() -> tuple[str, ...]:
+    """Return the font of all figures, then those of `MORE_FONTS` that are installed."""
+    installed = set(font_manager.get_font_names())
+    return (RC["font.family"], *(name for name in MORE_FONTS if name in installed))
 
 
 @functools.cache
 def _glyphs() -> frozenset[int]:
-    font = font_manager.get_font(font_manager.findfont(RC["font.family"]))
-    return frozenset(font.get_charmap())
+    """Return the characters that can be drawn in both weights; a bold font may have fewer."""
+    of_weight = []
+    for weight in ("normal", "bold"):
+        found: set[int] = set()
+        for family in families():
+            path = font_manager.findfont(FontProperties(family=family, weight=weight))
+            found.update(font_manager.get_font(path).get_charmap())
+        of_weight.append(found)
+    return frozenset(of_weight[0] & of_weight[1])
 
 
 def short_number(value: float, _position: int | None = None) -> str:
-    """1500 -> 1.5k, 12000000 -> 12M, 0.35 -> 0.35; also serves as a matplotlib tick formatter."""
+    """Return 1500 as 1.5k, 12000000 as 12M, 0.35 as 0.35; also serves as a tick formatter."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{unit}"

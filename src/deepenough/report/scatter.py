@@ -1,8 +1,11 @@
-"""Names beside points without overlap.
+"""Quality against cost in matplotlib: points, intervals, and names that do not overlap.
 
-Greedy: each label in turn takes the cheapest of some places in rings around its point. Covering
-another name, a marker or a line costs, leaving the axes costs more, and so does distance, a
-little: a label that moved away is tied to its point by a thin line, which should cross nothing
+The best points are joined by a staircase, because nothing between two points has been measured: at
+a cost in between, the cheaper of the two is what one can have.
+
+Names are placed greedily: each in turn takes the cheapest of some places in rings around its point.
+Covering another name, a marker or a line costs, leaving the axes costs more, and so does distance,
+a little: a name that moved away is tied to its point by a thin line, which should cross nothing
 either. Simple, deterministic, and enough for some dozens of points.
 """
 
@@ -10,11 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
+from matplotlib.ticker import FuncFormatter
 
+from deepenough.figure import Point, Scatter, shortened
 from deepenough.report import style
 
 Segment = tuple[tuple[float, float], tuple[float, float]]
@@ -35,6 +44,63 @@ TEXT_PRICE = 20.0
 MARK_PRICE = 5.0
 TIE_OVER_MARK_PRICE = 1.0
 RING_PRICE = 4.0
+
+
+_LINE: dict[str, Any] = {"color": style.FAINT, "linewidth": 1.4}
+_MARKER: dict[str, Any] = {"markersize": 6.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
+
+
+def draw_scatter(panel: Scatter, heading: str) -> Figure:
+    """Return the chart with every point named, the optimal ones in bold."""
+    points = panel.points
+    # Many names need room more than the points do.
+    figure = style.new_figure(7.6, min(9.0, 5.0 + 0.12 * max(0, len(points) - 16)))
+    axes = figure.add_subplot()
+    groups = list(dict.fromkeys(point.group for point in points))
+    best = sorted((point for point in points if point.optimal), key=lambda point: point.x)
+    axes.plot([p.x for p in best], [p.y for p in best], drawstyle="steps-post", zorder=1.5, **_LINE)
+    avoid: list[Segment] = []
+    for a, b in pairwise(best):
+        avoid += [((a.x, a.y), (b.x, a.y)), ((b.x, a.y), (b.x, b.y))]
+    for point in points:
+        avoid += _draw_point(axes, point, groups.index(point.group))
+    axes.set(xlabel=style.drawable(panel.x.label), ylabel=style.drawable(panel.y.label))
+    axes.xaxis.set_major_formatter(FuncFormatter(style.short_number))
+    axes.margins(0.12)
+    axes.set_title(heading)
+    _add_legend(figure, groups)
+    style.freeze_layout(figure)
+    labels = [
+        Label(p.x, p.y, style.drawable(shortened(p.name, 40)), important=p.optimal) for p in points
+    ]
+    place_labels(axes, labels, avoid)
+    return figure
+
+
+def _look(index: int) -> dict[str, Any]:
+    place = index % len(style.PALETTE)
+    return {"color": style.PALETTE[place], "marker": style.MARKERS[place]}
+
+
+def _draw_point(axes: Axes, point: Point, group: int) -> list[Segment]:
+    """Draw a point with its intervals and return the lines of these."""
+    look = _look(group)
+    lines: list[Segment] = []
+    if point.y_low is not None and point.y_high is not None:
+        lines.append(((point.x, point.y_low), (point.x, point.y_high)))
+    if point.x_low is not None and point.x_high is not None:
+        lines.append(((point.x_low, point.y), (point.x_high, point.y)))
+    for (x0, y0), (x1, y1) in lines:
+        axes.plot([x0, x1], [y0, y1], color=look["color"], linewidth=1.2, alpha=0.7, zorder=2.5)
+    axes.plot([point.x], [point.y], linestyle="none", zorder=3, **look, **_MARKER)
+    return lines
+
+
+def _add_legend(figure: Figure, groups: Sequence[str]) -> None:
+    handles = [Line2D([], [], **_LINE)]
+    handles += [Line2D([], [], linestyle="none", **_look(i), **_MARKER) for i in range(len(groups))]
+    names = ["Pareto-optimal", *(style.drawable(shortened(g, 24)) or "measured" for g in groups)]
+    figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 5))
 
 
 @dataclass(frozen=True)
@@ -76,13 +142,8 @@ def place_labels(
         tie = None
         if ring:
             marks += _tie(anchors[i], offset)
-            tie = {
-                "arrowstyle": "-",
-                "color": style.FAINT,
-                "linewidth": 0.6,
-                "shrinkA": 0,
-                "shrinkB": 4,
-            }
+            tie = {"arrowstyle": "-", "color": style.FAINT, "linewidth": 0.6}
+            tie |= {"shrinkA": 0, "shrinkB": 4}
         written[i] = axes.annotate(
             labels[i].text, (labels[i].x, labels[i].y), xytext=tuple(offset),
             textcoords="offset points", ha="center", va="center", arrowprops=tie, zorder=4,
@@ -92,7 +153,7 @@ def place_labels(
 
 
 def _half_size(axes: Axes, text: str, weight: str) -> np.ndarray:
-    """Half the width and height of a text, in pixels."""
+    """Return half the width and height of a text, in pixels."""
     probe = axes.text(0, 0, text, fontsize=style.LABEL_SIZE, fontweight=weight, linespacing=1.1)
     extent = probe.get_window_extent()
     probe.remove()
@@ -106,7 +167,7 @@ def _best_place(
     marks: Sequence[np.ndarray],
     window: np.ndarray,
 ) -> tuple[np.ndarray, int]:
-    """The cheapest place as its offset from the anchor and the number of its ring."""
+    """Return the cheapest place as its offset from the anchor and the number of its ring."""
     all_texts, all_marks = np.array(texts).reshape(-1, 4), np.array(marks).reshape(-1, 4)
     best_price, best_offset, best_ring = np.inf, np.zeros(2), 0
     for ring, distance in enumerate(RINGS):
@@ -131,13 +192,13 @@ def _best_place(
 
 
 def _tie(anchor: np.ndarray, offset: np.ndarray) -> list[np.ndarray]:
-    """The line from a point to its label, without the beginning, which its own marker covers."""
+    """Return the line from a point to its label, without the beginning, which its own marker covers."""
     skipped = min(1.0, 2 * MARKER_RADIUS / float(np.hypot(*offset)))
     return _boxes_along(anchor + skipped * offset, anchor + offset)
 
 
 def _boxes_along(start: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
-    """A line as a chain of small boxes: a slanted one must not block its whole rectangle."""
+    """Return a line as a chain of small boxes: a slanted one must not block its whole rectangle."""
     num = max(2, int(np.hypot(*(end - start)) / (2 * LINE_RADIUS)) + 1)
     return [_square(start + t * (end - start), LINE_RADIUS) for t in np.linspace(0, 1, num)]
 
@@ -147,12 +208,12 @@ def _square(centre: np.ndarray, radius: float) -> np.ndarray:
 
 
 def _box(centre: np.ndarray, half: np.ndarray) -> np.ndarray:
-    """(left, bottom, right, top)"""
+    """Return (left, bottom, right, top)."""
     return np.concatenate([centre - half, centre + half])
 
 
 def _covered(boxes: np.ndarray, others: np.ndarray) -> float:
-    """The area that boxes [n, 4] and others [m, 4] share, pair by pair."""
+    """Return the area that boxes [n, 4] and others [m, 4] share, pair by pair."""
     a, b = boxes[:, None], others[None]
     width = np.minimum(a[..., 2], b[..., 2]) - np.maximum(a[..., 0], b[..., 0])
     height = np.minimum(a[..., 3], b[..., 3]) - np.maximum(a[..., 1], b[..., 1])

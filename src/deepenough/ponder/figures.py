@@ -1,0 +1,441 @@
+"""Figures of pondering: accuracy against passes, when examples stop, and the parity experiment.
+
+Built from a run's records alone. A run may have been measured several times: of every model the
+last evaluation counts. Records that lack something are left out.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deepenough.figure import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    Axis,
+    Bars,
+    Chart,
+    FigureBuilder,
+    FigureSpec,
+    HeatMap,
+    Line,
+    Rule,
+    Run,
+    Section,
+    Span,
+    build_figures,
+    number,
+    numbers,
+    shortened,
+)
+from deepenough.runs import Record
+
+HEADING = "Ponder"
+EXIT, PASSES, EXAMPLE, PARITY = "ponder_exit", "ponder_passes", "ponder_example", "parity"
+"""Kinds of the records that are read here."""
+
+MODELS = {"ponder": "pondering", "weighted": "PABEE-trained", "last": "full depth"}
+POLICIES = {
+    "quantile": "halting probability",
+    "confidence": "confidence",
+    "patience": "patience",
+    "fixed": "fixed number of passes",
+}
+MECHANISMS = {"ponder": "PonderNet", "act": "ACT", "fixed": "fixed depth"}
+STYLES = {"patience": "dashed", "fixed": "dotted"}
+COLORS = {
+    ("ponder", "quantile"): BLUE,
+    ("ponder", "confidence"): GREEN,
+    ("ponder", "patience"): SKY,
+    ("ponder", "fixed"): GREY,
+    ("weighted", "confidence"): PURPLE,
+    ("weighted", "patience"): VERMILION,
+    ("weighted", "fixed"): ORANGE,
+}
+MAX_GROUPS = 7
+"""With more labels than colours, a heat map takes the place of bars."""
+DEPTH_SHOWN = 0.12
+"""Accuracies further than this below the best are cut off: answers after the first pass would
+press everything of interest together."""
+CHANCE = 0.5
+
+
+# -- records ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExitPoint:
+    """One way of stopping: a policy with its setting, and what it reached."""
+
+    model: str
+    policy: str
+    setting: float
+    passes: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class PassTable:
+    """How many examples of each group made 1, 2, ... passes."""
+
+    model: str
+    by: str
+    groups: tuple[str, ...]
+    counts: np.ndarray
+    """[groups, N]"""
+
+
+@dataclass(frozen=True)
+class HaltingExample:
+    """One example pass by pass."""
+
+    text: str
+    label: str
+    passes: int
+    halting: np.ndarray
+    """[N], probability of halting at each pass."""
+    answers: tuple[str, ...]
+    confidence: np.ndarray
+    """[N], probability of the answer at each pass."""
+
+
+@dataclass(frozen=True)
+class ParityBand:
+    """Results on parity inputs of similar difficulty."""
+
+    lowest: int
+    highest: int
+    beyond: bool
+    """Harder than every input of training."""
+    accuracy: float
+    passes: float
+    mechanism: str
+
+
+def exit_points(run: Run) -> list[ExitPoint]:
+    """Return every measured way of stopping."""
+    found = []
+    for record in _latest(run, EXIT):
+        values = record.values
+        read = numbers(values, "setting", "passes", "accuracy")
+        if read is not None and isinstance(values.get("policy"), str):
+            found.append(ExitPoint(_model(record), values["policy"], *read))
+    return found
+
+
+def pass_tables(run: Run) -> list[PassTable]:
+    """Return the tables of passes by label and by difficulty."""
+    found = []
+    for record in _latest(run, PASSES):
+        groups, counts = _texts(record.values.get("groups")), _array(record.values.get("counts"), 2)
+        if counts is None or groups is None or len(groups) != len(counts):
+            continue
+        by = str(record.values.get("by", ""))
+        found.append(PassTable(_model(record), by, groups, counts))
+    return found
+
+
+def halting_examples(run: Run) -> list[HaltingExample]:
+    """Return the examples whose halting was recorded pass by pass."""
+    found = []
+    for record in _latest(run, EXAMPLE):
+        values = record.values
+        halting, sure = _array(values.get("halting"), 1), _array(values.get("confidence"), 1)
+        answers, passes = _texts(values.get("answers")), number(values.get("passes"))
+        if halting is None or sure is None or passes is None or answers is None:
+            continue
+        if not len(halting) == len(sure) == len(answers):
+            continue
+        text, label = str(values.get("text", "")), str(values.get("label", ""))
+        found.append(HaltingExample(text, label, int(passes), halting, answers, sure))
+    return found
+
+
+def parity_bands(run: Run) -> list[ParityBand]:
+    """Return the results on parity by rising difficulty."""
+    found = []
+    for record in run.of_kind(PARITY):
+        values = record.values
+        read = numbers(values, "lowest", "highest", "accuracy", "passes")
+        if read is not None:
+            lowest, highest, accuracy, passes = read
+            mechanism = str(values.get("mechanism", run.name))
+            beyond = values.get("beyond") is True
+            found.append(
+                ParityBand(int(lowest), int(highest), beyond, accuracy, passes, mechanism)
+            )
+    return sorted(found, key=lambda band: band.lowest)
+
+
+def _latest(run: Run, kind: str) -> Iterator[Record]:
+    """Yield the records of a kind from the last evaluation of every model."""
+    own = run.of_kind(kind)
+    last: dict[str, float] = {}
+    for record in own:
+        order = number(record.values.get("evaluation")) or 0.0
+        last[_model(record)] = max(order, last.get(_model(record), 0.0))
+    for record in own:
+        if (number(record.values.get("evaluation")) or 0.0) == last[_model(record)]:
+            yield record
+
+
+def _model(record: Record) -> str:
+    return str(record.values.get("model", ""))
+
+
+def _texts(value: Any) -> tuple[str, ...] | None:
+    good = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+    return tuple(value) if good else None
+
+
+def _array(value: Any, ndim: int) -> np.ndarray | None:
+    """Return an array of finite numbers, none negative, with so many axes; or None."""
+    try:
+        array = np.array(value, dtype=float)
+    except (TypeError, ValueError):
+        return None
+    good = array.ndim == ndim and array.size and np.isfinite(array).all() and (array >= 0).all()
+    return array if good else None
+
+
+# -- figures ----------------------------------------------------------------------------------
+
+
+def frontier_figure(run: Run) -> FigureSpec | None:
+    """Return accuracy against mean passes for every way of stopping."""
+    points = exit_points(run)
+    if not points:
+        return None
+    alone = [p for p in points if p.model == "last"]
+    by_way: dict[tuple[str, str], list[ExitPoint]] = {}
+    for point in points:
+        if point.model != "last":
+            by_way.setdefault((point.model, point.policy), []).append(point)
+    lines = []
+    for (model, policy), own in by_way.items():
+        ordered = sorted(own, key=lambda p: p.passes)
+        lines.append(
+            Line(
+                f"{MODELS.get(model, model)}, {POLICIES.get(policy, policy)}".strip(", "),
+                [p.passes for p in ordered],
+                [p.accuracy for p in ordered],
+                COLORS.get((model, policy), BLACK),
+                STYLES.get(policy, "solid"),
+            )
+        )
+    rules = []
+    if alone:
+        best = max(alone, key=lambda p: p.passes)
+        rules.append(Rule(best.accuracy, f"full depth, trained alone ({best.passes:g} passes)"))
+    top, bottom = (pick(p.accuracy for p in points) for pick in (max, min))
+    low = max(bottom, top - DEPTH_SHOWN)
+    caption = "Each point is one setting of one way to stop; passes are the mean over examples."
+    if bottom < low:
+        caption += f" Settings below {low:.0%} accuracy are not shown."
+    y = Axis("accuracy", percent=True, low=low - 0.004, high=top + 0.006)
+    chart = Chart(Axis("mean passes", whole=True), y, lines, rules=rules)
+    return _figure(run, "ponder_frontier", "Accuracy against mean passes", caption, [chart])
+
+
+def passes_figure(run: Run) -> FigureSpec | None:
+    """Return how many passes examples make, by label and by difficulty."""
+    tables = {table.by: table for table in pass_tables(run) if table.model in ("ponder", "")}
+    shown = [tables[by] for by in ("label", "difficulty") if by in tables]
+    panels = [panel for table in shown if (panel := _pass_panel(table)) is not None]
+    if not panels:
+        return None
+    caption = "How many passes examples make, as a share of their group."
+    if "difficulty" in tables:
+        caption += " An example is as difficult as the pass from which its answer stays the same."
+    return _figure(run, "passes", "Passes made", caption, panels, columns=2)
+
+
+def _pass_panel(table: PassTable) -> Chart | HeatMap | None:
+    totals = table.counts.sum(axis=1)
+    kept = totals > 0
+    if not kept.any():
+        return None
+    groups = [name for name, keep in zip(table.groups, kept, strict=True) if keep]
+    shares = table.counts[kept] / totals[kept][:, None]
+    passes = [str(number + 1) for number in range(shares.shape[1])]
+    if table.by == "label" and len(groups) <= MAX_GROUPS:
+        means = shares @ np.arange(1, shares.shape[1] + 1)
+        bars = [
+            Bars(f"{shortened(name, 24)} (mean {mean:.2f})", row.tolist())
+            for name, mean, row in zip(groups, means, shares, strict=True)
+        ]
+        y = Axis("share of the label's examples", percent=True, low=0.0)
+        return Chart(Axis("passes"), y, bars=bars, categories=passes, title="by label")
+    by_label = table.by == "label"
+    names = [
+        f"{shortened(name, 16)} ({int(total)})"
+        for name, total in zip(groups, totals[kept], strict=True)
+    ]
+    return HeatMap(
+        names,
+        passes,
+        shares.tolist(),
+        Axis("passes made"),
+        Axis("label (examples)" if by_label else "answer unchanged from pass (examples)"),
+        Axis("share of the row", percent=True, low=0.0, high=1.0),
+        texts=[[f"{part:.0%}" if part >= 0.005 else "" for part in row] for row in shares],
+        title="by label" if by_label else "by difficulty",
+    )
+
+
+def halting_figure(run: Run) -> FigureSpec | None:
+    """Return when chosen examples stop, pass by pass."""
+    examples = halting_examples(run)
+    panels = []
+    for example in examples:
+        passes = [str(number + 1) for number in range(len(example.halting))]
+        bars = []
+        for name, color, right in (
+            ("stops here, answer right", BLUE, True),
+            ("stops here, answer wrong", VERMILION, False),
+        ):
+            values = [
+                float(p) if (answer == example.label) is right else None
+                for p, answer in zip(example.halting, example.answers, strict=True)
+            ]
+            if any(value is not None for value in values):
+                bars.append(Bars(name, values, color))
+        places = [float(place) for place in range(len(passes))]
+        sure = Line("confidence in the answer", places, example.confidence.tolist(), BLACK)
+        panels.append(
+            Chart(
+                Axis("pass"),
+                Axis("probability", low=0.0, high=1.05),
+                [sure],
+                bars,
+                passes,
+                rules=[Rule(example.passes - 0.5, "stopped", vertical=True)],
+                title=f"“{shortened(example.text, 90)}” ({shortened(example.label, 20)})",
+            )
+        )
+    if not panels:
+        return None
+    caption = (
+        "Bars: the probability of stopping at each pass. Dashed: where the example was stopped."
+    )
+    return _figure(run, "halting", "When examples stop", caption, panels, wide=True)
+
+
+def parity_figure(*runs: Run) -> FigureSpec | None:
+    """Return accuracy and passes by difficulty of one run of the parity experiment, or several."""
+    measured = [(run, bands) for run in runs if (bands := parity_bands(run))]
+    if not measured:
+        return None
+    names = _distinct([bands[0].mechanism for _, bands in measured])
+    bands = measured[0][1]
+    beyond = [band for band in bands if band.beyond]
+    spans = [
+        Span(beyond[0].lowest - 0.5, beyond[-1].highest + 0.5, "harder than in training")
+    ] if beyond else []  # fmt: skip
+    x = Axis("entries that are not zero", low=bands[0].lowest - 0.5, high=bands[-1].highest + 0.5)
+    panels = []
+    for quantity, y, rules in (
+        ("accuracy", Axis("accuracy", percent=True, low=0.44, high=1.02), [Rule(CHANCE, "chance")]),
+        ("passes", Axis("passes", low=0.0), []),
+    ):
+        lines = [
+            Line(
+                name,
+                [(band.lowest + band.highest) / 2 for band in own],
+                [getattr(band, quantity) for band in own],
+            )
+            for name, (_, own) in zip(names, measured, strict=True)
+        ]
+        panels.append(Chart(x, y, lines, rules=rules, spans=spans, title=quantity))
+    caption = "Measured on vectors that were not trained on; the more entries are not zero, the "
+    caption += "harder a vector is."
+    return _figure(measured[0][0], "parity", "Parity by difficulty", caption, panels, columns=2)
+
+
+def _distinct(mechanisms: Sequence[str]) -> list[str]:
+    """Return a name for each run; a number tells runs of the same mechanism apart."""
+    names: list[str] = []
+    for mechanism in mechanisms:
+        name = MECHANISMS.get(mechanism, shortened(mechanism))
+        seen = sum(known.split(" #")[0] == name for known in names)
+        names.append(f"{name} #{seen + 1}" if seen else name)
+    return names
+
+
+def _figure(
+    run: Run, name: str, title: str, caption: str, panels: Sequence[Chart | HeatMap], **layout: Any
+) -> FigureSpec:
+    command = training_command(run)
+    if name != "parity":
+        command = f"deepenough ponder eval {shlex.quote(run.path)}"
+    return FigureSpec(name, title, caption, panels, run.name, command, **layout)
+
+
+FIGURES: tuple[FigureBuilder, ...] = (
+    frontier_figure,
+    passes_figure,
+    halting_figure,
+    parity_figure,
+)
+
+
+def training_command(run: Run) -> str:
+    """Return the command that trains the run again."""
+    verb = "parity" if run.of_kind(PARITY) else "train"
+    return f"deepenough ponder {verb} --config {shlex.quote(f'{run.path}/config.yaml')}"
+
+
+# -- section ----------------------------------------------------------------------------------
+
+
+def section(run: Run) -> Section | None:
+    """Return what a pondering model has recorded, or None if there is nothing."""
+    figures = build_figures(run, FIGURES)
+    if not figures:
+        return None
+    about = "Every example takes as many passes as it needs, up to a limit."
+    bands = parity_bands(run)
+    if bands:
+        about = "Is the number of ones among the entries 1, 0 and -1 odd?"
+        if bands[0].mechanism != "fixed":
+            about += " The network itself decides how many passes it takes."
+    return Section(HEADING, about, _exit_findings(run) + _parity_findings(bands), figures)
+
+
+def _exit_findings(run: Run) -> list[str]:
+    points = exit_points(run)
+    if not points:
+        return []
+    model = "ponder" if any(p.model == "ponder" for p in points) else points[0].model
+    own = [point for point in points if point.model == model]
+    full = max(own, key=lambda p: p.passes)
+    quick = min((p for p in own if p.accuracy >= full.accuracy), key=lambda p: p.passes)
+    found = f"Accuracy {100 * full.accuracy:.1f} % with {full.passes:.2f} passes"
+    if quick.passes < full.passes:
+        way = POLICIES.get(quick.policy, quick.policy)
+        return [f"{found}; at least as accurate with {quick.passes:.2f} passes (by {way})."]
+    return [f"{found}; no setting that stops earlier is as accurate."]
+
+
+def _parity_findings(bands: Sequence[ParityBand]) -> list[str]:
+    found = []
+    for what, beyond in (("as hard as in training", False), ("harder than any in training", True)):
+        own = [band for band in bands if band.beyond is beyond]
+        if own:
+            accuracy = float(np.mean([band.accuracy for band in own]))
+            passes = float(np.mean([band.passes for band in own]))
+            found.append(
+                f"Parity of vectors {what}: {100 * accuracy:.1f} % correct in {passes:.1f} passes "
+                "on average."
+            )
+    return found
