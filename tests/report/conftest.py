@@ -38,7 +38,8 @@ def write_run(
 ) -> Path:
     """A run whose loss falls as losses do and whose search decides, one block before another."""
     folder = RunFolder.create(path)
-    folder.config.write_text(yaml.safe_dump(config or {"model": {"num_blocks": len(pattern)}}))
+    settings = {"method": "par", "model": {"num_blocks": len(pattern)}}
+    folder.config.write_text(yaml.safe_dump(config or settings))
     rng = np.random.default_rng(seed)
     metrics = Metrics(folder.metrics)
     chosen = np.array(["ad-".index(letter) for letter in pattern])
@@ -90,12 +91,12 @@ def make_run(tmp_path: Path) -> MakeRun:
 # -- what a report is made from -----------------------------------------------------------------
 
 
-def write_records(folder: Path, records: list[Record], config: str = "") -> Path:
+def write_records(folder: Path, records: list[Record], config: str) -> Path:
     folder.mkdir(parents=True)
     metrics = Metrics(folder / "metrics.jsonl")
     for record in records:
         metrics.append(record)
-    (folder / "config.yaml").write_text(config or "run: {folder: x}\n")
+    (folder / "config.yaml").write_text(config)
     return folder
 
 
@@ -107,9 +108,10 @@ def write_search(folder: Path) -> Path:
         values = {"loss": 5 - step / 20, "pi": pi, "tau": 1 - step / 50}
         records.append(Record(step * 10, "train", values))
     records.append(Record(STEPS * 10, "derive", {"pattern": "ad", "pi": pi}))
-    write_records(folder, records, "search: {tau: linear}\n")
+    write_records(folder, records, "method: par\nsearch: {tau: linear}\n")
     trained = [Record(step, "train", {"loss": 4.0 - step / 9}) for step in range(3)]
-    write_records(folder / "derived", [*trained, Record(3, "test", {"perplexity": 42.0})])
+    tested = Record(3, "test", {"perplexity": 42.0})
+    write_records(folder / "derived", [*trained, tested], "method: par\n")
     return folder
 
 
@@ -134,7 +136,7 @@ def write_shortcut(folder: Path, word: str = " Paris") -> Path:
     table = [[1.0 - 0.1 * abs(a - b) for b in range(4)] for a in range(4)]
     records.append(Record(0, "r2", {"mode": "mat", "table": table}))
     records.append(Record(0, "lens", lens))
-    return write_records(folder, records)
+    return write_records(folder, records, "method: shortcut\n")
 
 
 def write_ponder(folder: Path) -> Path:
@@ -151,7 +153,7 @@ def write_ponder(folder: Path) -> Path:
                              "passes": float(n), "mechanism": "ponder"})
         for n in (1, 2, 3)
     ]  # fmt: skip
-    return write_records(folder, records)
+    return write_records(folder, records, "method: ponder\n")
 
 
 def write_lazy(folder: Path) -> Path:
@@ -169,7 +171,7 @@ def write_lazy(folder: Path) -> Path:
     exact = {"exact": 0.5, "exact_by": [{"kind": "addition", "length": 1, "exact": 0.5,
                                          "programs": 4}]}  # fmt: skip
     records = [Record(5, "lazy_tokens", look), Record(5, "lazy_rest", many)]
-    return write_records(folder, [*records, Record(5, "programs", exact)])
+    return write_records(folder, [*records, Record(5, "programs", exact)], "method: lazy\n")
 
 
 def write_comparison(folder: Path, about: Path) -> Path:

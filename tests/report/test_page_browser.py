@@ -70,29 +70,29 @@ def figure(page: Any, title: str) -> Any:
 def test_charts_are_drawn_and_markup_is_shown_as_text(page):
     assert all(f.find_elements("css selector", "svg, img, button") for f in all_of(page, "figure"))
     assert len(all_of(page, ".chart svg .mark")) > 40
-    assert page.execute_script("return document.images.length") == 1  # the moving picture alone
+    assert page.execute_script("return document.images.length") == 0
     assert "onerror=alert" in page.find_element("tag name", "h1").text
-    for kind in ("svg path", "svg rect.mark", "svg circle.mark", "svg polygon.mark"):
+    for kind in ("svg path", "svg rect.mark", "svg circle.mark", "svg polygon"):
         assert all_of(page, f".chart {kind}"), kind
 
 
 def test_the_slider_moves_through_training(page):
-    frames = figure(page, "Move the slider")
+    frames = figure(page, "Block probabilities")
     slider = frames.find_element("css selector", "input[type=range]")
     colors = "return [...arguments[0].querySelectorAll('rect')].map(r => r.getAttribute('fill'))"
 
     def told() -> str:
         return str(frames.find_element("css selector", "output").text)
 
-    assert told().startswith("400")
+    assert told().startswith("step 400")
     painted = page.execute_script(colors, frames)
     slider.send_keys(HOME)
-    assert told().startswith("0, temperature 1: ")
+    assert told().startswith("step 0, temperature 1.00: ")
     assert page.execute_script(colors, frames) != painted
     slider.send_keys(RIGHT)
-    assert told().startswith("10, ")
+    assert told().startswith("step 10, ")
     slider.send_keys(LEFT)
-    assert told().startswith("0, ")
+    assert told().startswith("step 0, ")
 
 
 def test_tokens_are_shaded_and_open_their_lens(page):
@@ -131,7 +131,7 @@ def test_the_frontier_changes_its_cost_and_hides_groups(page):
     assert "blocks run per token" in chart.find_element("css selector", ".chart").text
     buttons = chart.find_elements("css selector", ".legend button")
     next(b for b in buttons if b.text == "exit").click()
-    assert len(chart.find_elements("css selector", ".chart > svg .mark")) == 1
+    assert len(chart.find_elements("css selector", ".panels svg .mark")) == 1
     pressed = [
         b.get_attribute("aria-pressed")
         for b in chart.find_elements("css selector", ".legend button")
@@ -154,23 +154,24 @@ def test_a_point_tells_its_run_and_its_command(page, evil):
 
 
 def test_one_tab_leaves_a_chart_and_focus_is_seen(page):
-    chart = figure(page, "How early the model knows")
+    chart = figure(page, "How much a whole sentence still changes")
     marks = chart.find_elements("css selector", "svg .mark")
     assert len(marks) >= 4
     page.execute_script("arguments[0].focus()", marks[0])
     assert marks[0].value_of_css_property("stroke-width") == "3px"
     tip = page.find_element("css selector", ".tip")
-    assert tip.is_displayed() and "layer 0" in tip.text
+    assert tip.is_displayed() and "step 1" in tip.text
     marks[0].send_keys(RIGHT)
-    assert page.switch_to.active_element == marks[1] and "layer 1" in tip.text
+    assert page.switch_to.active_element == marks[1] and "step 2" in tip.text
     marks[1].send_keys(TAB)
     after = page.switch_to.active_element
     assert after.tag_name == "button" and after.text == "Data"
 
 
 def test_cells_of_a_table_of_colours_are_reached_by_arrows(page):
-    heat = figure(page, "Tokens of the program: gate")
-    cells = heat.find_elements("css selector", "svg .mark")
+    heat = figure(page, "How much each token still changes")
+    panel = heat.find_element("css selector", ".panels > div")
+    cells = panel.find_elements("css selector", "svg .mark")
     assert len(cells) == 4
     page.execute_script("arguments[0].focus()", cells[0])
     cells[0].send_keys(DOWN)
@@ -196,7 +197,8 @@ def test_data_is_sorted_and_saved(page):
     quality.click()
     assert names() == ["all", "early", "worse"]
     saved = chart.find_element("css selector", "a.save")
-    assert saved.get_dom_attribute("download") == "agreement-against-cost.csv"
+    name = saved.get_dom_attribute("download")
+    assert name == "agreement-against-cost-milliseconds-per-token.csv"
     lines = unquote(saved.get_dom_attribute("href").partition(",")[2]).split("\r\n")
     assert lines[0].startswith("name,group,agreement,") and len(lines) == 4
     assert lines[2].startswith("early,exit,0.94,")

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 def _compare(config: CompareConfig) -> None:
     """Measure, print a table, and write frontier.json with its pictures."""
-    from deepenough.compare.frontier import FRONTIER, run_comparison
-    from deepenough.report.frontier_file import read_frontier, write_frontier_figures
+    from deepenough.compare.frontier import FRONTIER, compare
+    from deepenough.report import write_frontier_figures
+    from deepenough.report.figures import read_frontier
     from deepenough.training.logging import reading
 
     with reading("passes") as progress:

@@ -80,15 +80,14 @@ def sweep(config: SweepConfig) -> None:
 def plot(config: LazyPlotConfig) -> None:
     """Look inside a run's model, draw what was found, and print the files written."""
     from deepenough.lazy.inspection import inspect_run
-    from deepenough.report import read_run
-    from deepenough.report.lazy import write_lazy_figures
+    from deepenough.report import read_run, write_figures
     from deepenough.runs import model_folder
 
     # What is no run is refused before anything is computed.
     run = RunFolder.open(model_folder(config.run).parent)
     inspect_run(config)
     folder = Path(config.out) if config.out else run.plots
-    print(*write_lazy_figures(read_run(run.path), folder), sep="\n")
+    print(*write_figures(read_run(run.path), folder), sep="\n")
 
 
 # -- which task ------------------------------------------------------------------------------------

@@ -391,7 +391,7 @@ def epsilon_figure(run: Run) -> FigureSpec | None:
     command = _sweep(run, encoder_steps=[], epsilons=[point["epsilon"] for point in points])
     return FigureSpec(
         "lazy_epsilon", "BLEU against the encoder's cost", caption, panels, run.name, command,
-        columns=2,
+        columns=2, wide=True,
     )  # fmt: skip
 
 

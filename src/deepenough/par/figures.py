@@ -27,7 +27,7 @@ from deepenough.figure import (
     number,
     shortened,
 )
-from deepenough.par.pattern import BRANCH_NAMES, BRANCHES
+from deepenough.par.config import BRANCH_NAMES, BRANCHES
 
 HEADING = "PAR"
 
@@ -101,7 +101,13 @@ def blocks_figure(run: Run) -> FigureSpec | None:
     )
     caption = "The probability of each type of block; the letters are the most probable types."
     return FigureSpec(
-        "blocks", "Block probabilities", caption, [panel], run.name, training_command(run), wide=True
+        "blocks",
+        "Block probabilities",
+        caption,
+        [panel],
+        run.name,
+        training_command(run),
+        wide=True,
     )
 
 
@@ -166,7 +172,9 @@ def _pattern(run: Run) -> tuple[str, str]:
         if given:
             return given, "as given"
     states = block_states(run)
-    return (states[-1].pattern, f"most probable at step {states[-1].step:,}") if states else ("", "")
+    return (
+        (states[-1].pattern, f"most probable at step {states[-1].step:,}") if states else ("", "")
+    )
 
 
 def _known(value: object) -> str:

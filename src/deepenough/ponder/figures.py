@@ -171,9 +171,7 @@ def parity_bands(run: Run) -> list[ParityBand]:
             lowest, highest, accuracy, passes = read
             mechanism = str(values.get("mechanism", run.name))
             beyond = values.get("beyond") is True
-            found.append(
-                ParityBand(int(lowest), int(highest), beyond, accuracy, passes, mechanism)
-            )
+            found.append(ParityBand(int(lowest), int(highest), beyond, accuracy, passes, mechanism))
     return sorted(found, key=lambda band: band.lowest)
 
 
@@ -257,7 +255,7 @@ def passes_figure(run: Run) -> FigureSpec | None:
     caption = "How many passes examples make, as a share of their group."
     if "difficulty" in tables:
         caption += " An example is as difficult as the pass from which its answer stays the same."
-    return _figure(run, "passes", "Passes made", caption, panels, columns=2)
+    return _figure(run, "passes", "Passes made", caption, panels, columns=2, wide=True)
 
 
 def _pass_panel(table: PassTable) -> Chart | HeatMap | None:
@@ -359,7 +357,9 @@ def parity_figure(*runs: Run) -> FigureSpec | None:
         panels.append(Chart(x, y, lines, rules=rules, spans=spans, title=quantity))
     caption = "Measured on vectors that were not trained on; the more entries are not zero, the "
     caption += "harder a vector is."
-    return _figure(measured[0][0], "parity", "Parity by difficulty", caption, panels, columns=2)
+    return _figure(
+        measured[0][0], "parity", "Parity by difficulty", caption, panels, columns=2, wide=True
+    )
 
 
 def _distinct(mechanisms: Sequence[str]) -> list[str]:

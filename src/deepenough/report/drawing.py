@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +40,6 @@ from matplotlib.ticker import (
     LogLocator,
     MaxNLocator,
     NullFormatter,
-    PercentFormatter,
 )
 from PIL import Image
 
@@ -94,6 +95,7 @@ def save(spec: FigureSpec, folder: Path | str, formats: Sequence[str] = FORMATS)
     written = []
     with style.applied(), style.writing(Path(folder)):
         for name, figure in draw(spec):
+            style.freeze_layout(figure)  # once, not once a file
             for ending in formats:
                 file = Path(folder) / f"{name}.{ending}"
                 metadata = cast("dict[str, Any] | None", _NO_DATE[ending])
@@ -154,7 +156,8 @@ class _Grid:
         heights = [max(height for _, height in row) for row in sizes]
         entries = list(self._legend())
         self.width = max(sum(widths), 5.0)
-        per_row = max(1, int(self.width / 2.4))
+        longest = max((len(text) for _, text in entries), default=1)
+        per_row = max(1, int(self.width / (0.7 + 0.075 * longest)))
         room = 0.45 + 0.22 * -(-len(entries) // per_row)
         self.figure = style.new_figure(self.width, sum(heights) + room)
         grid = self.figure.add_gridspec(
@@ -195,7 +198,9 @@ class _Grid:
             return _map_size(panel)
         width, height = CHART_SIZES[min(self.columns, 3)]
         if isinstance(panel, Chart) and panel.bars:
-            width = max(width, 1.2 + len(panel.categories) * (0.25 + 0.32 * len(panel.bars)))
+            places = range(len(panel.categories))
+            most = max(sum(b.values[i] is not None for b in panel.bars) for i in places)
+            width = max(width, 1.0 + len(places) * (0.12 + 0.32 * most))
         return min(width, MAX_WIDTH), height
 
     def _legend(self) -> Iterator[tuple[Artist, str]]:
@@ -214,6 +219,8 @@ class _Grid:
                 found.setdefault(chart.mark_name, Line2D([], [], **_MARK))
             for rule in chart.rules:
                 found.setdefault(rule.name, Line2D([], [], **_rule_look(rule.vertical)))
+        for panel in self.panels:
+            found.pop(panel.title, None)  # a panel of its own needs no entry
         if len(found) > 1:
             for name, handle in found.items():
                 yield handle, style.drawable(shortened(name, 44))
@@ -282,7 +289,7 @@ def _draw_chart(axes: Axes, chart: Chart, names: Sequence[str], width: float) ->
                   fontsize=style.LABEL_SIZE, color=style.MUTED, va="bottom")  # fmt: skip
     for rule in chart.rules:
         mark = axes.axvline if rule.vertical else axes.axhline
-        mark(rule.value, zorder=2, **_rule_look(rule.vertical))
+        mark(rule.value, zorder=3 if rule.vertical else 2, **_rule_look(rule.vertical))
     for line in chart.lines:
         index = names.index(line.name)
         if line.low and line.high:
@@ -290,13 +297,21 @@ def _draw_chart(axes: Axes, chart: Chart, names: Sequence[str], width: float) ->
                               alpha=0.2, linewidth=0)  # fmt: skip
         order = 2 if line.color == GREY else 4 if line.style == "none" else 3
         axes.plot(line.x, line.y, zorder=order, **_line_look(line, index))
-    _set_axis(axes, "y", chart.y)
+    if chart.bars:
+        _draw_bars(axes, chart, names)
+    # A panel's title says what its vertical axis shows, where both would be the same words.
+    y = replace(chart.y, label="") if chart.y.label == chart.title else chart.y
+    _set_axis(axes, "y", y)
     _set_axis(axes, "x", chart.x)
     if chart.bars:
-        _draw_bars(axes, chart, names, width)
+        every = max(1, int(np.ceil(0.3 * len(chart.categories) / width)))
+        places = range(0, len(chart.categories), every)
+        axes.set_xticks(places, [style.drawable(chart.categories[place]) for place in places])
+        axes.set_xlim(-0.6, len(chart.categories) - 0.4)
+        axes.grid(axis="x", visible=False)
 
 
-def _draw_bars(axes: Axes, chart: Chart, names: Sequence[str], width: float) -> None:
+def _draw_bars(axes: Axes, chart: Chart, names: Sequence[str]) -> None:
     for place in range(len(chart.categories)):
         here = [bars for bars in chart.bars if bars.values[place] is not None]
         part = BAR_SHARE / max(1, len(here))
@@ -310,18 +325,13 @@ def _draw_bars(axes: Axes, chart: Chart, names: Sequence[str], width: float) -> 
             top = value
             mark = bars.marks[place] if bars.marks else None
             if mark is not None:
-                axes.plot([x - 0.46 * part, x + 0.46 * part], [mark, mark], **_MARK)
+                axes.plot([x - 0.46 * part, x + 0.46 * part], [mark, mark], zorder=3, **_MARK)
                 top = max(top, mark)
             if bars.texts:
                 axes.annotate(bars.texts[place], (x, top), (0, 3), textcoords="offset points",
                               ha="center", va="bottom", fontsize=style.LABEL_SIZE)  # fmt: skip
-    every = max(1, int(np.ceil(0.3 * len(chart.categories) / width)))
-    places = range(0, len(chart.categories), every)
-    axes.set_xticks(places, [style.drawable(chart.categories[place]) for place in places])
-    axes.set_xlim(-0.6, len(chart.categories) - 0.4)
-    axes.grid(axis="x", visible=False)
-    if chart.y.high is None:
-        axes.set_ylim(top=axes.get_ylim()[1] * 1.06)
+    if any(bars.texts for bars in chart.bars):
+        axes.margins(y=0.1)
 
 
 def _angle_scale(axis: Any) -> FuncScale:
@@ -350,9 +360,11 @@ def _set_axis(axes: Axes, which: str, spec: Axis) -> None:
     if spec.low is not None or spec.high is not None:
         low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
         set_limits(low if spec.low is None else spec.low, high if spec.high is None else spec.high)
-    axis.set_major_formatter(
-        PercentFormatter(1.0, decimals=None) if spec.percent else FuncFormatter(style.short_number)
-    )
+    axis.set_major_formatter(FuncFormatter(_percent if spec.percent else style.short_number))
+
+
+def _percent(value: float, _position: int | None = None) -> str:
+    return f"{100 * value:.4g}%"
 
 
 def _label_points(axes: Axes, chart: Chart) -> None:
@@ -364,7 +376,7 @@ def _label_points(axes: Axes, chart: Chart) -> None:
     segments: list[Segment] = []
     for line in chart.lines:
         points = list(zip(line.x, line.y, strict=True))
-        segments += list(zip(points, points[1:], strict=False))
+        segments += list(pairwise(points))
     place_labels(axes, labels, avoid=segments)
 
 
@@ -420,7 +432,9 @@ class _HeatMapArtist:
         room = SQUARE_INCHES if panel.square else width - 1.6
         self.cell = room / columns
         every = max(1, int(np.ceil(0.24 / self.cell)))
-        axes.set_xticks(range(0, columns, every), [style.drawable(c) for c in panel.columns[::every]])
+        axes.set_xticks(
+            range(0, columns, every), [style.drawable(c) for c in panel.columns[::every]]
+        )
         every = max(1, int(np.ceil(0.16 * rows / (height - 0.9))))
         axes.set_yticks(range(0, rows, every), [style.drawable(r) for r in panel.rows[::every]])
         axes.set(xlabel=panel.x.label, ylabel=panel.y.label)
@@ -435,16 +449,14 @@ class _HeatMapArtist:
                 axes.axhline(edge - 0.5, color="white", linewidth=1.0)
         for row, column in panel.framed:
             # Within its cell: frames that touched would make a frame of a cell between them.
-            axes.add_patch(
-                Rectangle((column - 0.46, row - 0.41), 0.92, 0.82, fill=False,
-                          edgecolor=style.VERMILION, linewidth=1.6)  # fmt: skip
-            )
+            look = {"fill": False, "edgecolor": style.VERMILION, "linewidth": 1.6}
+            axes.add_patch(Rectangle((column - 0.46, row - 0.41), 0.92, 0.82, **look))
         self._hatch()
         bar = axes.figure.colorbar(self.image, ax=axes, pad=0.02, fraction=0.046)
         bar.set_label(panel.value.label)
         bar.outline.set_visible(False)  # type: ignore[operator]
         if panel.value.percent:
-            bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+            bar.ax.yaxis.set_major_formatter(FuncFormatter(_percent))
         self.show(panel.values, panel.texts)
 
     def _hatch(self) -> None:
@@ -469,10 +481,9 @@ class _HeatMapArtist:
             for column, text in enumerate(line):
                 if text:
                     ink = style.ink_on(self.scale(self.norm(table[row, column])))
-                    self.texts.append(
-                        self.axes.text(column, row, text, ha="center", va="center", fontsize=size,
-                                       color=ink, rotation=upright)  # fmt: skip
-                    )
+                    look = {"fontsize": size, "color": ink, "rotation": upright}
+                    drawn = self.axes.text(column, row, text, ha="center", va="center", **look)
+                    self.texts.append(drawn)
 
 
 # -- animation --------------------------------------------------------------------------------

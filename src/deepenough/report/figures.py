@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ LOG_SCALE_FACTOR = 4.0
 MAX_LOSS = 100.0
 """exp() of more than this is no number that a panel can show."""
 
+KINDS = ("train", "valid", "test")
+SMOOTHED = "train (smoothed)"
 SMALL_PANELS = (
     ("tau", Axis("temperature", low=0.0)),
     ("lr", Axis("learning rate", low=0.0)),
@@ -97,70 +99,71 @@ def losses(run: Run, kind: str) -> Curve:
 
 def training_figure(*runs: Run, command: str = "") -> FigureSpec | None:
     """Return the curves of one run, or of several over one another; None without any curve."""
-    panels: list[Panel] = []
+    several = len(runs) > 1
     step = Axis("step", whole=True, low=0.0)
-    lines = [line for run in runs for line in _loss_lines(run, len(runs) > 1, runs.index(run))]
+    panels: list[Panel] = []
+    lines = [
+        line
+        for place, run in enumerate(runs)
+        for line in (_run_lines(run, place) if several else _loss_lines(run))
+    ]
     if lines:
         panels.append(Chart(step, Axis("loss"), lines, title="loss"))
-        by_tokens = any(series(run, kind, "perplexity")[0] for run in runs for kind in _KINDS)
-        if by_tokens:
+        if any(series(run, kind, "perplexity")[0] for run in runs for kind in KINDS):
             panels.append(_perplexity_panel(step, lines))
     for name, axis in SMALL_PANELS:
-        curves = [(run, series(run, "train", name)) for run in runs]
-        own = [
-            Line(_run_name(run, len(runs) > 1, "train (smoothed)"), x, y, _place(i), marker=False)
-            for i, (run, (x, y)) in enumerate(curves)
-            if x
+        curves = [
+            Line(shortened(run.name, 32) if several else SMOOTHED, x, y, place, marker=False)
+            for place, run in enumerate(runs)
+            if (x := (found := series(run, "train", name))[0]) and (y := found[1])
         ]
-        if own:
-            panels.append(Chart(step, axis, own, title=axis.label))
+        if curves:
+            panels.append(Chart(step, axis, curves, title=axis.label))
     if not panels:
         return None
-    caption = "As recorded while training"
-    caption += ", the training loss smoothed." if any(l.name.startswith("train") for l in lines) else "."
+    caption = "As recorded while training; the training loss is smoothed."
     subject = ", ".join(run.name for run in runs)
-    return FigureSpec(
-        "training", "Training curves", caption, panels, subject, command, columns=2, wide=True
-    )
+    return FigureSpec("training", "Training curves", caption, panels, subject, command, wide=True)
 
 
-_KINDS = ("train", "valid", "test")
-
-
-def _place(index: int) -> int | None:
-    return BLUE if index == 0 else None
-
-
-def _run_name(run: Run, several: bool, name: str) -> str:
-    return shortened(run.name, 32) if several else name
-
-
-def _loss_lines(run: Run, several: bool, index: int) -> list[Line]:
-    found = []
+def _smoothed(run: Run) -> Curve:
     steps, values = losses(run, "train")
-    if len(steps):
-        smoothed = smooth(steps, values, int(SMOOTHING_SHARE * len(values)))
-        if not several and len(steps) > 20:
-            raw = "train (each record)"
-            found.append(Line(raw, steps.tolist(), values.tolist(), GREY, marker=False))
-        name = _run_name(run, several, "train (smoothed)")
-        found.append(Line(name, steps.tolist(), smoothed.tolist(), _place(index), marker=False))
-    for kind, color in (("valid", VERMILION), ("test", BLACK)):
-        steps, values = losses(run, kind)
-        if len(steps):
-            name = f"{shortened(run.name, 32)}, {kind}" if several else kind
-            place = None if several else color
-            found.append(Line(name, steps.tolist(), values.tolist(), place, "none"))
-    return found
+    return steps, smooth(steps, values, int(SMOOTHING_SHARE * len(values)))
+
+
+def _loss_lines(run: Run) -> list[Line]:
+    """Return the losses of a run that is shown alone."""
+    lines = [
+        Line("train (each record)", *losses(run, "train"), GREY, marker=False),
+        Line(SMOOTHED, *_smoothed(run), BLUE, marker=False),
+        Line("valid", *losses(run, "valid"), VERMILION, "none"),
+        Line("test", *losses(run, "test"), BLACK, "none"),
+    ]
+    return [_plain(line) for line in lines if len(line.x)]
+
+
+def _run_lines(run: Run, place: int) -> list[Line]:
+    """Return the losses of one of several runs, in its own colour."""
+    name = shortened(run.name, 32)
+    kind = "valid" if len(losses(run, "valid")[0]) else "test"
+    lines = [
+        Line(name, *_smoothed(run), place, marker=False),
+        Line(f"{name}, {kind}", *losses(run, kind), place, "none"),
+    ]
+    return [_plain(line) for line in lines if len(line.x)]
+
+
+def _plain(line: Line) -> Line:
+    return replace(line, x=np.asarray(line.x).tolist(), y=np.asarray(line.y).tolist())
 
 
 def _perplexity_panel(step: Axis, loss_lines: Sequence[Line]) -> Chart:
     lines = []
     for line in loss_lines:
-        points = [(x, float(np.exp(y))) for x, y in zip(line.x, line.y, strict=True) if y < MAX_LOSS]
-        if points:
-            x, y = zip(*points, strict=True)
-            lines.append(Line(line.name, x, y, line.color, line.style, line.marker))
+        kept = [i for i, loss in enumerate(line.y) if loss < MAX_LOSS]
+        if kept:
+            steps, values = ([each[i] for i in kept] for each in (line.x, line.y))
+            lines.append(replace(line, x=steps, y=np.exp(values).tolist()))
     values = [value for line in lines for value in line.y]
     wide = bool(values) and max(values) > LOG_SCALE_FACTOR * min(values)
     return Chart(step, Axis("perplexity", "log" if wide else "linear"), lines, title="perplexity")
@@ -270,13 +273,9 @@ def frontier_figure(frontier: Frontier) -> FigureSpec:
 
 
 def _cost_panel(frontier: Frontier, cost: str) -> Scatter:
-    rows = frontier.points
-    best = pareto(
-        [(row[cost], row["quality"]) for row in rows], higher_is_better=frontier.higher_is_better
-    )
     label, scale = COSTS[cost]
     points = []
-    for i, row in enumerate(rows):
+    for row in frontier.points:
         low, high = (number(row.get(f"{cost}_{end}")) for end in ("low", "high"))
         details = [f"{frontier.quality} {row['quality']:.4g} "
                    f"({row['quality_low']:.4g} to {row['quality_high']:.4g})"]  # fmt: skip
@@ -284,6 +283,7 @@ def _cost_panel(frontier: Frontier, cost: str) -> Scatter:
             f"{text.format(unit=frontier.unit)}: {row[key] / divisor:.4g}"
             for key, (text, divisor) in COSTS.items()
         ]
+        optimal = row.get("optimal")
         points.append(
             Point(
                 name=frontier.name_of(row),
@@ -294,7 +294,7 @@ def _cost_panel(frontier: Frontier, cost: str) -> Scatter:
                 y_low=row["quality_low"],
                 y_high=row["quality_high"],
                 group=str(row.get("mechanism", "")),
-                optimal=i in best,
+                optimal=isinstance(optimal, list) and cost in optimal,
                 details=details,
                 command=str(row.get("command") or ""),
                 folder=str(row.get("folder") or row.get("run", "")),
@@ -305,49 +305,15 @@ def _cost_panel(frontier: Frontier, cost: str) -> Scatter:
 
 
 def scatter_figure(
-    rows: Sequence[Mapping[str, Any]],
-    x: str,
-    y: str,
-    *,
-    title: str = "",
-    x_label: str = "",
-    y_label: str = "",
-    higher_is_better: bool = False,
+    points: Sequence[Point], x: str, y: str, title: str = "", *, higher_is_better: bool = False
 ) -> FigureSpec:
-    """Return a frontier of any results, each a mapping with `name`, `group`, `pattern`, x and y.
-
-    A value of x or y is a number or a list with one a seed: the mean is shown, and for y the range.
-    """
-    if not rows:
+    """Return any measurements as a frontier: the optimal points marked, the axes named x and y."""
+    if not points:
         raise UserError("There is no point to draw on the frontier; give at least one result.")
-    points = []
-    for row in rows:
-        name = " ".join(str(row[key]) for key in ("name", "pattern") if row.get(key)) or "?"
-        xs, ys = (_seeds(row, key, name) for key in (x, y))
-        range_ = {"y_low": min(ys), "y_high": max(ys)} if len(ys) > 1 else {}
-        points.append((name, float(np.mean(xs)), float(np.mean(ys)), str(row.get("group", "")), range_))
-    best = pareto([(p[1], p[2]) for p in points], higher_is_better=higher_is_better)
-    panel = Scatter(
-        Axis(x_label or x.replace("_", " ")),
-        Axis(y_label or y.replace("_", " ")),
-        [
-            Point(name, px, py, group=group, optimal=i in best, **range_)
-            for i, (name, px, py, group, range_) in enumerate(points)
-        ],
-    )
-    return FigureSpec("frontier", title, "Lines: the range over seeds.", [panel])
-
-
-def _seeds(row: Mapping[str, Any], key: str, name: str) -> list[float]:
-    value = row.get(key)
-    many = value if isinstance(value, (list, tuple)) else [value]
-    found = [n for n in map(number, many) if n is not None]
-    if not found or len(found) != len(many):
-        raise UserError(
-            f"The point {shortened(name)!r} has no finite number for {key!r} ({value!r}); "
-            "give one number, or a list with one a seed."
-        )
-    return found
+    best = pareto([(p.x, p.y) for p in points], higher_is_better=higher_is_better)
+    marked = [replace(point, optimal=i in best) for i, point in enumerate(points)]
+    panel = Scatter(Axis(x), Axis(y), marked)
+    return FigureSpec("frontier", title, "Lines: the range of each measurement.", [panel])
 
 
 def sample_figure(frontier: Frontier) -> FigureSpec | None:

@@ -121,7 +121,9 @@ def draw_tokens(panel: TokenText, heading: str) -> Figure:
         axes.text(0.15 + x + PADDING_INCHES / 2, y, text, va="center", color=ink)
     place = figure.add_axes((0.15 / TEXT_WIDTH, 0.38 / height, 2.4 / TEXT_WIDTH, 0.1 / height))
     norm = matplotlib.colors.Normalize(0, panel.last)
-    bar = figure.colorbar(matplotlib.cm.ScalarMappable(norm, scale), place, orientation="horizontal")
+    bar = figure.colorbar(
+        matplotlib.cm.ScalarMappable(norm, scale), place, orientation="horizontal"
+    )
     bar.outline.set_visible(False)  # type: ignore[operator]
     axes.text(2.75, height - 0.43, panel.depth_name, va="center", color=style.MUTED)
     return figure

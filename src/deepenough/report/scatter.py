@@ -192,7 +192,7 @@ def _best_place(
 
 
 def _tie(anchor: np.ndarray, offset: np.ndarray) -> list[np.ndarray]:
-    """Return the line from a point to its label, without the beginning, which its own marker covers."""
+    """Return the line from a point to its label, without what the marker covers."""
     skipped = min(1.0, 2 * MARKER_RADIUS / float(np.hypot(*offset)))
     return _boxes_along(anchor + skipped * offset, anchor + offset)
 

@@ -144,7 +144,9 @@ def ink_on(background: Any) -> str:
 def drawable(text: str) -> str:
     """Return `text` on one line, with a sign for every character that no installed font has."""
     glyphs = _glyphs()
-    return "".join(c if ord(c) in glyphs and c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(
+        c if ord(c) in glyphs and c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 @functools.cache

@@ -125,7 +125,9 @@ def layer_curves(run: Run, name: str) -> dict[str, Curve]:
     """Return layers and values of one quantity by mode; a mode without a value is left out."""
     check = share if name.startswith("precision") else number
     by_mode = measured(run, "layer", "layer")
-    return _curves({m: [(x, check(v.get(name))) for x, v in at.items()] for m, at in by_mode.items()})
+    return _curves(
+        {m: [(x, check(v.get(name))) for x, v in at.items()] for m, at in by_mode.items()}
+    )
 
 
 def exit_curves(run: Run) -> dict[str, Curve]:
@@ -260,7 +262,9 @@ def mode_name(mode: str) -> str:
 def _line(mode: str, curve: Curve, **options: Any) -> Line:
     name, color, style = MODES.get(mode, (mode_name(mode), None, "dotted"))
     x, y = curve
-    return Line(**({"name": name, "color": color, "style": style} | options), x=x.tolist(), y=y.tolist())
+    return Line(
+        **({"name": name, "color": color, "style": style} | options), x=x.tolist(), y=y.tolist()
+    )
 
 
 def r2_figure(run: Run) -> FigureSpec | None:
@@ -435,7 +439,7 @@ def lens_figure(run: Run) -> FigureSpec | None:
                 [[None if np.isnan(p) else float(p) for p in row] for row in lens.probability],
                 lens.agrees.tolist(),
             ),
-            title=f"{shortened(readable(lens.prompt), 60)} ({mode_name(lens.mode)})",
+            title=f"{shortened(readable(lens.prompt), 60)} · {mode_name(lens.mode)}",
             key="" if place == 0 else str(place + 1),
         )
         for place, lens in enumerate(found)

@@ -1,125 +1,97 @@
 "use strict";
-// What a reader can do: switch the theme, move through training, open a token, look at the data.
+// What a reader can do: switch the theme, choose a panel, hide a line, look at the data.
 
-function drawFrames(box, spec) {
-  const controls = html("div", { class: "controls" });
-  const last = spec.frames.length - 1;
-  const id = `slider-${spec.number}`;
-  controls.append(html("label", { for: id }, "step"));
-  const slider = html("input", { type: "range", min: 0, max: last, id, value: spec.at ?? last });
-  const told = html("output", { for: id });
-  const play = html("button", { type: "button" }, "Play");
-  controls.append(slider, told, play);
-  const place = html("div");
-  box.append(controls, place);
-  function update() {
-    const at = Number(slider.value), frame = spec.frames[at];
-    spec.at = at;
-    const tau = frame.tau === null ? "" : `, temperature ${show(frame.tau)}`;
-    told.textContent = `${frame.step}${tau}: ${frame.pattern}`;
-    slider.setAttribute("aria-valuetext", `step ${frame.step}, blocks ${frame.pattern}`);
-    place.replaceChildren(grid(box, spec, frame.values));
+// -- figures ------------------------------------------------------------------------------------
+
+function namesOf(panels) {
+  return [...new Set(panels.flatMap(p => p.kind === "chart" ? [...p.lines, ...p.bars].map(s => s.name) : p.kind === "scatter" ? p.points.map(q => q.group) : []))];
+}
+
+// Colours and shapes of the names, each a button that hides it, and of rules and marks.
+function legend(box, panels, state, redraw) {
+  const titles = new Set(panels.map(p => p.title));
+  const names = state.names.filter(name => name && !titles.has(name));
+  const others = new Map(panels.filter(p => p.kind === "chart").flatMap(p => [...p.rules.map(r => [r.name, r.vertical ? "6 4" : "2 4"]), ...(p.mark_name ? [[p.mark_name, "none"]] : [])]));
+  if (names.length + others.size < 2) return;
+  const list = html("div", { class: "legend" });
+  for (const name of names) {
+    const item = panels.filter(p => p.kind === "chart").flatMap(p => [...p.lines, ...p.bars]).find(s => s.name === name);
+    const place = item?.color ?? state.names.indexOf(name);
+    const button = html("button", { type: "button", "aria-pressed": String(!state.off.has(name)) });
+    const icon = svg("svg", { viewBox: "0 0 14 14", "aria-hidden": "true" }), mark = symbol(place, 7, 7, 5);
+    mark.setAttribute("fill", item?.style === "dotted" ? "none" : color(place));
+    mark.setAttribute("stroke", color(place));
+    icon.append(mark);
+    button.append(icon, name);
+    button.addEventListener("click", () => { state.off.has(name) ? state.off.delete(name) : state.off.add(name); redraw(name); });
+    list.append(button);
   }
-  let timer = null;
-  function stop() { clearInterval(timer); timer = null; play.textContent = "Play"; }
-  slider.addEventListener("input", () => { stop(); update(); });
-  play.addEventListener("click", () => {
-    if (timer) { stop(); return; }
-    if (Number(slider.value) === last) slider.value = 0;
-    play.textContent = "Stop";
-    timer = setInterval(() => {
-      if (!place.isConnected || Number(slider.value) >= last) { stop(); return; }
-      slider.value = Number(slider.value) + 1;
-      update();
-    }, 90);
-  });
-  update();
-  scaleBar(box, spec);
-}
-
-function openLens(spec, token, button) {
-  const dialog = document.getElementById("lens");
-  const lens = spec.lens, last = lens.words.length - 1;
-  const head = html("div", { class: "tools" });
-  head.append(html("h3", {}, `after “${spec.tokens[token]}”`));
-  const close = html("button", { type: "button" }, "Close");
-  close.addEventListener("click", () => dialog.close());
-  head.append(close);
-  const table = html("table");
-  const title = html("tr");
-  for (const name of ["layer", "says", "probability", ""]) title.append(html("th", { scope: "col" }, name));
-  table.append(title);
-  for (let row = last; row >= 0; row--) {
-    const line = html("tr", lens.agrees[row][token] ? { class: "last" } : {});
-    const p = lens.probability[row][token];
-    line.append(html("td", {}, String(lens.layers[row])), html("td", {}, lens.words[row][token]), html("td", {}, show(p)));
-    const cell = html("td"), bar = html("div", { class: "bar" });
-    bar.style.width = `${Math.round(100 * (p || 0))}%`;
-    cell.append(bar);
-    line.append(cell);
-    table.append(line);
+  for (const [name, dashes] of others) {
+    const entry = html("span"), icon = svg("svg", { viewBox: "0 0 14 14", "aria-hidden": "true" });
+    icon.append(svg("line", { class: dashes === "none" ? "level" : "rule", x1: 0, x2: 14, y1: 7, y2: 7, "stroke-dasharray": dashes }));
+    entry.append(icon, name);
+    list.append(entry);
   }
-  const note = html("p", { class: "caption" }, "Bold: the last layer’s word. "
-    + (spec.depth[token] >= lens.layers[last] ? "Only the last layer says it for good." : `From layer ${spec.depth[token]} on every layer says it.`));
-  dialog.replaceChildren(head, note, table);
-  dialog.setAttribute("aria-label", `what every layer says after ${spec.tokens[token]}`);
-  button.setAttribute("aria-expanded", "true");
-  dialog.addEventListener("close", () => { button.setAttribute("aria-expanded", "false"); button.focus(); }, { once: true });
-  dialog.showModal();
+  box.append(list);
 }
 
-function drawTokens(box, spec) {
-  const text = html("div", { class: "tokens" });
-  spec.tokens.forEach((token, i) => {
-    const share = spec.depth[i] === null ? null : spec.depth[i] / spec.last;
-    const button = html(spec.lens ? "button" : "span", { ...(spec.lens ? { type: "button" } : { role: "img" }), class: "token", "aria-label": `${token}: ${spec.depth[i] === null ? "read, not written" : `layer ${spec.depth[i]} of ${spec.last}`}` }, token);
-    button.dataset.tip = spec.depth[i] === null ? "part of the prompt" : `layer ${spec.depth[i]} of ${spec.last}`;
-    if (share !== null) { button.style.background = shade(share); button.style.color = inkOn(share); }
-    if (spec.lens) {
-      button.setAttribute("aria-haspopup", "dialog");
-      button.setAttribute("aria-expanded", "false");
-      button.addEventListener("click", () => openLens(spec, i, button));
-    }
-    text.append(button);
-  });
-  wireKeys(text);
-  box.append(text);
-  scaleBar(box, { low: 0, high: spec.last, value_name: spec.depth_name });
+function chooser(box, spec, state, redraw) {
+  const controls = html("div", { class: "controls" }), label = html("label", {}, `${spec.choice} `);
+  const select = html("select", { "aria-label": `which ${spec.choice} is shown` });
+  spec.panels.forEach((panel, i) => select.append(html("option", { value: i }, panel.title)));
+  select.value = state.chosen;
+  select.addEventListener("change", () => { state.chosen = Number(select.value); redraw(null, "select"); });
+  label.append(select);
+  controls.append(label);
+  box.append(controls);
 }
 
-function drawImage(box, spec) { box.append(html("img", { src: spec.source, alt: spec.title })); }
+function shownPanels(spec, state) { return spec.choice ? [spec.panels[state.chosen]] : spec.panels; }
 
-const DRAW = { frontier: drawFrontier, lines: drawLines, heat: drawHeat, frames: drawFrames, bars: drawBars, tokens: drawTokens, image: drawImage };
-
-function drawFigure(figure, spec) {
+function drawFigure(figure, spec, state) {
   const box = figure.querySelector(".chart");
-  function redraw(group, focus) {
+  function redraw(name, focus) {
+    const panels = shownPanels(spec, state);
+    state.names = namesOf(panels);
     box.replaceChildren();
-    DRAW[spec.kind](box, spec, redraw);
+    if (spec.choice && spec.panels.length > 1) chooser(box, spec, state, redraw);
+    legend(box, panels, state, redraw);
+    const rows = html("div", { class: "panels" });
+    rows.style.setProperty("--columns", Math.min(spec.columns, panels.length));
+    box.append(rows);
+    const places = panels.map(panel => {
+      const place = html("div");
+      if (panel.title && !spec.choice && !panel.frames?.length) place.append(html("h4", {}, panel.title));
+      rows.append(place);
+      return place;
+    });
+    panels.forEach((panel, i) => DRAW[panel.kind](places[i], panel, state));
     // Whoever pressed a key must not be thrown back to the top of the page.
     if (focus) box.querySelector(focus)?.focus();
-    else if (group) [...box.querySelectorAll(".legend button")].find(b => b.textContent === group)?.focus();
+    else if (name) [...box.querySelectorAll(".legend button")].find(b => b.textContent === name)?.focus();
   }
   redraw(null);
   return redraw;
 }
 
-function showData(place, spec) {
-  const box = html("div", { class: "data", tabindex: "0", role: "region", "aria-label": `data of ${spec.title}` });
-  box.append(...dataTable(spec));
-  place.append(box);
-}
-
-function wireData(figure, spec) {
-  figure.querySelector(".tools .command").replaceWith(...command(spec.command).children);
+function wireData(figure, spec, state) {
+  const line = figure.querySelector(".tools .command");
+  if (spec.command) line.replaceWith(...command(spec.command).children);
+  else line.remove();
   const button = figure.querySelector("button.show-data");
   button.addEventListener("click", () => {
     const open = button.getAttribute("aria-expanded") === "true";
     if (open) figure.querySelector(".data").remove();
-    else showData(figure, spec);
+    else {
+      const box = html("div", { class: "data", tabindex: "0", role: "region", "aria-label": `data of ${spec.title}` });
+      for (const panel of shownPanels(spec, state)) box.append(...dataTable(spec, panel));
+      figure.append(box);
+    }
     button.setAttribute("aria-expanded", String(!open));
   });
 }
+
+// -- the page -----------------------------------------------------------------------------------
 
 function wireTips() {
   const tip = html("div", { class: "tip", role: "tooltip", hidden: "" });
@@ -170,10 +142,11 @@ function start() {
   wireTips();
   const specs = JSON.parse(document.getElementById("figures").textContent);
   const redraws = specs.map((spec, number) => {
-    spec.number = number;
+    // What a reader has changed: names switched off, the panel chosen, the frame and point looked at.
+    const state = { number, off: new Set(), chosen: 0, names: [] };
     const figure = document.getElementById(`figure-${number}`);
-    wireData(figure, spec);
-    return drawFigure(figure, spec);
+    wireData(figure, spec, state);
+    return drawFigure(figure, spec, state);
   });
   let width = innerWidth, timer = null;
   addEventListener("resize", () => {

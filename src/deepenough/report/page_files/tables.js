@@ -1,31 +1,29 @@
-// The data behind a figure, as a table of columns and rows.
+// The data behind a panel, as a table of columns and rows.
 
 const TABLES = {
-  frontier: spec => ({
-    columns: ["name", "group", spec.y_label, "low", "high", ...spec.costs.map(c => c.label), "beaten by none in"],
-    rows: spec.points.map(p => [p.name, p.group, p.quality, p.low, p.high, ...spec.costs.map(c => p.costs[c.key].value), p.optimal.join(", ")]),
+  scatter: panel => ({
+    columns: ["name", "group", panel.y.label, "low", "high", panel.x.label, "low", "high", "Pareto-optimal"],
+    rows: panel.points.map(p => [p.name, p.group, p.y, p.y_low, p.y_high, p.x, p.x_low, p.x_high, p.optimal ? "yes" : "no"]),
   }),
-  lines: spec => ({
-    columns: ["line", spec.x_label, spec.y_label],
-    rows: spec.series.flatMap(s => s.x.map((x, i) => [s.name, x, s.y[i]])),
+  chart: panel => ({
+    columns: ["name", panel.x.label, panel.y.label],
+    rows: [
+      ...panel.bars.flatMap(s => panel.categories.map((category, i) => [s.name, category, s.values[i]])),
+      ...panel.lines.flatMap(s => s.x.map((x, i) => [s.name, panel.categories[x] ?? x, s.y[i]])),
+    ],
   }),
-  bars: spec => ({
-    columns: [spec.x_label, ...spec.series.map(s => s.name)],
-    rows: spec.labels.map((label, i) => [label, ...spec.series.map(s => s.values[i])]),
+  heat: panel => panel.frames.length > 1 ? {
+    columns: ["moment", panel.y.label || "row", ...panel.columns.map(c => `${panel.x.label} ${c}`)],
+    rows: panel.frames.flatMap(f => f.values.map((row, r) => [f.name, panel.rows[r], ...row])),
+  } : {
+    columns: [`${panel.y.label} \\ ${panel.x.label}`, ...panel.columns],
+    rows: panel.values.map((row, r) => [panel.rows[r], ...row]),
+  },
+  tokens: panel => ({
+    columns: ["token", panel.depth_name, ...(panel.lens ? panel.lens.layers.map(l => `layer ${l}`) : [])],
+    rows: panel.tokens.map((t, i) => [t, panel.depth[i], ...(panel.lens ? panel.lens.predictions.map(row => row[i]) : [])]),
   }),
-  heat: spec => ({
-    columns: [`${spec.row_name} \\ ${spec.column_name}`, ...spec.columns],
-    rows: spec.values.map((row, r) => [spec.rows[r], ...row]),
-  }),
-  frames: spec => ({
-    columns: ["step", "pattern", spec.row_name, ...spec.columns.map(c => `${spec.column_name} ${c}`)],
-    rows: spec.frames.flatMap(f => f.values.map((row, r) => [f.step, f.pattern, spec.rows[r], ...row])),
-  }),
-  tokens: spec => ({
-    columns: ["token", spec.depth_name, ...(spec.lens ? spec.lens.layers.map(l => `layer ${l}`) : [])],
-    rows: spec.tokens.map((t, i) => [t, spec.depth[i], ...(spec.lens ? spec.lens.words.map(row => row[i]) : [])]),
-  }),
-  image: () => ({ columns: ["a picture of the figure beside it"], rows: [] }),
+  diagram: panel => ({ columns: ["block", "type"], rows: panel.blocks.map((block, i) => [i + 1, block]) }),
 };
 
 // A command that can be taken along.
@@ -53,9 +51,9 @@ function less(a, b) {
   return String(a ?? "").localeCompare(String(b ?? ""), undefined, { numeric: true });
 }
 
-// The data of a figure as a table that a press on a column's name sorts, and as a file to save.
-function dataTable(spec) {
-  const content = TABLES[spec.kind](spec), table = html("table"), head = html("tr"), body = html("tbody");
+// The data of a panel as a table that a press on a column's name sorts, and as a file to save.
+function dataTable(spec, panel) {
+  const content = TABLES[panel.kind](panel), table = html("table"), head = html("tr"), body = html("tbody");
   function fill(rows) {
     body.replaceChildren(...rows.map(row => {
       const line = html("tr");
@@ -78,7 +76,8 @@ function dataTable(spec) {
   const top = html("thead");
   top.append(head);
   table.append(top, body);
-  const save = html("a", { class: "save", download: `${spec.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}.csv`,
-    href: `data:text/csv;charset=utf-8,${encodeURIComponent(csv(content).replace(/[\uD800-\uDFFF]/gu, "\uFFFD"))}` }, "Save as CSV");
+  const name = spec.panels.length > 1 && panel.title ? `${spec.title} ${panel.title}` : spec.title;
+  const save = html("a", { class: "save", download: `${name.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}.csv`,
+    href: `data:text/csv;charset=utf-8,${encodeURIComponent(csv(content).replace(/[\uD800-\uDFFF]/gu, "\uFFFD"))}` }, spec.panels.length > 1 && panel.title ? `Save “${panel.title}” as CSV` : "Save as CSV");
   return [save, table];
 }

@@ -1,23 +1,23 @@
-"""Pictures of pondering from records alone; what cannot be read is left out, not drawn wrong."""
+"""Figures of pondering from records alone; what cannot be read is left out, not drawn wrong."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from deepenough.report import style
-from deepenough.report.parity import draw_parity
-from deepenough.report.ponder import draw_passes, draw_ponder_frontier
-from deepenough.report.ponder_halting import draw_halting
-from deepenough.report.ponder_source import (
+from deepenough.figure import Run
+from deepenough.ponder.figures import (
+    FIGURES,
     exit_points,
+    frontier_figure,
     halting_examples,
+    halting_figure,
     parity_bands,
+    parity_figure,
     pass_tables,
+    passes_figure,
+    section,
 )
-from deepenough.report.source import Run
 from deepenough.runs import Record
 
 NUM_PASSES = 6
@@ -47,7 +47,7 @@ def tables() -> list[Record]:
     by_label["counts"] = [[20, 200, 120, 60, 20, 8], [60, 260, 90, 25, 6, 3]]  # type: ignore[assignment]
     rows = np.random.default_rng(0).multinomial(100, np.full(6, 1 / 6), size=6)
     rows = np.triu(rows) + np.eye(6, dtype=int) * 60
-    rows[4] = 0  # nobody settled there
+    rows[4] = 0  # no example changed its answer there last
     groups = [str(n) for n in range(1, 7)]
     by_difficulty = {"by": "difficulty", "groups": groups, "counts": rows.tolist()}
     return [Record(9, "ponder_passes", about | by) for by in (by_label, by_difficulty)]
@@ -82,22 +82,28 @@ def parity(mechanism: str, knee: float) -> Run:
     return Run(mechanism, records)
 
 
-def save(figure: Figure | None, tmp_path: Path) -> None:
+def test_the_frontier_of_three_models() -> None:
+    records = exits("ponder") + exits("weighted", shift=-0.004) + exits("last", shift=0.003)
+    figure = frontier_figure(Run("sst2", records))
     assert figure is not None
-    for path in style.save(figure, tmp_path / "picture"):
-        assert path.stat().st_size > 2000
+    (chart,) = figure.panels
+    names = [line.name for line in chart.lines]
+    assert "pondering, halting probability" in names and "PABEE-trained, patience" in names
+    assert [rule.name for rule in chart.rules] == ["full depth, trained alone (6 passes)"]
+    for line in chart.lines:
+        assert list(line.x) == sorted(line.x)
 
 
-def test_the_frontier_of_three_models(tmp_path: Path) -> None:
-    run = Run(
-        "sst2", exits("ponder") + exits("weighted", shift=-0.004) + exits("last", shift=0.003)
-    )
-    figure = draw_ponder_frontier(run)
-    save(figure, tmp_path)
+def test_accuracies_far_below_the_best_are_cut_off_and_that_is_said() -> None:
+    values = {"model": "ponder", "policy": "fixed", "setting": 1}
+    records = [
+        Record(9, "ponder_exit", values | {"passes": n, "accuracy": a})
+        for n, a in ((1, 0.5), (6, 0.9))
+    ]
+    figure = frontier_figure(Run("r", records))
     assert figure is not None
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # type: ignore[union-attr]
-    assert "pondering, halting" in labels and "PABEE-trained, patience" in labels
-    assert "full depth, fine-tuned alone" in labels
+    assert figure.panels[0].y.low == pytest.approx(0.776)
+    assert "Settings below 78% accuracy are not shown." in figure.caption
 
 
 def test_the_last_evaluation_counts() -> None:
@@ -108,30 +114,62 @@ def test_the_last_evaluation_counts() -> None:
     assert any(p.model == "weighted" for p in points)
 
 
-def test_passes_by_label_and_difficulty(tmp_path: Path) -> None:
-    save(draw_passes(Run("r", tables())), tmp_path)
-    save(draw_passes(Run("r", tables()[1:])), tmp_path)
+def test_passes_by_label_and_difficulty() -> None:
+    figure = passes_figure(Run("r", tables()))
+    assert figure is not None
+    bars, heat = figure.panels
+    assert [bar.name for bar in bars.bars] == ["negative (mean 2.73)", "positive (mean 2.25)"]
+    assert sum(bars.bars[0].values) == pytest.approx(1.0)
+    assert len(heat.rows) == 5  # the group without an example is left out
+    assert all(sum(row) == pytest.approx(1.0) for row in heat.values)
     many = {"model": "ponder", "by": "label", "groups": [f"answer {n}" for n in range(20)]}
-    counts = np.random.default_rng(1).integers(0, 9, (20, 6)).tolist()
-    save(draw_passes(Run("r", [Record(1, "ponder_passes", many | {"counts": counts})])), tmp_path)
+    counts = np.ones((20, 6)).tolist()
+    figure = passes_figure(Run("r", [Record(1, "ponder_passes", many | {"counts": counts})]))
+    assert figure is not None and figure.panels[0].kind == "heat"
 
 
-def test_halting_of_chosen_examples(tmp_path: Path) -> None:
-    save(draw_halting(Run("r", examples())), tmp_path)
-    save(draw_halting(Run("r", examples()[:1])), tmp_path)
+def test_halting_of_chosen_examples() -> None:
+    figure = halting_figure(Run("r", examples()))
+    assert figure is not None and len(figure.panels) == 4
+    first, second = figure.panels[:2]
+    assert [bar.name for bar in first.bars] == ["stops here, answer right"]
+    right, wrong = second.bars
+    assert right.values[0] is None and wrong.values[0] is not None  # the first answer is wrong
+    assert first.rules[0].value == 0.5  # after the first pass
 
 
-def test_parity_of_one_run_and_of_several(tmp_path: Path) -> None:
-    save(draw_parity([parity("ponder", 50)]), tmp_path)
-    save(draw_parity([parity("ponder", 50), parity("act", 30), parity("fixed", 25)]), tmp_path)
+def test_parity_of_one_run_and_of_several() -> None:
+    alone = parity_figure(parity("ponder", 50))
+    assert alone is not None
+    accuracy, _ = alone.panels
+    assert [line.name for line in accuracy.lines] == ["PonderNet"]
+    assert accuracy.spans[0].low == 32.5 and accuracy.spans[0].high == 64.5
+    runs = [parity("ponder", 50), parity("act", 30), parity("ponder", 25)]
+    together = parity_figure(*runs)
+    assert together is not None
+    assert [line.name for line in together.panels[1].lines] == ["PonderNet", "ACT", "PonderNet #2"]
 
 
-def test_nothing_recorded_is_nothing_drawn() -> None:
+def test_nothing_recorded_is_no_figure_and_no_section() -> None:
     run = Run("r", [Record(1, "train", {"loss": 1.0})])
-    assert draw_ponder_frontier(run) is None
-    assert draw_passes(run) is None
-    assert draw_halting(run) is None
-    assert draw_parity([run]) is None
+    assert [build(run) for build in FIGURES] == [None] * len(FIGURES)
+    assert section(run) is None
+
+
+def test_findings_follow_the_data() -> None:
+    found = section(Run("sst2", exits("ponder"), path="runs/sst2"))
+    assert found is not None
+    assert found.findings == [
+        "Accuracy 91.0 % with 6.00 passes; at least as accurate with 4.80 passes (by halting "
+        "probability)."
+    ]
+    slower = [r for r in exits("ponder") if r.values["policy"] == "fixed"]
+    found = section(Run("sst2", slower))
+    assert found is not None and "no setting that stops earlier" in found.findings[0]
+    found = section(parity("fixed", 50))
+    assert found is not None
+    assert "decides" not in found.about
+    assert found.findings[1].startswith("Parity of vectors harder than any in training: 82.5 %")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,314 @@
+"""Figures of shortcuts: what was recorded is what is shown, at every depth."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepenough.figure import Run
+from deepenough.runs import Record
+from deepenough.shortcut.figures import (
+    FIGURES,
+    Lens,
+    cka_figure,
+    exit_figure,
+    layers_figure,
+    lens_figure,
+    lenses,
+    r2_figure,
+    read_lens,
+    section,
+    submodules_figure,
+)
+
+JUMPS = {"id": 4.0, "mat": 1.6, "affine": 1.5, "tuned": 1.1}
+SUBMODULES = {"attention": 1.2, "feed_forward": 2.0, "norms": 0.4}
+
+
+def shortcut_records(num_layers: int = 30) -> list[Record]:
+    """Records shaped as a real model's are: `id` knows late, maps earlier, early exits save."""
+    layers = np.arange(num_layers + 1)
+    depth = layers / num_layers
+    records = [("fit", {"model": "smollm2", "positions": 41_231, "seconds": 12.0, "pairs": 465})]
+    for mode in ("id", "mat", "affine"):
+        apart = np.abs(depth - depth[:, None])
+        table = 1 - (9.0 if mode == "id" else 0.55) * apart ** (0.8 if mode == "id" else 1.3)
+        table[np.tril_indices(num_layers + 1, -1)] = np.nan
+        rows = [[None if math.isnan(v) else v for v in row] for row in table.tolist()]
+        records.append(("r2", {"mode": mode, "table": rows}))
+    records.append(("cka", {"table": np.exp(-2 * np.abs(depth[:, None] - depth)).tolist()}))
+    for mode, power in (JUMPS | SUBMODULES).items():
+        for layer in layers:
+            first = 0.02 if mode == "id" else 0.33
+            known = first + (1 - first) * depth[layer] ** power
+            values = {
+                "precision_1": known,
+                "precision_5": known**0.8,
+                "precision_10": known**0.6,
+                "surprisal": 1.8 + 9 * (1 - known) ** 1.5,
+                "kl": 8 * (1 - known) ** 1.4,
+            }
+            records.append(
+                ("layer", {"mode": mode, "layer": int(layer), "positions": 3000} | values)
+            )
+    for mode, power in JUMPS.items():
+        for threshold in np.linspace(0, 1, 35):
+            saved = (1 - threshold) ** 1.2 * (0.97 - 0.1 * power)
+            values = {"lambda": threshold, "layers_mean": num_layers * (1 - saved), "saved": saved}
+            agreement = 1 - saved ** (1.0 + 1.6 / power)
+            records.append(("exit", {"mode": mode, "agreement": agreement} | values))
+        for level in (0.9, 0.95, 0.99):
+            saved = 2 * (1 - level) + 0.2 / power
+            values = {"saved": saved if mode != "id" or level < 0.99 else None, "lambda": 0.5}
+            fixed = {"fixed_layer_saved": max(0.0, saved - 0.12)}
+            records.append(("saved", {"mode": mode, "agreement": level} | values | fixed))
+    return [Record(0, kind, values, 0.0) for kind, values in records]
+
+
+def shortcut_run(num_layers: int = 30, kinds: Iterable[str] | None = None) -> Run:
+    records = shortcut_records(num_layers)
+    return Run("jumps", [r for r in records if kinds is None or r.kind in kinds])
+
+
+def replaced(run: Run, kind: str, **values: Any) -> Run:
+    """The same run with some values of every record of a kind replaced."""
+    records = [
+        Record(0, r.kind, r.values | values if r.kind == kind else r.values, 0.0)
+        for r in run.records
+    ]
+    return Run(run.name, records)
+
+
+def test_the_tables_are_shown_as_recorded_mat_beside_id() -> None:
+    run = shortcut_run(12)
+    figure = r2_figure(run)
+    assert figure is not None
+    titles = [panel.title for panel in figure.panels]
+    assert titles == ["mat (linear map)", "id (no map)", "affine map"]
+    recorded = {r.values["mode"]: r.values["table"] for r in run.records if r.kind == "r2"}
+    for panel, mode in zip(figure.panels, ("mat", "id", "affine"), strict=True):
+        assert panel.values == recorded[mode]
+    assert "Hatched: below 0" in figure.caption
+    positive = [r for r in run.records if r.values.get("mode") == "mat"]
+    figure = r2_figure(Run("r", positive))
+    assert figure is not None and "Hatched" not in figure.caption
+
+
+def test_maps_to_the_last_layer_alone_become_curves() -> None:
+    table = np.full((5, 5), np.nan)
+    table[:, 4] = [0.2, 0.4, 0.6, 0.8, 1.0]
+    np.fill_diagonal(table, 1.0)
+    figure = r2_figure(Run("r", [Record(0, "r2", {"mode": "mat", "table": table.tolist()}, 0.0)]))
+    assert figure is not None
+    (line,) = figure.panels[0].lines
+    assert (line.x, line.y) == ([0, 1, 2, 3, 4], [0.2, 0.4, 0.6, 0.8, 1.0])
+    assert figure.panels[0].y.label == "r² of layer 4"
+    both_ways = np.where(np.isnan(table), table.T, table).tolist()
+    figure = cka_figure(Run("r", [Record(0, "cka", {"table": both_ways}, 0.0)]))
+    assert figure is not None
+    assert figure.panels[0].lines[0].y == line.y
+
+
+@pytest.mark.parametrize(
+    "table",
+    [None, 3, "x", [], [[1.0]], [[1.0, 2.0]], [[None, None], [None, None]], [[1, 2], [3]],
+     [["a", "b"], ["c", "d"]], [[math.nan, math.inf], [math.nan, -math.inf]]],
+)  # fmt: skip
+def test_what_is_no_table_is_not_shown(table: Any) -> None:
+    run = shortcut_run(4, kinds=("r2", "cka"))
+    assert r2_figure(replaced(run, "r2", table=table)) is None
+    assert cka_figure(replaced(run, "cka", table=table)) is None
+
+
+def test_tables_of_an_earlier_model_are_left_out() -> None:
+    old, new = shortcut_run(6, kinds=("r2",)), shortcut_run(4, kinds=("r2",))
+    newest = [record for record in new.records if record.values["mode"] == "mat"]
+    figure = r2_figure(Run("r", [*old.records, *newest]))
+    assert figure is not None
+    assert [len(panel.values) for panel in figure.panels] == [5]
+
+
+def test_every_quantity_has_its_panel_and_every_mode_its_line() -> None:
+    run = shortcut_run(12)
+    figure = layers_figure(run)
+    assert figure is not None
+    names = ("precision_1", "precision_5", "precision_10", "surprisal", "kl")
+    for panel, name in zip(figure.panels, names, strict=True):
+        assert len(panel.lines) == len(JUMPS)
+        for line, mode in zip(panel.lines, JUMPS, strict=True):
+            own = [r.values for r in run.records if r.kind == "layer" and r.values["mode"] == mode]
+            assert line.name.startswith(mode if mode != "tuned" else "KL-tuned")
+            assert line.x == [values["layer"] for values in own]
+            assert line.y == pytest.approx([values[name] for values in own])
+
+
+def test_submodules_stand_beside_mat_and_id() -> None:
+    figure = submodules_figure(shortcut_run(12))
+    assert figure is not None
+    assert [line.name.split()[0] for line in figure.panels[0].lines] == [
+        "id", "mat", "attention", "feed-forward", "norms",
+    ]  # fmt: skip
+    only_jumps = [r for r in shortcut_run(12).records if r.values.get("mode") not in SUBMODULES]
+    assert submodules_figure(Run("r", only_jumps)) is None
+
+
+def test_a_missing_value_is_a_missing_point_and_a_missing_quantity_a_missing_panel() -> None:
+    run = replaced(shortcut_run(4, kinds=("layer",)), "layer", kl=None, precision_10=1.7)
+    run.records[2].values["surprisal"] = math.nan
+    figure = layers_figure(run)
+    assert figure is not None
+    assert [p.title for p in figure.panels] == ["precision@1", "precision@5", "surprisal (nats)"]
+    assert [len(line.x) for line in figure.panels[2].lines] == [4, 5, 5, 5]
+
+
+def test_a_divergence_of_many_sizes_is_seen_whole() -> None:
+    run = shortcut_run(6, kinds=("layer",))
+    figure = layers_figure(run)
+    assert figure is not None
+    assert [panel.y.scale for panel in figure.panels] == ["linear"] * 5
+    next(r for r in run.records if r.values["mode"] == "id").values["kl"] = 300.0
+    figure = layers_figure(run)
+    assert figure is not None
+    assert [panel.y.scale for panel in figure.panels] == ["linear"] * 4 + ["log"]
+    assert figure.panels[4].y.low == 0.01
+
+
+def test_a_layer_measured_again_counts_once() -> None:
+    run = shortcut_run(4, kinds=("layer",))
+    again = replaced(run, "layer", precision_1=0.25)
+    figure = layers_figure(Run("r", [*run.records, *again.records]))
+    assert figure is not None
+    assert all(line.y == [0.25] * 5 for line in figure.panels[0].lines)
+
+
+def test_exits_stand_against_fixed_layers() -> None:
+    run = shortcut_run(10)
+    figure = exit_figure(run)
+    assert figure is not None
+    lines = {line.name: line for line in figure.panels[0].lines}
+    swept, fixed = lines["mat (linear map)"], lines["mat (linear map), one layer for all"]
+    layers = [r.values for r in run.records if r.kind == "layer" and r.values["mode"] == "mat"]
+    assert fixed.x == pytest.approx([1 - v["layer"] / 10 for v in layers])
+    assert fixed.y == pytest.approx([v["precision_1"] for v in layers])
+    exits = [r.values for r in run.records if r.kind == "exit" and r.values["mode"] == "mat"]
+    assert swept.x == pytest.approx([v["saved"] for v in exits])
+    assert swept.y == pytest.approx([v["agreement"] for v in exits])
+
+
+def test_what_was_not_reached_is_a_dash() -> None:
+    figure = exit_figure(shortcut_run(12, kinds=("saved",)))
+    assert figure is not None
+    (chart,) = figure.panels
+    assert [bars.texts for bars in chart.bars[:2]] == [
+        ["25.0", "15.0", "–"],
+        ["32.5", "22.5", "14.5"],
+    ]
+    assert chart.bars[0].values[2] == 0.0
+    assert "threshold" not in figure.caption and "Dotted" not in figure.caption
+
+
+@pytest.mark.parametrize("kind", ["r2", "cka", "layer", "exit", "saved", "fit"])
+def test_a_run_with_one_kind_of_record_shows_what_it_has(kind: str) -> None:
+    run = shortcut_run(6, kinds=(kind,))
+    expected = {"r2": {"r2"}, "cka": {"cka"}, "layer": {"layers", "submodules"}, "fit": set()}
+    found = {figure.name for build in FIGURES if (figure := build(run)) is not None}
+    assert found == expected.get(kind, {"early_exit"})
+    assert (section(run) is None) == (kind == "fit")
+
+
+def test_an_unknown_mode_is_shown_too() -> None:
+    run = replaced(shortcut_run(4, kinds=("layer",)), "layer", mode="$new\n")
+    figure = layers_figure(run)
+    assert figure is not None
+    assert [line.name for line in figure.panels[0].lines] == ["$new↵"]
+
+
+def test_findings_follow_the_data() -> None:
+    found = section(Run("r", [*shortcut_run(12).records, Record(0, "lens", lens_values(), 0.0)]))
+    assert found is not None and found.about.startswith("What each layer of smollm2")
+    assert found.findings == [
+        "Early exit by confidence saves 20.2 % of the layers while 99 % of the tokens stay the "
+        "last layer's (KL-tuned map).",
+        "On “one two three” the next token is known after 3.0 of 4 layers on average.",
+    ]
+
+
+# -- the lens ---------------------------------------------------------------------------------
+
+
+def lens_values(tokens: tuple[str, ...] = ("one", " two", " three")) -> dict[str, Any]:
+    """Return a lens of five layers whose tokens are known from layers 2, 3 and 4."""
+    rows = [["x"] * len(tokens) for _ in range(4)] + [[f"w{i}" for i in range(len(tokens))]]
+    agrees = [[layer >= 2 + token % 3 for token in range(len(tokens))] for layer in range(5)]
+    return {
+        "prompt": "".join(tokens), "mode": "mat", "tokens": list(tokens),
+        "layers": list(range(5)), "words": rows, "agrees": agrees,
+        "probability": [[0.2 * layer] * len(tokens) for layer in range(5)],
+    }  # fmt: skip
+
+
+def read(values: dict[str, Any]) -> Lens:
+    lens = read_lens(values)
+    assert lens is not None
+    return lens
+
+
+def lens_run(*values: dict[str, Any]) -> Run:
+    return Run("jumps", [Record(0, "lens", v, 0.0) for v in values])
+
+
+def test_a_lens_is_shown_as_recorded() -> None:
+    values = lens_values()
+    figure = lens_figure(lens_run(values))
+    assert figure is not None
+    (text,) = figure.panels
+    assert text.tokens == values["tokens"] and text.depth == [2, 3, 4] and text.last == 4
+    assert text.lens.predictions == values["words"]
+    assert text.lens.agrees == values["agrees"]
+
+
+def test_known_from_is_where_the_agreement_no_longer_breaks() -> None:
+    agrees = [[1, 0, 0], [0, 0, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    lens = read(lens_values() | {"agrees": [[bool(v) for v in row] for row in agrees]})
+    assert lens.known_from().tolist() == [2, 2, 4]
+
+
+def test_the_latest_lens_comes_first_and_one_of_a_kind_is_kept() -> None:
+    first, second = lens_values(("one",)), lens_values(("two",))
+    again = first | {"words": [["x"], ["y"], ["z"], ["z"], ["z"]]}
+    kept = lenses(lens_run(first, second, again, again | {"mode": "id"}))
+    assert [(lens.prompt, lens.mode) for lens in kept] == [
+        ("one", "id"), ("one", "mat"), ("two", "mat"),
+    ]  # fmt: skip
+    figure = lens_figure(lens_run(first, second, again, lens_values(("four",)), again))
+    assert figure is not None
+    assert [panel.title.split()[0] for panel in figure.panels] == ["one", "four", "two"]
+    assert [panel.key for panel in figure.panels] == ["", "2", "3"]
+    assert figure.panels[0].lens.predictions[1] == ["y"]
+
+
+def test_a_missing_probability_leaves_the_prediction() -> None:
+    values = lens_values(("a", "b"))
+    values["probability"][1] = [None, float("nan")]
+    values["probability"][2] = [7.0, 0.5]
+    known = np.isnan(read(values).probability).tolist()
+    assert known[1:3] == [[True, True], [True, False]]
+    assert np.isnan(read(values | {"probability": None}).probability).all()
+
+
+def test_agreement_and_layers_that_were_not_recorded_follow_from_the_texts() -> None:
+    values = lens_values(("a",)) | {"words": [["x"], ["y"], ["y"]], "agrees": None, "layers": None}
+    lens = read(values)
+    assert lens.agrees.tolist() == [[False], [True], [True]]
+    assert lens.layers == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"tokens": []}, {"tokens": None}, {"tokens": [1]}, {"words": []}, {"words": [["a", "b"]]},
+     {"words": "abc"}, {"words": [[None]]}],
+)  # fmt: skip
+def test_a_broken_lens_is_left_out(broken: dict[str, Any]) -> None:
+    assert lens_figure(lens_run(lens_values(("a",)) | broken)) is None
