@@ -19,15 +19,12 @@ import torch
 
 from benchmarks.figures import interleaved as timed_in_turns
 from deepenough.config import resolve
-from deepenough.figure import Point
 from deepenough.par.config import ParSearchConfig, ParTrainConfig, interleaved
 from deepenough.par.evaluation import evaluate
 from deepenough.par.modeling import ParForCausalLM
-from deepenough.par.search import forward_function, interleaved_best
+from deepenough.par.search import forward_function
 from deepenough.par.training import derive_run, search, train
-from deepenough.report import save_figures
-from deepenough.report.figures import scatter_figure
-from deepenough.runs import RunFolder, read_records
+from deepenough.runs import RunFolder
 
 QUICK = False
 SEEDS = [0, 1, 2]
@@ -105,77 +102,9 @@ def train_pattern(runs: Path, pattern: str, seed: int) -> float:
             settings.train, seed=seed, steps=STEPS, valid_every=STEPS, save_every=STEPS // 2
         )
         train(ParTrainConfig(run=run, data=data, model=model, train=steps))
-    if not (folder / EVALUATED).exists():
-        data = replace(data, length=USED)
-        values = evaluate(str(folder), data, "valid", mem_len=USED)
-        (folder / EVALUATED).write_text(json.dumps(values))
-        print(f"{pattern}, seed {seed}: {values['perplexity']:.2f}", flush=True)
-
-
-def last_values(folder: Path, kind: str) -> dict[str, Any] | None:
-    records, _ = read_records(folder / "metrics.jsonl")
-    return next((record.values for record in reversed(records) if record.kind == kind), None)
-
-
-def measure_all(arguments: argparse.Namespace) -> None:
-    derived = [last_values(f, "derive") for f in sorted(arguments.runs.glob("search-*"))]
-    searched = [values["pattern"] for values in derived if values is not None]
-    patterns: dict[str, list[float]] = {}
-    for file in sorted(arguments.runs.glob(f"*/{EVALUATED}")):
-        pattern = file.parent.name.rpartition("-")[0]
-        patterns.setdefault(pattern, []).append(json.loads(file.read_text())["perplexity"])
-    torch.manual_seed(0)
-    settings = settings_of(arguments)
-    model = replace(settings.model, mem_len=USED)
-    functions = {
-        pattern: forward_function(ParForCausalLM(model.config(12000, USED, pattern)), LANES)
-        for pattern in patterns
-    }
-    seconds = interleaved_best(functions, arguments.rounds, warmup=2)
-    baseline = interleaved(settings.model.num_blocks)
-    rows = []
-    for pattern, perplexities in sorted(patterns.items(), key=lambda item: seconds[item[0]]):
-        group = "searched" if pattern in searched else "hand-written"
-        rows.append(
-            {
-                "name": pattern,
-                "pattern": pattern,
-                "group": "baseline" if pattern == baseline else group,
-                "milliseconds": 1000 * seconds[pattern],
-                "relative_time": seconds[pattern] / seconds[baseline],
-                "perplexity": perplexities,
-                "relative_perplexity": statistics.mean(perplexities)
-                / statistics.mean(patterns[baseline]),
-            }
-        )
-    result = {
-        "config": f"configs/{CONFIG.name}",
-        "lanes": LANES,
-        "trained_at": TRAINED,
-        "used_at": USED,
-        "steps": STEPS,
-        "threads": torch.get_num_threads(),
-        "searched": searched,
-        "patterns": rows,
-    }
-    save_result("par_point", result, arguments.save)
-    if arguments.save:
-        points = []
-        for row in rows:
-            scores = row["perplexity"]
-            ends = {"y_low": min(scores), "y_high": max(scores)}
-            mean = statistics.mean(scores)
-            points.append(
-                Point(row["name"], row["relative_time"], mean, group=row["group"], **ends)
-            )
-        figure = scatter_figure(
-            points,
-            "forward time, share of the interleaved baseline",
-            "validation perplexity",
-            f"WikiText-2, {USED} tokens + {USED} of memory",
-        )
-        save_figures([replace(figure, name="par_point")], RESULTS)
-
-
-if __name__ == "__main__":
-    main()
+    if not evaluated.exists():
+        values = evaluate(str(folder), replace(data, length=USED), "valid", mem_len=USED)
+        evaluated.write_text(json.dumps(values))
+    perplexity: float = json.loads(evaluated.read_text())["perplexity"]
+    print(f"{pattern}, seed {seed}: {perplexity:.2f}", flush=True)
+    return perplexity

@@ -13,12 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from record import RESULTS, save_result
-
-from deepenough.config import resolve
-from deepenough.ponder.figures import ParityBand, parity_bands, parity_figure
-from deepenough.ponder.parity import ParityTrainConfig, train_parity
-from deepenough.report import read_run, save_figures
+from deepenough.ponder.figures import ParityBand, parity_bands
+from deepenough.report import read_run
 from deepenough.runs import read_records
 
 QUICK = True
@@ -26,31 +22,19 @@ SEEDS = [0]
 MECHANISMS = ("ponder", "act", "fixed")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--config", type=Path, help="other settings than the experiment's own")
-    parser.add_argument("--save", action="store_true")
-    arguments = parser.parse_args()
-    rows = []
-    for seed in range(arguments.seeds):
-        for mechanism in MECHANISMS:
-            folder = run_one(arguments, mechanism, seed)
-            rows.append({"mechanism": mechanism, "seed": seed} | figures(folder))
-            print(rows[-1], flush=True)
-    save_result("ponder_parity", {"runs": rows}, arguments.save)
-    runs = [read_run(arguments.runs / f"{mechanism}-0") for mechanism in MECHANISMS]
-    figure = parity_figure(*runs)
-    if figure is not None:
-        folder = RESULTS if arguments.save else arguments.runs
-        print(*save_figures([replace(figure, name="ponder_parity")], folder), sep="\n")
+def measure(runs: str = "runs/ponder-parity") -> dict[str, Any]:
+    """Train all mechanisms and return accuracy and passes by difficulty."""
+    return {
+        f"{mechanism}_{seed}": figures(run_one(Path(runs), mechanism, seed))
+        for seed in SEEDS
+        for mechanism in MECHANISMS
+    }
 
 
 def run_one(runs: Path, mechanism: str, seed: int) -> Path:
     """Train one mechanism and return its run folder."""
     folder = runs / f"{mechanism}-{seed}"
-    settings = resolve(ParityTrainConfig)
+    settings = resolve(ParityTraining)
     settings.run = replace(settings.run, folder=str(folder), resume=folder.exists())
     settings.model = replace(settings.model, mechanism=mechanism)
     settings.train = replace(settings.train, seed=seed)

@@ -19,15 +19,11 @@ from benchmarks.figures import interleaved
 from deepenough.config import resolve
 from deepenough.data.classification import ClassificationConfig, LabelledTexts, open_classification
 from deepenough.data.classification_batches import EncodedExamples
-from deepenough.figure import Run
 from deepenough.ponder import evaluation as evaluation
 from deepenough.ponder.config import PonderTrainConfig
 from deepenough.ponder.evaluation import load_classifier, time_exits
-from deepenough.ponder.figures import frontier_figure, halting_figure, passes_figure
 from deepenough.ponder.halting import ConfidenceExit, FixedExit, QuantileExit
 from deepenough.ponder.training import train
-from deepenough.report import save_figures
-from deepenough.runs import Record
 
 QUICK = False
 SEEDS = [0]
@@ -139,21 +135,3 @@ def choose(answers: evaluation.AllPasses, policy: str) -> dict[str, Any]:
     points = [point for point in evaluation.sweep(answers) if point["policy"] == policy]
     within = [point for point in points if point["share"] <= BUDGET] or points[:1]
     return max(within, key=lambda p: (p["accuracy"], -p["passes"]))
-
-
-def mean_of(results: list[dict[str, Any]]) -> dict[str, float]:
-    names = ("accuracy_difference", "share_of_layers", "faster")
-    return {name: statistics.mean(result[name] for result in results) for name in names}
-
-
-def draw(records: list[Record], folder: Path) -> None:
-    run = Run("MiniLM on SST-2", records)
-    builders = {"frontier": frontier_figure, "passes": passes_figure, "halting": halting_figure}
-    for name, build in builders.items():
-        figure = build(run)
-        if figure is not None:
-            save_figures([replace(figure, name=f"ponder_sst2_{name}")], folder)
-
-
-if __name__ == "__main__":
-    main()

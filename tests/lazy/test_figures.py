@@ -9,6 +9,7 @@ from deepenough.lazy.figures import (
     FIGURES,
     depth_figure,
     epsilon_figure,
+    epsilon_points,
     grid_figure,
     programs_figure,
     section,
@@ -117,6 +118,17 @@ def test_costs_are_relative_to_epsilon_0() -> None:
     found = section(sweep((0.0, 30.0, 100.0), (0.5, 20.0, 30.0)))
     assert found is not None and "no epsilon that was measured saves FLOPs" in found.findings[0]
     assert epsilon_figure(sweep((0.1, 30.0, 100.0), (0.5, 20.0, 30.0))) is None
+
+
+def test_sweeps_that_do_not_compare_are_not_shown_together() -> None:
+    def point(epsilon: float, sentences: int) -> tuple[str, dict[str, Any]]:
+        values = {"epsilon": epsilon, "bleu": 30.0, "encoder_flops": 1.0, "encoder_seconds": 1.0}
+        return "epsilon", values | {"sentences": sentences}
+
+    points = [point(0.0, 4), point(1.0, 4), point(0.5, 2)]
+    assert [p["epsilon"] for p in epsilon_points(run_of(*points))] == [0.5]
+    points.append(point(0.5, 4))
+    assert [p["epsilon"] for p in epsilon_points(run_of(*points))] == [0.0, 0.5, 1.0]
 
 
 def test_programs_by_kind_and_length() -> None:
