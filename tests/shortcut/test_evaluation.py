@@ -31,7 +31,7 @@ from deepenough.shortcut import evaluation
 from deepenough.shortcut.evaluation import (
     AGREEMENTS,
     LAMBDAS,
-    SweepPoint,
+    ExitPoint,
     evaluate,
     fixed_exits,
     layers_saved,
@@ -321,7 +321,7 @@ def sweep_ref(
     position_N: Tensor,
     mean_length: float,
     lambdas: Sequence[float] = LAMBDAS,
-) -> list[SweepPoint]:
+) -> list[ExitPoint]:
     """The rule as it is written, token by token and layer by layer."""
     num_layers, num_tokens = len(gap_LN) - 1, gap_LN.shape[1]
     points = []
@@ -337,7 +337,7 @@ def sweep_ref(
             layers += layer
             agreeing += bool(agrees_LN[layer, token])
         mean = layers / num_tokens
-        points.append(SweepPoint(lambda_, mean, 1 - mean / num_layers, agreeing / num_tokens))
+        points.append(ExitPoint(lambda_, mean, 1 - mean / num_layers, agreeing / num_tokens))
     return points
 
 

@@ -34,8 +34,13 @@ from deepenough.hf.intercept import (
     start_at,
 )
 from deepenough.par.modeling import ParConfig, ParForCausalLM
-from deepenough.shortcut.statistics import AffineMap
-from deepenough.shortcut.submodules import Replacement, Submodules, SubmoduleStatistics, parts_of
+from deepenough.shortcut.submodules import (
+    LinearMap,
+    Replacement,
+    Submodules,
+    SubmoduleStatistics,
+    parts_of,
+)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 50,
@@ -293,7 +298,7 @@ def test_fits_are_least_squares(adapter: Adapter) -> None:
 
 
 def test_fits_of_another_model_are_refused() -> None:
-    submodules = Submodules({("attention", 0, 0): AffineMap(torch.eye(16))})
+    submodules = Submodules({("attention", 0, 0): LinearMap(torch.eye(16))})
     with pytest.raises(UserError, match="another model"):
         Replacement(submodules, make("gpt2"))
 
