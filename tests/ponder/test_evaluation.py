@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from deepenough.__main__ import main
 from deepenough.data.classification import Example
 from deepenough.data.classification_batches import EncodedExamples
 from deepenough.errors import UserError
+from deepenough.measurement import ComparedData, Entry, Grid
 from deepenough.ponder.config import ExitConfig, PonderEvalConfig
 from deepenough.ponder.evaluation import (
     CONFIDENCES,
@@ -21,6 +23,7 @@ from deepenough.ponder.evaluation import (
     all_passes,
     evaluate,
     load_classifier,
+    open_candidate,
     passes_by,
     passes_of,
     predict,
@@ -244,3 +247,24 @@ def test_a_line_that_is_not_utf8_is_labelled(
     monkeypatch.setattr("sys.stdin", given)
     assert main(["ponder", "predict", str(trained)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_run_as_a_candidate_of_a_comparison(trained: Path, tmp_path: Path) -> None:
+    data = ComparedData(limit=16, batch_size=8)
+    candidate = open_candidate(Entry(str(trained)), "reviews", data)
+    assert (candidate.task.split, candidate.task.detail["examples"]) == ("valid", 16)
+    points = candidate.points()
+    assert [point.mechanism for point in points[:3]] == ["fixed depth"] * 3
+    scores = {point.name: candidate.judge(point, candidate.run(point)) for point in points}
+    assert scores["3 passes"].layers == 3 and scores["1 pass"].layers == 1
+    assert scores["1 pass"].flops < scores["halt 0.95"].flops <= scores["3 passes"].flops
+    assert scores["3 passes"].units == 16 and scores["3 passes"].quality.value > 0.8
+    for point in points:  # what the chart says runs the model so, does
+        words = shlex.split(point.command)[1:]
+        assert main([*words, "--time", "false"]) == 0
+    file = tmp_path / "other.csv"
+    file.write_text("text,label\na good film,1\nso awful,0\n")
+    other = open_candidate(Entry(str(trained)), "other", ComparedData(data=str(file)))
+    assert f"--data {file} --split train" in other.points()[0].command
+    with pytest.raises(UserError, match="makes 3 passes, so that 9 cannot be compared"):
+        open_candidate(Entry(str(trained), grid=Grid(passes=[9])), "deep", data).points()
