@@ -95,7 +95,8 @@ def peak(what: str, positions: int) -> dict[str, int]:
     """Return how large this process becomes when it runs the model, or fits."""
     adapter, texts = make_adapter(), Texts(positions // LENGTH)
     if what == "model":
-        count = sum(len(batch.position) for batch in iterate_states(adapter, tokenizer, texts))
+        found = iterate_states(adapter, tokenizer, texts)
+        count = sum(len(states[0]) for _, states in found)
     else:
         count = Shortcuts.fit(adapter, tokenizer, texts).meta["fit"]["positions"]
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -7,7 +7,7 @@ import torch
 
 from deepenough import UserError
 from deepenough.hf.adapter import adapt
-from deepenough.hf.layer_stack import LayerStack
+from deepenough.hf.intercept import LayerStack
 
 ARCHITECTURES = ("bert", "roberta", "mpnet", "distilbert", "electra", "modernbert", "albert")
 

@@ -31,7 +31,7 @@ from deepenough.shortcut import evaluation
 from deepenough.shortcut.evaluation import (
     AGREEMENTS,
     LAMBDAS,
-    ExitPoint,
+    SweepPoint,
     evaluate,
     fixed_exits,
     layers_saved,
@@ -204,8 +204,8 @@ def test_records(make_model: Make, words: Any, texts: list[str]) -> None:
         torch.cat(pieces)
         for pieces in zip(
             *(
-                b.states
-                for b in iterate_states(adapt(model), words, texts[:40], positions="random")
+                states
+                for _, states in iterate_states(adapt(model), words, texts[:40], positions="random")
             ),
             strict=True,
         )
@@ -321,7 +321,7 @@ def sweep_ref(
     position_N: Tensor,
     mean_length: float,
     lambdas: Sequence[float] = LAMBDAS,
-) -> list[ExitPoint]:
+) -> list[SweepPoint]:
     """The rule as it is written, token by token and layer by layer."""
     num_layers, num_tokens = len(gap_LN) - 1, gap_LN.shape[1]
     points = []
@@ -337,7 +337,7 @@ def sweep_ref(
             layers += layer
             agreeing += bool(agrees_LN[layer, token])
         mean = layers / num_tokens
-        points.append(ExitPoint(lambda_, mean, 1 - mean / num_layers, agreeing / num_tokens))
+        points.append(SweepPoint(lambda_, mean, 1 - mean / num_layers, agreeing / num_tokens))
     return points
 
 

@@ -45,7 +45,7 @@ def test_fit_is_fit_states_on_what_is_collected(
     tokenizer = request.getfixturevalue("plain" if name == "gpt2" else "wrapped")
     shortcuts = Shortcuts.fit(model, tokenizer, texts, positions, affine=True, seed=3)
     found = list(iterate_states(adapt(model), tokenizer, texts, positions=positions, seed=3))
-    states = [torch.cat(layer) for layer in zip(*(batch.states for batch in found), strict=True)]
+    states = [torch.cat(layer) for layer in zip(*(states for _, states in found), strict=True)]
     expected = Shortcuts.fit_states(states, affine=True)
     for pair in expected.pairs:
         torch.testing.assert_close(shortcuts.matrix(*pair), expected.matrix(*pair))

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from deepenough.hf.adapter import adapt
 from deepenough.shortcut import reading as module
 from deepenough.shortcut.reading import (
     ReadingConfig,
-    StateBatch,
     Tally,
+    TokenBatch,
     batches,
     iterate_states,
     make_reading,
@@ -21,13 +22,15 @@ from deepenough.shortcut.reading import (
 )
 
 
-def gathered(found: list[StateBatch]) -> dict[tuple[int, int], torch.Tensor]:
+def gathered(
+    found: Iterable[tuple[TokenBatch, list[torch.Tensor]]],
+) -> dict[tuple[int, int], torch.Tensor]:
     """States of the last layer by text and position."""
     return {
-        (int(text), int(position)): state
-        for batch in found
-        for state, position, text in zip(
-            batch.states[-1], batch.position, batch.text_index, strict=True
+        (batch.windows[row].text, position): state
+        for batch, states in found
+        for state, row, position in zip(
+            states[-1], *(places.tolist() for places in batch.wanted()), strict=True
         )
     }
 
@@ -40,7 +43,7 @@ def test_all_positions_of_a_causal_model(gpt2: Any, plain: Any, texts: list[str]
     assert (tally.texts, tally.skipped, tally.windowed) == (150, len(short), len(long))
     assert short and long, "this would test less than it says"
     counts = sum(len(text.split()) for text in texts) - sum(len(text.split()) for text in short)
-    assert sum(len(batch.position) for batch in found) == counts
+    assert sum(len(states[0]) for _, states in found) == counts
     by_place = gathered(found)
     for index in (3, 40, 99):
         ids = torch.tensor([plain(texts[index])["input_ids"][:32]])
@@ -59,17 +62,13 @@ def test_random_positions_depend_on_the_seed_and_the_text_alone(
     tokenizer = request.getfixturevalue("plain" if name == "gpt2" else "wrapped")
 
     def states(**options: Any) -> dict[tuple[int, int], torch.Tensor]:
-        return gathered(
-            list(iterate_states(adapter, tokenizer, texts, positions="random", **options))
-        )
+        return gathered(iterate_states(adapter, tokenizer, texts, positions="random", **options))
 
     small, large, other = states(batch_tokens=40), states(batch_tokens=900), states(seed=1)
     assert small.keys() == large.keys() != other.keys()
     assert len({text for text, _ in small}) == len(small) == len(other)
     for place, state in small.items():
         torch.testing.assert_close(state, large[place], rtol=1e-4, atol=1e-5)
-    halves = states(share=(0, 2)) | states(share=(1, 2))
-    assert halves.keys() == small.keys()
 
 
 def test_a_causal_text_is_cut_where_nothing_later_matters(
@@ -82,12 +81,9 @@ def test_a_causal_text_is_cut_where_nothing_later_matters(
         found = run_batch(adapt(gpt2), batch)
         for row, window in enumerate(batch.windows):
             assert len(window.ids) == window.position + 1 <= window.length
-            assert int(found.length[row]) == window.length
-            place = window.text, int(found.position[row])
+            place = window.text, window.position
             if len(texts[window.text].split()) <= 32:
-                torch.testing.assert_close(
-                    found.states[-1][row], everything[place], rtol=1e-4, atol=1e-5
-                )
+                torch.testing.assert_close(found[-1][row], everything[place], rtol=1e-4, atol=1e-5)
                 num += 1
     assert num > 50
 

@@ -35,7 +35,7 @@ from deepenough.hf.intercept import (
 )
 from deepenough.par.modeling import ParConfig, ParForCausalLM
 from deepenough.shortcut.submodules import (
-    LinearMap,
+    AffineMap,
     Replacement,
     Submodules,
     SubmoduleStatistics,
@@ -298,7 +298,7 @@ def test_fits_are_least_squares(adapter: Adapter) -> None:
 
 
 def test_fits_of_another_model_are_refused() -> None:
-    submodules = Submodules({("attention", 0, 0): LinearMap(torch.eye(16))})
+    submodules = Submodules({("attention", 0, 0): AffineMap(torch.eye(16))})
     with pytest.raises(UserError, match="another model"):
         Replacement(submodules, make("gpt2"))
 

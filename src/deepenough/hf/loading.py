@@ -13,9 +13,7 @@ a second.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,11 +30,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as transformers_logging
 
 import deepenough
 from deepenough.data.cache import cache_folder, entry, key_of
 from deepenough.errors import UserError
+from deepenough.training.logging import without_bars
 
 LoadKind = Literal["auto", "causal", "masked", "encoder"]
 AUTO_CLASSES = {
@@ -106,7 +104,7 @@ def load(
         raise UserError(f"The dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}.")
     place = _place(name)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    with _without_progress_bars():
+    with without_bars():
         _import_own_class(name, place, revision)
         config = _from_pretrained(name, "config", AutoConfig, place, **options)
         chosen = saved_kind(config) if kind == "auto" else kind
@@ -221,18 +219,6 @@ def _only_pickled(place: str, reason: str) -> bool:
 def _short(reason: str) -> str:
     """Return the first sentence of an error; libraries add pages of advice."""
     return reason.partition(". ")[0].rstrip(".")[:300]
-
-
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Switch off transformers' progress bars; its warnings stay."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 # -- models that come as packages -----------------------------------------------------------

@@ -37,7 +37,7 @@ from transformers import initialization as init
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.hf.layer_stack import LayerStack
+from deepenough.hf.intercept import LayerStack
 from deepenough.hf.layouts import LAYOUTS, register
 from deepenough.ponder.config import (
     LABEL_ARGUMENTS,

@@ -377,7 +377,7 @@ def _rows(table: Tensor) -> list[list[float | None]]:
 
 
 @dataclass(frozen=True)
-class ExitPoint:
+class SweepPoint:
     """What one threshold (or one fixed layer, without `lambda_`) gives."""
 
     lambda_: float | None
@@ -407,7 +407,7 @@ def sweep(
     position_N: Tensor,
     mean_length: float,
     lambdas: Sequence[float] = LAMBDAS,
-) -> list[ExitPoint]:
+) -> list[SweepPoint]:
     """Return one point per threshold; `gap_LN` and `agrees_LN` have a row for layers 0 ... L."""
     points = []
     for lambda_ in lambdas:
@@ -419,7 +419,7 @@ def sweep(
     return points
 
 
-def fixed_exits(agrees_LN: Tensor) -> list[ExitPoint]:
+def fixed_exits(agrees_LN: Tensor) -> list[SweepPoint]:
     """Return what it gives if every token exits at layer 0, or 1, ... or `L`."""
     num_tokens = agrees_LN.shape[1]
     return [
@@ -428,8 +428,8 @@ def fixed_exits(agrees_LN: Tensor) -> list[ExitPoint]:
 
 
 def layers_saved(
-    points: Sequence[ExitPoint],
-    fixed: Sequence[ExitPoint],
+    points: Sequence[SweepPoint],
+    fixed: Sequence[SweepPoint],
     agreements: Sequence[float] = AGREEMENTS,
 ) -> list[LayersSaved]:
     """Return the most that a swept threshold and a fixed layer save at each agreement.
@@ -450,13 +450,13 @@ def layers_saved(
     return rows
 
 
-def _most_saving(points: Sequence[ExitPoint], agreement: float) -> ExitPoint | None:
+def _most_saving(points: Sequence[SweepPoint], agreement: float) -> SweepPoint | None:
     enough = [point for point in points if point.agreement >= agreement]
     return max(enough, key=lambda point: point.saved, default=None)
 
 
-def _point(lambda_: float | None, layer_N: Tensor, agrees_LN: Tensor) -> ExitPoint:
+def _point(lambda_: float | None, layer_N: Tensor, agrees_LN: Tensor) -> SweepPoint:
     num_layers = len(agrees_LN) - 1
     mean = layer_N.sum().item() / layer_N.numel()
     agreeing = agrees_LN.gather(0, layer_N[None]).sum().item()
-    return ExitPoint(lambda_, mean, 1 - mean / num_layers, agreeing / layer_N.numel())
+    return SweepPoint(lambda_, mean, 1 - mean / num_layers, agreeing / layer_N.numel())

@@ -446,7 +446,7 @@ class Fit:
                     break
                 continue
             if index % self.processes.world == self.processes.rank:
-                statistics.update(run_batch(self.adapter, batch).states)
+                statistics.update(run_batch(self.adapter, batch))
             if kept is not None and time.monotonic() - saved >= save_every:
                 kept.save_statistics(number, index, tally.fingerprint, statistics)
                 saved = time.monotonic()

@@ -79,19 +79,6 @@ class TokenBatch(NamedTuple):
         return self.ids.to(device), mask
 
 
-class StateBatch(NamedTuple):
-    """States of `n` positions."""
-
-    states: list[Tensor]
-    """`h_0 ... h_L`, each `[n, d]`."""
-    position: Tensor
-    """`[n]`: number of the token in its window."""
-    length: Tensor
-    """`[n]`: tokens of that window, whether or not it was cut at the position."""
-    text_index: Tensor
-    """`[n]`: number of the text."""
-
-
 @dataclass
 class Tally:
     """Counts of what has been read so far."""
@@ -282,36 +269,18 @@ def iterate_states(
     adapter: Adapter,
     tokenizer: Any,
     texts: Iterable[str],
-    *,
-    positions: Positions = "all",
-    seed: int = 0,
-    batch_tokens: int = 2048,
-    window: int | None = None,
     tally: Tally | None = None,
-    share: tuple[int, int] = (0, 1),
-) -> Iterator[StateBatch]:
-    """Yield the states of all texts.
-
-    Args:
-        adapter: The model.
-        tokenizer: Its tokenizer.
-        texts: Strings.
-        positions: Whether every token of a text is wanted or one at random.
-        seed: Seed of the random positions.
-        batch_tokens: Most tokens in a batch, padding included.
-        window: Longest stretch of text that is run at once.
-        tally: Counts the texts while they are read.
-        share: `(k, n)` runs only every `n`-th batch from number `k` on: one of `n` processes.
-    """
-    reading = make_reading(adapter, positions, seed, batch_tokens, window)
-    for number, batch in enumerate(batches(tokenizer, texts, reading, tally)):
-        if number % share[1] == share[0]:
-            yield run_batch(adapter, batch)
+    **options: Any,
+) -> Iterator[tuple[TokenBatch, list[Tensor]]]:
+    """Yield every batch of texts with its states; `options` are those of `make_reading`."""
+    reading = make_reading(adapter, **options)
+    for batch in batches(tokenizer, texts, reading, tally):
+        yield batch, run_batch(adapter, batch)
 
 
 @torch.no_grad()
-def run_batch(adapter: Adapter, batch: TokenBatch) -> StateBatch:
-    """Run the model on a batch and return the states at the positions wanted."""
+def run_batch(adapter: Adapter, batch: TokenBatch) -> list[Tensor]:
+    """Run the model on a batch; return `h_0 ... h_L`, `[n, d]` each, at the positions wanted."""
     ids, mask = batch.inputs(adapter)
     with _evaluating(adapter.model):
         states = adapter.states(ids, attention_mask=mask)
@@ -322,9 +291,7 @@ def run_batch(adapter: Adapter, batch: TokenBatch) -> StateBatch:
         flat = state.reshape(-1, state.shape[-1])
         states[layer] = flat if everything else flat.index_select(0, chosen)
     check_finite(states)
-    lengths = torch.tensor([window.length for window in batch.windows])
-    indices = torch.tensor([window.text for window in batch.windows])
-    return StateBatch(states, position, lengths[row], indices[row])
+    return states
 
 
 @contextmanager

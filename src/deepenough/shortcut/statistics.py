@@ -51,7 +51,7 @@ _CKA_PANEL = 64
 
 
 @dataclass(frozen=True)
-class LinearMap:
+class AffineMap:
     """`y = weight x + bias`."""
 
     weight: Tensor
@@ -143,7 +143,7 @@ class NormalEquations:
         gram.diagonal().add_(penalty)
         return make_solver(gram, squares, dtype)
 
-    def solve(self, affine: bool = False, ridge: float = 0.0, relative: bool = False) -> LinearMap:
+    def solve(self, affine: bool = False, ridge: float = 0.0, relative: bool = False) -> AffineMap:
         """Return the map, in float64; the sums stay as they are.
 
         Args:
@@ -158,10 +158,10 @@ class NormalEquations:
         check_enough(self.count, self.num_inputs, ridge)
         solver, _ = self.solver(affine, ridge, relative, self._dtype)
         if not affine:
-            return LinearMap(solver(self.cross()).T)
+            return AffineMap(solver(self.cross()).T)
         mean_x, mean_y = (self.sums / self.count).tensor_split([self.num_inputs])
         weight = solver(self.cross() - self.count * torch.outer(mean_x, mean_y)).T
-        return LinearMap(weight, mean_y - weight @ mean_x)
+        return AffineMap(weight, mean_y - weight @ mean_x)
 
 
 def make_solver(

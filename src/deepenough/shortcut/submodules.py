@@ -44,7 +44,7 @@ from deepenough.hf.intercept import (
     start_at,
 )
 from deepenough.shortcut.reading import Positions, batches, make_reading, run_batch
-from deepenough.shortcut.statistics import LinearMap, NormalEquations
+from deepenough.shortcut.statistics import AffineMap, NormalEquations
 
 KINDS = ("attention", "feed_forward", "norms")
 
@@ -120,7 +120,7 @@ class SubmoduleStatistics:
 class Submodules:
     """Linear stand-ins for the parts of every block of one model."""
 
-    def __init__(self, maps: dict[Place, LinearMap], meta: dict[str, Any] | None = None) -> None:
+    def __init__(self, maps: dict[Place, AffineMap], meta: dict[str, Any] | None = None) -> None:
         self.maps = maps
         self.meta = meta or {}
 
@@ -173,7 +173,7 @@ class Submodules:
         for place, equations in statistics.equations.items():
             solved = equations.solve(affine, ridge)
             bias = None if solved.bias is None else solved.bias.to(parameter)
-            maps[place] = LinearMap(solved.weight.to(parameter), bias)
+            maps[place] = AffineMap(solved.weight.to(parameter), bias)
         return cls(maps, {"identity": adapter.identity(), "affine": affine, "ridge": ridge})
 
     def check_model(self, adapter: Adapter) -> None:
@@ -202,7 +202,7 @@ class Replacement:
         self.forms = OutputForms(adapter)
         self._parts = parts_of(adapter, submodules.kinds)
         self._readers: dict[nn.Module, list[nn.Module]] = {}
-        self._folded: dict[tuple[nn.Module, int], LinearMap] = {}
+        self._folded: dict[tuple[nn.Module, int], AffineMap] = {}
 
     def fold_norms(self) -> bool:
         """Multiply the maps of norms into the layers that read them, where that is the same.
@@ -232,7 +232,7 @@ class Replacement:
 
         With `layer` the number of layers, the model is as it was.
         """
-        uses: dict[Chain, dict[int, LinearMap]] = {}
+        uses: dict[Chain, dict[int, AffineMap]] = {}
         for (part_kind, part_layer, number), chain in self._parts.items():
             if part_kind == kind and part_layer >= layer:
                 found = self.submodules.maps[part_kind, part_layer, number]
@@ -275,7 +275,7 @@ class Replacement:
                 stack.enter_context(last_mlp_at_one_token(self.counter, position_B))
             return self.adapter.states(ids_BT, attention_mask=mask_BT)[-1]
 
-    def _forwards(self, chain: Chain, maps: dict[int, LinearMap]) -> dict[nn.Module, Forward]:
+    def _forwards(self, chain: Chain, maps: dict[int, AffineMap]) -> dict[nn.Module, Forward]:
         """Return what the modules of a part do in the layers where it is replaced.
 
         The first keeps what the part reads and the last returns its map; whatever stands between
@@ -304,7 +304,7 @@ class Replacement:
         return {module: exchanged(module) for module in chain}
 
     def _folded_forwards(
-        self, norm: nn.Module, readers: list[nn.Module], maps: dict[int, LinearMap]
+        self, norm: nn.Module, readers: list[nn.Module], maps: dict[int, AffineMap]
     ) -> dict[nn.Module, Forward]:
         """Return forwards where the norm hands on what it reads and its readers apply both maps."""
 
@@ -355,7 +355,7 @@ def _readers_of(adapter: Adapter, norms: list[nn.Module]) -> dict[nn.Module, lis
 
 
 @torch.no_grad()
-def _folded(reader: nn.Module, norm: LinearMap) -> LinearMap:
+def _folded(reader: nn.Module, norm: AffineMap) -> AffineMap:
     """Return the map of a linear layer after that of the norm it reads."""
     assert isinstance(reader, nn.Linear | Conv1D)
     weight_OD = reader.weight.T if isinstance(reader, Conv1D) else reader.weight
@@ -363,4 +363,4 @@ def _folded(reader: nn.Module, norm: LinearMap) -> LinearMap:
     if norm.bias is not None:
         shift = weight_OD @ norm.bias
         bias = shift if bias is None else bias + shift
-    return LinearMap(weight_OD @ norm.weight, bias)
+    return AffineMap(weight_OD @ norm.weight, bias)

@@ -393,7 +393,7 @@ class TuningTexts:
 
     def run(self, batch: TokenBatch) -> LayerStates:
         """Return the states of a batch."""
-        states = run_batch(self.adapter, batch).states
+        states = run_batch(self.adapter, batch)
         return LayerStates(
             torch.stack([states[layer].float() for layer in self.layers]), states[-1].float()
         )
