@@ -170,7 +170,7 @@ def test_maps_start_as_the_closed_form() -> None:
     expected = states @ matrices.transpose(1, 2) + biases[:, None]
     found = maps(maps.white(states))
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-2)
-    assert all(torch.equal(*pair) for pair in zip(maps.maps(), (matrices, biases), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(maps.matrices_and_biases(), (matrices, biases), strict=True))
 
 
 def test_maps_for_plain_states_equal_those_for_whitened_ones() -> None:
@@ -178,7 +178,7 @@ def test_maps_for_plain_states_equal_those_for_whitened_ones() -> None:
     with torch.no_grad():
         maps.change.normal_()
         maps.shift.normal_()
-        matrices, biases = maps.maps()
+        matrices, biases = maps.matrices_and_biases()
         expected = maps(maps.white(states))
     found = states @ matrices.transpose(1, 2) + biases[:, None]
     assert float((found - expected).norm() / expected.norm()) < 1e-5

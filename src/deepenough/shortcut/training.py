@@ -218,7 +218,7 @@ def _train(trainer: Trainer, task: TuneTask) -> None:
 
 
 def _with_tuned(shortcuts: Shortcuts, task: TuneTask, config: TuneTrainingConfig) -> Shortcuts:
-    matrices, biases = task.model.maps()
+    matrices, biases = task.maps.matrices_and_biases()
     result = copy.copy(shortcuts)
     result.tuned = dict(shortcuts.tuned)
     for layer, matrix, bias in zip(task.layers, matrices, biases, strict=True):
@@ -264,7 +264,8 @@ class TuneTask(Task):
             identity: What a checkpoint must share with the run that goes on from it.
             save: Writes the result into a folder.
         """
-        self.model, self.layers, self.adapter = model, list(layers), adapter
+        self.model = self.maps = model
+        self.layers, self.adapter = list(layers), adapter
         self.source, self.held_out, self.sampler = source, held_out, sampler
         self.train, self._identity, self._save = train, identity, save
         self._head = PartialHead(adapter)
@@ -272,12 +273,12 @@ class TuneTask(Task):
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return the parameters of the one phase; weight decay pulls towards the closed form."""
-        return {MAPS: [{"params": [self.model.change, self.model.shift]}]}
+        return {MAPS: [{"params": [self.maps.change, self.maps.shift]}]}
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the KL of a batch: the sum over layers to minimise, their mean to record."""
         index = step * self.train.accumulate + micro
-        device = self.model.change.device
+        device = self.maps.change.device
         states, last = (tensor.to(device) for tensor in self.source.batch(index))
         logits, log_weight = self._tokens(index)
         with torch.no_grad():
@@ -289,7 +290,7 @@ class TuneTask(Task):
 
     def _tokens(self, index: int) -> tuple[Logits, Tensor]:
         """Return what makes the logits of a batch's tokens, and the weights of those tokens."""
-        device = self.model.change.device
+        device = self.maps.change.device
         if self.sampler is None:
             return self.adapter.logits, torch.zeros((), device=device)
         generator = torch.Generator().manual_seed(seed_at(self.train.seed, "words", index))
@@ -306,14 +307,14 @@ class TuneTask(Task):
         """Return KL and agreement of the top token on held-out text, over all the vocabulary."""
         if split != "valid":
             return {}
-        device = self.model.change.device
+        device = self.maps.change.device
         kl = torch.zeros(len(self.layers), dtype=torch.float64)
         agreed = torch.zeros(len(self.layers), dtype=torch.float64)
         num = len(self.held_out.last)
         for first in range(0, num, _ROWS):
             rows = slice(first, first + _ROWS)
             log_p = self.adapter.logits(self.held_out.last[rows].to(device)).float().log_softmax(-1)
-            mapped = self.model(self.held_out.states[:, rows].to(device))
+            mapped = self.maps(self.held_out.states[:, rows].to(device))
             for place, state in enumerate(mapped):
                 log_q = self.adapter.logits(state).float().log_softmax(-1)
                 kl[place] += float((log_p.exp() * (log_p - log_q)).sum()) / num

@@ -100,7 +100,7 @@ class TunedMaps(nn.Module):
         return torch.baddbmm(bias_LD[:, None], white_LND, weight_LDD.transpose(1, 2))
 
     @torch.no_grad()
-    def maps(self) -> tuple[Tensor, Tensor]:
+    def matrices_and_biases(self) -> tuple[Tensor, Tensor]:
         """Return `A` and `b` of every layer, for states that are not whitened."""
         change, shift, error = (t.detach().cpu() for t in (self.change, self.shift, self.error))
         difference_LDD = torch.bmm(error[..., None] * change, self.white.root_LDD)
