@@ -170,7 +170,10 @@ def test_maps_start_as_the_closed_form() -> None:
     expected = states @ matrices.transpose(1, 2) + biases[:, None]
     found = maps(maps.white(states))
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-2)
-    assert all(torch.equal(*pair) for pair in zip(maps.matrices_and_biases(), (matrices, biases), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(maps.matrices_and_biases(), (matrices, biases), strict=True)
+    )
 
 
 def test_maps_for_plain_states_equal_those_for_whitened_ones() -> None:
