@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ def train(config: Any) -> None:
     from deepenough.lazy import programs, training
     from deepenough.training.distributed import is_main_process
 
-    trainers = {
+    trainers: dict[str, Callable[[Any], RunFolder]] = {
         "translation": training.train_translation,
         "programs": programs.train_programs,
         "language": training.train_language,
@@ -36,7 +37,7 @@ def evaluate(config: Any) -> None:
     """Measure a model at the task it was trained for and print the figures."""
     from deepenough.lazy import evaluation, programs
 
-    evaluations = {
+    evaluations: dict[str, Callable[[Any], dict[str, Any]]] = {
         "translation": evaluation.evaluate_translation,
         "programs": programs.evaluate_programs,
         "language": evaluation.evaluate_language,

@@ -33,7 +33,8 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
 from deepenough.hf.generation import CheckedGenerationMixin
-from deepenough.lazy.config import TRANSFORMER, LazyTransformerConfig
+from deepenough.lazy.config import TRANSFORMER
+from deepenough.lazy.config import LazyTransformerConfig as LazyTransformerConfig
 from deepenough.lazy.equilibrium import run_with_halting
 from deepenough.lazy.layers import (
     EncoderMemory,

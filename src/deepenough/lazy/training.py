@@ -133,6 +133,7 @@ class PairsTask(Task, ABC):
     """
 
     unit = "tokens"
+    model: LazyTransformerForConditionalGeneration
 
     def __init__(
         self,
