@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deepenough.figure import read_run
 from deepenough.ponder.figures import ParityBand, parity_bands
-from deepenough.report import read_run
 from deepenough.runs import read_records
 
 QUICK = True

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import importlib.metadata
 import operator
 import os
 import platform
@@ -57,6 +56,8 @@ class Command:
     example: str
     positional: tuple[str, ...] = ()
     """Options whose values may stand first, without their names; `name*` takes all that follow."""
+    draws: str = ""
+    """The option that names a run whose figures are drawn afterwards, into `out`."""
 
 
 @dataclass
@@ -391,6 +392,8 @@ def _plain(value: Any) -> Any:
 
 def provenance() -> dict[str, Any]:
     """Return what a result depends on besides its settings."""
+    import importlib.metadata  # takes a while to load
+
     versions = {"python": platform.python_version()}
     for package in ("torch", "transformers", "deepenough"):
         try:  # from the metadata: importing torch for its version would take seconds

@@ -38,12 +38,16 @@ class Method:
         """Return the methods whose runs it opens as candidates of a comparison."""
         return (self.name, *self.also_measures)
 
+    def has(self, module: str) -> bool:
+        """Return whether the method has a module of this name."""
+        return importlib.util.find_spec(f"deepenough.{self.package}.{module}") is not None
+
     def load(self, module: str, attribute: str, default: Any = None) -> Any:
         """Return `attribute` of one of the method's modules, or `default` where it has none."""
-        name = f"deepenough.{self.package}.{module}"
-        if importlib.util.find_spec(name) is None:
+        if not self.has(module):
             return default
-        return getattr(importlib.import_module(name), attribute, default)
+        found = importlib.import_module(f"deepenough.{self.package}.{module}")
+        return getattr(found, attribute, default)
 
     @property
     def commands(self) -> tuple[Command, ...]:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from deepenough.errors import UserError
 from deepenough.figure import Point, Run, read_run, read_runs
-from deepenough.report import run_figures, write_comparison, write_figures
 from deepenough.report.figures import (
     frontier_figure,
     frontier_section,
@@ -24,6 +23,7 @@ from deepenough.report.figures import (
     smooth,
     training_figure,
 )
+from deepenough.report.saving import run_figures, write_comparison, write_figures
 from deepenough.runs import Record
 
 

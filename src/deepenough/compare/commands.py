@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def _compare(config: CompareConfig) -> None:
     """Measure, print a table, and write frontier.json with its pictures."""
     from deepenough.compare.frontier import FRONTIER, run_comparison
-    from deepenough.report import write_frontier_figures
     from deepenough.report.figures import read_frontier
+    from deepenough.report.saving import write_frontier_figures
     from deepenough.training.logging import reading
 
     with reading("passes") as progress:

@@ -78,17 +78,11 @@ def sweep(config: SweepConfig) -> None:
         print(steps + quality + cost, flush=True)
 
 
-def plot(config: LazyPlotConfig) -> None:
-    """Look inside a run's model, draw what was found, and print the files written."""
+def inspect(config: LazyPlotConfig) -> None:
+    """Look inside a run's model and record what was found, for its figures."""
     from deepenough.lazy.inspection import inspect_run
-    from deepenough.report import read_run, write_figures
-    from deepenough.runs import model_folder
 
-    # What is no run is refused before anything is computed.
-    run = RunFolder.open(model_folder(config.run).parent)
     inspect_run(config)
-    folder = Path(config.out) if config.out else run.plots
-    print(*write_figures(read_run(run.path), folder), sep="\n")
 
 
 # -- which task ------------------------------------------------------------------------------------
@@ -191,7 +185,8 @@ COMMANDS = (
         name="plot",
         help="draw how far each token still moves at each step, and when it comes to rest",
         config="deepenough.lazy.config:LazyPlotConfig",
-        run=plot,
+        run=inspect,
+        draws="run",
         description="Draw gates and similarities token by step for a sentence and its\n"
         "translation, or a program and what it prints; when tokens come to rest; and what\n"
         "sweeps have found.",

@@ -48,7 +48,7 @@ def plot(config: PlotConfig) -> None:
 
     # Here, not above: matplotlib takes a second to load, which --help need not wait for.
     from deepenough.figure import read_runs
-    from deepenough.report import write_comparison, write_figures
+    from deepenough.report.saving import write_comparison, write_figures
     from deepenough.runs import RunFolder
 
     runs = read_runs(folders)

@@ -27,7 +27,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from deepenough import __version__
-from deepenough.cli import legacy
 from deepenough.config import (
     Command,
     Option,
@@ -40,6 +39,7 @@ from deepenough.config import (
 )
 from deepenough.errors import UserError
 from deepenough.registry import METHODS
+from deepenough.report.commands import PlotConfig, plot, plot_command
 from deepenough.runs import RunFolder
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ OTHERS = {
     "compare": "deepenough.compare.commands:COMPARE",
     "report": "deepenough.report.commands:REPORT",
     "demo": "deepenough.demo:DEMO",
-    "cutoffs": "deepenough.nn.cutoffs:CUTOFFS",
+    "cutoffs": "deepenough.nn.commands:CUTOFFS",
 }
 
 
@@ -85,11 +85,6 @@ def run(words: list[str]) -> int:
         return 0
     table = commands()
     name, rest = _split(words, table)
-    if name not in table and legacy.find_command(words)[0] in legacy.COMMANDS:
-        try:
-            return legacy.run_command(*legacy.find_command(words))
-        except SystemExit as end:
-            return end.code if isinstance(end.code, int) else 0
     if name not in table:
         return _refuse(name, rest, table)
     try:
@@ -99,23 +94,27 @@ def run(words: list[str]) -> int:
 
 
 def commands() -> dict[str, Command]:
-    """Return every command by its words, such as "par train" or "report", in order of the help."""
-    found = {
-        f"{method.name} {command.name}": command
-        for method in METHODS
-        for command in method.commands
-    }
-    for name, place in OTHERS.items():
-        try:
-            found[name] = _load(place)
-        except ModuleNotFoundError:
-            continue  # provisional
-    return found
+    """Return every command by its words, such as "par train" or "report", in order of the help.
+
+    Every method that has figures has `plot`; one that must compute something for it has its own.
+    """
+    found: dict[str, Command] = {}
+    for method in METHODS:
+        own = {f"{method.name} {command.name}": command for command in method.commands}
+        plot = f"{method.name} plot"
+        if plot not in own and method.has("figures"):
+            own[plot] = plot_command(method.name)
+        found |= own
+    return found | {name: _load(place) for name, place in OTHERS.items()}
 
 
 def run_command(command: Command, name: str, argv: list[str]) -> int:
     """Parse the words of a command, check its settings, run it and return its exit code."""
-    return int(command.run(validate(parse_command(command, name, argv))) or 0)
+    config = validate(parse_command(command, name, argv))
+    code = int(command.run(config) or 0)
+    if command.draws and code == 0:
+        plot(PlotConfig([getattr(config, command.draws)], config.out))
+    return code
 
 
 def overview(table: Mapping[str, Command] | None = None, example: str = EXAMPLE) -> str:

@@ -1,1 +1,0 @@
-"""`deepenough shortcut ...`: how early a model knows its answer."""
