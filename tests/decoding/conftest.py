@@ -1,10 +1,14 @@
 """Tiny random models whose greedy text is not one token over and over."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import (
     GPT2Config,
@@ -16,6 +20,7 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -115,3 +120,27 @@ def shortcuts() -> Shortcuts:
     for _ in range(3):
         states.append(states[-1] + 0.5 * torch.randn(300, 32, generator=generator))
     return Shortcuts.fit_states(states)
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Llama of three layers and its tokenizer, whose words are w1 ... w29."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    llama(
+        vocab_size=30, hidden_size=16, intermediate_size=24, initializer_range=0.4
+    ).save_pretrained(folder)
+    words = {"[UNK]": 0} | {f"w{number}": number for number in range(1, 30)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def words_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """70 lines of 12 words."""
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    rows = torch.randint(3, 30, (70, 12), generator=torch.Generator().manual_seed(0))
+    file.write_text("\n".join(" ".join(f"w{number}" for number in row) for row in rows.tolist()))
+    return file

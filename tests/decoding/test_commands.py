@@ -8,58 +8,28 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from deepenough import Shortcuts
 from deepenough.__main__ import main
 from deepenough.decoding.commands import shade, shaded
-from deepenough.decoding.evaluation import pieces, prompt_ids
 from deepenough.hf.adapter import adapt
 
-WORDS = 30
 
-
-def make_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
-    config = LlamaConfig(
-        vocab_size=WORDS, num_attention_heads=2, max_position_embeddings=64,
-        initializer_range=0.4, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+@pytest.fixture
+def model(saved_model: Path) -> Path:
+    return saved_model
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_model().save_pretrained(folder)
-    words = {"[UNK]": 0} | {f"w{number}": number for number in range(1, WORDS)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shortcuts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shortcuts(saved_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shortcuts")
-    adapter = adapt(LlamaForCausalLM.from_pretrained(model).eval())
-    ids = torch.randint(3, WORDS, (40, 20), generator=torch.Generator().manual_seed(1))
+    adapter = adapt(LlamaForCausalLM.from_pretrained(saved_model).eval())
+    ids = torch.randint(3, 30, (40, 20), generator=torch.Generator().manual_seed(1))
     fitted = Shortcuts.fit_states([h.flatten(0, 1) for h in adapter.states(ids)], ridge=1e-3)
     fitted.meta["model"] = adapter.identity()
     fitted.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "words.txt"
-    request = torch.randint(3, WORDS, (70, 12), generator=torch.Generator().manual_seed(0))
-    file.write_text("\n".join(" ".join(f"w{number}" for number in row) for row in request.tolist()))
-    return file
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -128,8 +98,8 @@ def test_ctrl_c_leaves_what_there_is(model, capsys, monkeypatch) -> None:
     assert "interrupted" in capsys.readouterr().out
 
 
-def test_calibrate_then_generate(model, shortcuts, text, capsys, tmp_path) -> None:
-    words = ["calibrate", str(model), "--shortcuts", str(shortcuts), "--data", str(text)]
+def test_calibrate_then_generate(model, shortcuts, words_file, capsys, tmp_path) -> None:
+    words = ["calibrate", str(model), "--shortcuts", str(shortcuts), "--data", str(words_file)]
     words += ["--new-tokens", "6", "--max-disagreement", "0.3", "--confidence", "0.8"]
     words += ["--policy", "top", "--exit_layers", "[2]", "--checked", "2", "--out", str(tmp_path)]
     assert main(["decode", *words, "--min-chars", "8"]) == 0
@@ -175,7 +145,9 @@ def test_bad_input_is_a_sentence(model, capsys, words, sentence) -> None:
     assert sentence in error and error.count("\n") == 1
 
 
-def test_other_peoples_shortcuts_and_few_texts(model, shortcuts, text, capsys, tmp_path) -> None:
+def test_other_peoples_shortcuts_and_few_texts(
+    model, shortcuts, words_file, capsys, tmp_path
+) -> None:
     other = Shortcuts.from_pretrained(shortcuts)
     other.meta["model"] = {"model": "another", "fingerprint": "0"}
     other.save_pretrained(tmp_path)
@@ -186,7 +158,7 @@ def test_other_peoples_shortcuts_and_few_texts(model, shortcuts, text, capsys, t
         "--shortcuts",
         str(shortcuts),
         "--data",
-        str(text),
+        str(words_file),
         "--texts",
         "20",
         "--exit_layers",
@@ -207,29 +179,3 @@ def test_shades() -> None:
     plain = Console(file=io.StringIO())
     plain.print(shaded(["a", "b"], [1, 3], 3))
     assert plain.file.getvalue() == "ab\n"
-
-
-def test_characters_of_several_tokens_stay_whole() -> None:
-    class Bytes:
-        @staticmethod
-        def decode(ids: list[int]) -> str:
-            return bytes(ids).decode("utf-8", errors="replace")
-
-    new = list("né!".encode())
-    assert pieces(Bytes, list(b"a"), new) == ["n", "", "é", "!"]
-    assert "".join(pieces(Bytes, list(b"a"), new[:2])) == "n\ufffd"
-
-
-def test_a_chat_template_brings_its_own_first_token() -> None:
-    def encode(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}
-
-    class Chatty:
-        chat_template = "{{ bos_token }}..."
-        __call__ = staticmethod(encode)
-
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-            return "\x01" + messages[0]["content"]
-
-    assert prompt_ids(Chatty(), "a", chat=True).tolist() == [[1, ord("a")]]
-    assert prompt_ids(Chatty(), "a").tolist() == [[1, ord("a")]]

@@ -1,171 +1,127 @@
-"""A local task of lm-eval: full depth scores as the base model, and exits count."""
+"""One prompt beside the model itself, and runs as a comparison measures them."""
 
-import json
-import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from deepenough import Shortcuts, UserError
-from deepenough.decoding.api import early_exit, speculate
-from deepenough.decoding.early_exit import FixedLayer, TopProbability
-
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install deepenough[eval]")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-WORDS = 40
+from deepenough import UserError, early_exit, speculate
+from deepenough.__main__ import main
+from deepenough.decoding.early_exit import FixedLayer
+from deepenough.decoding.evaluation import (
+    apply_mode,
+    generate_timed,
+    open_candidate,
+    pieces,
+    prompt_ids,
+)
+from deepenough.measurement import ComparedData, Entry, Grid
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
-        intermediate_size=24, max_position_embeddings=64, initializer_range=0.4,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {"[PAD]": 0, "[BOS]": 1, "[EOS]": 2, "[UNK]": 3}
-    words |= {f"w{number}": number for number in range(4, WORDS)}
-    made = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    made.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]",
-        unk_token="[UNK]", model_max_length=64,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def shortcuts() -> Shortcuts:
-    generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(300, 16, generator=generator)]
-    for _ in range(3):
-        states.append(states[-1] + 0.5 * torch.randn(300, 16, generator=generator))
-    return Shortcuts.fit_states(states)
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Which of three words comes next, and what would the model write."""
-    folder = tmp_path_factory.mktemp("task")
-    ids = torch.randint(4, WORDS, (12, 9), generator=torch.Generator().manual_seed(3)).tolist()
-    rows = [
-        {
-            "question": " ".join(f"w{n}" for n in row[:6]),
-            "choices": [f"w{n}" for n in row[6:]],
-            "answer": number % 3,
-        }
-        for number, row in enumerate(ids)
-    ]
-    (folder / "words.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = (
-        "dataset_path: json\n"
-        "dataset_kwargs:\n"
-        "  data_files:\n"
-        f"    test: {folder / 'words.jsonl'}\n"
-        "test_split: test\n"
-        'doc_to_text: "{{question}}"\n'
-    )
-    (folder / "next.yaml").write_text(
-        "task: own_next_word\n" + data + "output_type: multiple_choice\n"
-        'doc_to_choice: "{{choices}}"\n'
-        'doc_to_target: "{{answer}}"\n'
-        "metric_list:\n  - metric: acc\n    aggregation: mean\n    higher_is_better: true\n"
-    )
-    (folder / "write.yaml").write_text(
-        "task: own_writing\n" + data + "output_type: generate_until\n"
-        'doc_to_target: "{{choices[answer]}}"\n'
-        "generation_kwargs:\n  until: ['w5']\n  max_gen_toks: 6\n  do_sample: false\n"
-        "metric_list:\n  - metric: exact_match\n    aggregation: mean\n"
-        "    higher_is_better: true\n"
-    )
+def fitted(saved_model: Path, words_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `shortcut fit`."""
+    folder = tmp_path_factory.mktemp("runs") / "shortcut"
+    words = ["--data", str(words_file), "--min_chars", "8", "--ridge", "1e-3"]
+    assert main(["shortcut", "fit", str(saved_model), *words, "--out", str(folder)]) == 0
     return folder
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    for name in ("lm_eval", "lm-eval"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def answers(found: dict[str, Any], name: str) -> list[Any]:
-    rows = sorted(found["samples"][name], key=lambda row: row["doc_id"])
-    return [row["filtered_resps"] for row in rows]
+@pytest.fixture(scope="module")
+def tuned(saved_model: Path, words_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `decode tune`."""
+    folder = tmp_path_factory.mktemp("runs") / "tuned"
+    words = ["--data", str(words_file), "--min_chars", "8", "--tokens", "400", "--until", "head"]
+    words += ["--instructions", "false", "--prompt_tokens", "6", "--new_tokens", "20"]
+    words += ["--held_out", "4", "--epochs", "1", "--draft_vocab", "20"]
+    assert main(["decode", "tune", str(saved_model), *words, "--out", str(folder)]) == 0
+    return folder
 
 
-def run(model: Any, tokenizer: Any, task: Path, names: list[str]) -> dict[str, Any]:
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    from deepenough.decoding.evaluation import register_lm_eval
-
-    kind = register_lm_eval() if hasattr(model, "decoding_engine") else HFLM
-    return simple_evaluate(
-        kind(pretrained=model, tokenizer=tokenizer, batch_size=4),
-        tasks=names,
-        task_manager=TaskManager(include_path=str(task), include_defaults=False),
-        bootstrap_iters=0,
-    )
+def measured(run: Path, data: Path, **more: object) -> dict[str, object]:
+    compared = ComparedData(str(data), "train", limit=3, prompt_tokens=5, new_tokens=6)
+    candidate = open_candidate(Entry(str(run), **more), "name", compared)
+    assert candidate.task.quality == "agreement" and candidate.task.unit == "token"
+    return {p.name: (p, candidate.judge(p, candidate.run(p))) for p in candidate.points()}
 
 
-def test_full_depth_scores_are_the_models_own(model, tokenizer, shortcuts, task) -> None:
-    names = ["own_next_word", "own_writing"]
-    expected = run(model, tokenizer, task, names)
-    never = {"policy": TopProbability(1.0), "exit_layers": [1, 2]}
-    for fast in (
-        speculate(model, "none"),
-        speculate(model),
-        early_exit(model, shortcuts, **never),
-    ):
-        found = run(fast, tokenizer, task, names)
-        for name, metric in (("own_next_word", "acc,none"), ("own_writing", "exact_match,none")):
-            score, own = (each["results"][name][metric] for each in (found, expected))
-            assert score == pytest.approx(own)
-        assert answers(found, "own_writing") == answers(expected, "own_writing")
-        scores = [torch.tensor(answers(each, "own_next_word")) for each in (found, expected)]
-        torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
+def test_lossless_ways_agree_and_exits_save_layers(fitted, words_file) -> None:
+    found = measured(fitted, words_file, grid=Grid(exit=[1.0, 0.0]))
+    assert list(found) == ["transformers", "full", "speculative", "exit 1", "exit 0"]
+    for name in ("transformers", "full", "speculative", "exit 1"):
+        assert found[name][1].quality.value == 1.0 and found[name][1].layers == 3.0
+    assert found["exit 0"][1].layers < 3.0 and found["exit 0"][1].sample["layers"] == 3
+    assert found["full"][1].flops == pytest.approx(found["transformers"][1].flops)
+    assert f"--shortcuts {fitted}/shortcuts" in found["exit 0"][0].command
 
 
-def test_exits_count(model, tokenizer, shortcuts, task) -> None:
-    from deepenough.decoding.evaluation import evaluate
-
-    options = {"policy": FixedLayer(1), "exit_layers": [1], "kv_propagation": "copy"}
-    fast = early_exit(model, shortcuts, **options)
-    found = evaluate(fast, tokenizer, ["own_next_word"], str(task), 4, bootstrap_iters=0)
-    scores = found["own_next_word"]
-    assert 0 <= scores["acc,none"] <= 1
-    # Only the first of six or seven positions runs through all three layers.
-    assert 1 < scores["mean_layers"] < 1.6
-    other = run(fast, tokenizer, task, ["own_next_word"])
-    assert answers(other, "own_next_word") != answers(
-        run(model, tokenizer, task, ["own_next_word"]), "own_next_word"
-    )
+def test_a_draft_model_takes_part(fitted, tuned, words_file) -> None:
+    """As a run of its own, and beside shortcuts."""
+    found = measured(tuned, words_file)
+    assert list(found) == ["transformers", "full", "speculative", "tuned"]
+    beside = measured(fitted, words_file, mechanisms=["full", "tuned"], tuned=str(tuned))
+    assert list(beside) == ["full", "tuned"]
+    for point, scores in (found["tuned"], beside["tuned"]):
+        assert scores.quality.value == 1.0
+        assert f"--draft_model {tuned}" in point.command
 
 
-def test_models_are_made_by_name(model, tokenizer, tmp_path) -> None:
-    from deepenough.decoding.evaluation import register_lm_eval
+@pytest.mark.parametrize(
+    ("mechanisms", "sentence"),
+    [(["tuned"], "give the folder that deepenough decode tune wrote"), (["flying"], "choose from")],
+)
+def test_mechanisms_that_are_not_there_are_refused(
+    fitted, words_file, mechanisms, sentence
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        measured(fitted, words_file, mechanisms=mechanisms)
 
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    made = register_lm_eval()(str(tmp_path), mode="speculative", batch_size=2)
-    assert made.model.drafter is not None and made.mean_layers is None
-    with pytest.raises(UserError, match="Give what speculate"):
-        register_lm_eval()(model, tokenizer)
+
+def test_a_prompt_is_timed_beside_the_model(small, shortcuts) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    result = generate_timed(speculate(small), ids, 10, against=small, rounds=2)
+    assert result.identical and result.speedup > 0 and len(result.ids) <= 10
+    assert result.full.flops[0] == pytest.approx(result.flops[0])
+    fast = early_exit(small, shortcuts, policy=FixedLayer(1), exit_layers=[1])
+    result = generate_timed(fast, ids, 10)
+    assert result.full is None and result.speedup is None
+    assert result.depths[0] == 3 and set(result.depths[1:]) == {1}
+    with pytest.raises(UserError, match="At least one new token"):
+        generate_timed(fast, ids, 0)
+
+
+def test_modes_by_name(small, tuned) -> None:
+    assert apply_mode(small, "full").drafter is None
+    assert apply_mode(small, "speculative").drafter is not None
+    with pytest.raises(UserError, match="not 'quick'"):
+        apply_mode(small, "quick")
+    with pytest.raises(UserError, match="threshold is an option of mode early_exit"):
+        apply_mode(small, "full", threshold=0.5)
+    with pytest.raises(UserError, match="needs shortcuts"):
+        apply_mode(small, "early_exit")
+
+
+def test_characters_of_several_tokens_stay_whole() -> None:
+    class Bytes:
+        @staticmethod
+        def decode(ids: list[int]) -> str:
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    new = list("né!".encode())
+    assert pieces(Bytes, list(b"a"), new) == ["n", "", "é", "!"]
+    assert "".join(pieces(Bytes, list(b"a"), new[:2])) == "n\ufffd"
+
+
+def test_a_chat_template_brings_its_own_first_token() -> None:
+    def encode(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}
+
+    class Chatty:
+        chat_template = "{{ bos_token }}..."
+        __call__ = staticmethod(encode)
+
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            return "\x01" + messages[0]["content"]
+
+    assert prompt_ids(Chatty(), "a", chat=True).tolist() == [[1, ord("a")]]
+    assert prompt_ids(Chatty(), "a").tolist() == [[1, ord("a")]]

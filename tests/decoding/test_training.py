@@ -25,6 +25,7 @@ from deepenough.decoding.self_generated import (
 )
 from deepenough.decoding.training import DraftHeadTask, tune_run
 from deepenough.runs import read_records
+from deepenough.shortcut.config import PretrainedModelConfig
 
 
 class Numbers:
@@ -125,7 +126,7 @@ def test_wrong_settings_are_refused(words, match, capsys, tmp_path, monkeypatch)
 
 @pytest.fixture
 def tuned_run(small, corpus, tmp_path, monkeypatch) -> DraftTrainConfig:
-    monkeypatch.setattr(DraftTrainConfig, "load", lambda self: (small, Numbers()))
+    monkeypatch.setattr(PretrainedModelConfig, "load", lambda self: (small, Numbers()))
     config = DraftTrainConfig(
         out=str(tmp_path / "run"),
         data=corpus,

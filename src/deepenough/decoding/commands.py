@@ -31,7 +31,7 @@ def generate(config: GenerateConfig) -> None:
     from deepenough.decoding.evaluation import apply_mode, generate_timed, pieces, prompt_ids
 
     exit_options = _exit_options(config)
-    model, tokenizer = config.load()
+    model, tokenizer = config.model.load()
     ids = prompt_ids(tokenizer, prompt, config.chat)
     if config.exit_vocab is not None:
         exit_options["exit_vocab"] = _first_tokens(model, config.exit_vocab)
@@ -46,7 +46,7 @@ def generate(config: GenerateConfig) -> None:
     rows = zip(result.ids, texts, result.depths, result.flops, strict=True)
     names = ("id", "text", "depth", "flops")
     answer: dict[str, Any] = {
-        "model": config.model,
+        "model": config.model.name,
         "mode": config.mode,
         "text": "".join(texts),
         "tokens": [dict(zip(names, row, strict=True)) for row in rows],
@@ -171,7 +171,7 @@ def tune(config: DraftTrainConfig) -> None:
     with reading("tokens") as progress:
         made = tune_run(config, progress)
     if made is None:
-        print(f"{config.model} has written its text; continue with --resume and --until head")
+        print(f"{config.model.name} has written its text; continue with --resume and --until head")
         return
     first = "linear drafter" if config.head.start is None else "where it started"
     print("on held-out text:   first draft right   second, after it   accepted of two")
@@ -192,21 +192,18 @@ def tune(config: DraftTrainConfig) -> None:
 
 def calibrate(config: CalibrateConfig) -> None:
     """Find the fastest exit threshold whose risk is bounded, save it and print it."""
-    import itertools
     import random
 
     from deepenough.decoding.api import early_exit
     from deepenough.decoding.calibration import calibrate
     from deepenough.decoding.early_exit import make_policy
-    from deepenough.decoding.self_generated import read_lines
     from deepenough.shortcut.modeling import Shortcuts
     from deepenough.training.logging import reading
 
     shortcuts = Shortcuts.from_pretrained(config.shortcuts)
-    long_enough = read_lines(config.data, config.split, config.min_chars)
-    lines = list(itertools.islice(long_enough, config.lines))
+    lines = config.dataset.read(config.data)
     random.Random(config.seed).shuffle(lines)
-    model, tokenizer = config.load()
+    model, tokenizer = config.model.load()
     vocab = None if config.exit_vocab is None else _first_tokens(model, config.exit_vocab)
     fast = early_exit(
         model,
@@ -269,7 +266,7 @@ COMMANDS = (
         "layers and FLOPs are printed.",
         example='deepenough decode generate smollm2 --prompt "The capital of France is" \\\n'
         "    --against-full",
-        positional=("model",),
+        positional=("model.name",),
     ),
     Command(
         name="tune",
@@ -279,7 +276,7 @@ COMMANDS = (
         description="Make a draft model: let the model write, and learn to guess what it will\n"
         "write next. The model itself is not changed.",
         example="deepenough decode tune smollm2 --data mytext.txt --out runs/draft_model",
-        positional=("model",),
+        positional=("model.name",),
     ),
     Command(
         name="calibrate",
@@ -290,6 +287,6 @@ COMMANDS = (
         "bounded with the confidence asked for, on texts that the model writes itself.",
         example="deepenough decode calibrate smollm2 --shortcuts runs/shortcut/shortcuts \\\n"
         "    --data mytext.txt",
-        positional=("model",),
+        positional=("model.name",),
     ),
 )

@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from deepenough.config import RunConfig, bounded
+from deepenough.shortcut.config import PretrainedModelConfig, TextConfig
 from deepenough.training.config import TrainingConfig
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KVPropagation = Literal["shortcut", "copy", "deferred"]
 MIN_PROMPT_TOKENS = 4
 """Shorter prompts say too little about what the model writes."""
 
 
-@dataclass
-class CausalModelConfig:
-    """The model that generates; the settings of every decoding command inherit it."""
-
-    model: str = "smollm2"
-    """smollm2 (a real model that comes as a package), a folder, a run, or a name on the hub."""
-
-    dtype: str = "float32"
-    """Number format of the weights."""
-
-    revision: str | None = None
-    """Branch, tag or commit on the hub."""
-
-    allow_pickle: bool = False
-    """Load pickled weights too, which can run any code: only from people you trust."""
-
-    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Return the model and its tokenizer."""
-        from deepenough.hf.loading import load
-
-        return load(self.model, "causal", self.dtype, self.revision, self.allow_pickle)
+def causal_model() -> PretrainedModelConfig:
+    """Return the model that decoding commands load by default."""
+    return PretrainedModelConfig(kind="causal")
 
 
 @dataclass
-class GenerateConfig(CausalModelConfig):
+class GenerateConfig:
     """Settings of `deepenough decode generate`."""
+
+    model: PretrainedModelConfig = field(default_factory=causal_model)
 
     prompt: str | None = None
     """Text to continue; by default standard input."""
@@ -99,11 +81,13 @@ class GenerateConfig(CausalModelConfig):
 
 
 @dataclass
-class CalibrateConfig(CausalModelConfig):
+class CalibrateConfig:
     """Settings of `deepenough decode calibrate`."""
 
-    shortcuts: str = field(kw_only=True)
+    shortcuts: str
     """Folder of the model's shortcuts."""
+
+    model: PretrainedModelConfig = field(default_factory=causal_model)
 
     data: str = "python"
     """Text whose lines are continued: python (built in), a file, folder or glob, a folder of
@@ -112,14 +96,7 @@ class CalibrateConfig(CausalModelConfig):
     out: str | None = None
     """Folder for calibration.json; by default that of the shortcuts."""
 
-    split: str = "train"
-    """Part of the corpus."""
-
-    lines: int | None = bounded(2000, ge=1)
-    """Lines to read, too short ones not counted; null for all."""
-
-    min_chars: int = bounded(40, ge=0)
-    """Lines shorter than this, such as headings, are skipped."""
+    dataset: TextConfig = field(default_factory=TextConfig)
 
     texts: int = bounded(300, ge=1)
     """Lines to continue, drawn at random from those read."""
@@ -220,7 +197,7 @@ class DraftHeadConfig:
 
 
 @dataclass
-class DraftTrainConfig(RunConfig, CausalModelConfig):
+class DraftTrainConfig(RunConfig):
     """Settings of `deepenough decode tune`."""
 
     METHOD: ClassVar[str] = "decode"
@@ -232,6 +209,7 @@ class DraftTrainConfig(RunConfig, CausalModelConfig):
     """Corpus whose lines begin the model's texts: python (built in), a file, folder or glob, a
     folder of $DEEPENOUGH_DATA, or a name on the hub."""
 
+    model: PretrainedModelConfig = field(default_factory=causal_model)
     text: SelfGeneratedConfig = field(default_factory=SelfGeneratedConfig)
     head: DraftHeadConfig = field(default_factory=DraftHeadConfig)
 

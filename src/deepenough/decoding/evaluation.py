@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import shlex
 import statistics
 import time
@@ -29,7 +28,6 @@ from deepenough.decoding.config import DraftTrainConfig
 from deepenough.decoding.draft_model import SHORTCUTS
 from deepenough.decoding.early_exit import ConfidenceGap, KVPropagation
 from deepenough.decoding.engine import DecodingCosts
-from deepenough.decoding.self_generated import read_lines
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load
@@ -42,7 +40,7 @@ from deepenough.measurement import (
     share_interval,
 )
 from deepenough.runs import RunFolder, read_config
-from deepenough.shortcut.config import ShortcutFitConfig
+from deepenough.shortcut.config import ShortcutFitConfig, TextConfig
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.trace import DepthTrace
 from deepenough.training.logging import without_bars
@@ -336,8 +334,6 @@ MECHANISMS = (PLAIN, FULL, SPECULATIVE, TUNED, EXIT)
 _NUM_PROMPTS = 8
 #: Characters of running text that are read for a prompt: more than enough.
 _PROMPT_CHARS = 400
-#: Lines shorter than this, such as headings, are skipped.
-_MIN_CHARS = 40
 
 
 @dataclass
@@ -393,15 +389,13 @@ class GenerationCandidate:
                 f"{entry.run} has no maps yet: let deepenough shortcut fit finish (--resume goes "
                 "on), or leave it out."
             )
+        kind: type[DraftTrainConfig | ShortcutFitConfig] = (
+            DraftTrainConfig if tunes else ShortcutFitConfig
+        )
+        fitted = resolve(kind, overrides=config)
+        self.model_name = fitted.model.name
         with without_bars():
-            if tunes:
-                tuned = resolve(DraftTrainConfig, overrides=config)
-                self.model_name, corpus = tuned.model, tuned.data
-                self.model, self.tokenizer = tuned.load()
-            else:
-                fitted = resolve(ShortcutFitConfig, overrides=config)
-                self.model_name, corpus = fitted.model.name, fitted.text.data
-                self.model, self.tokenizer = fitted.model.load()
+            self.model, self.tokenizer = fitted.model.load()
         if not self.model.can_generate():
             raise UserError(
                 f"{self.model_name} does not write text, so its exits cannot be timed: measure "
@@ -410,7 +404,7 @@ class GenerationCandidate:
         self.model.eval()
         self.costs = DecodingCosts(adapt(self.model))
         self.num_prompt, self.num_new = data.prompt_tokens, data.new_tokens
-        text, split = data.data or corpus, data.split or "valid"
+        text, split = data.data or fitted.data, data.split or "valid"
         number = data.limit or _NUM_PROMPTS
         self.prompts = _prompts(self.tokenizer, text, split, number, self.num_prompt)
         self.models: dict[str, Any] = {}
@@ -530,9 +524,8 @@ class GenerationCandidate:
 
 def _prompts(tokenizer: Any, text: str, split: str, num: int, length: int) -> list[Tensor]:
     """Return prompts taken evenly from the beginning of a running text."""
-    chars = num * max(_PROMPT_CHARS, 40 * length)
-    lines = itertools.islice(read_lines(text, split, _MIN_CHARS), chars // _MIN_CHARS + 1)
-    ids = tokenizer("\n".join(lines)[:chars])["input_ids"]
+    running = "\n".join(TextConfig(split, lines=None, join=True).read(text))
+    ids = tokenizer(running[: num * max(_PROMPT_CHARS, 40 * length)])["input_ids"]
     windows = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
     if len(windows) < num:
         raise UserError(

@@ -51,19 +51,13 @@ class SelfGenerated:
     """Tokens of the prompt; those after it are the model's own."""
 
 
-def read_lines(data: str, split: str, min_chars: int) -> Iterator[str]:
-    """Return the lines of a corpus that are long enough; refuse at once a corpus that is not there.
-
-    Args:
-        data: Name of the corpus, as `open_corpus` takes it.
-        split: Part of it.
-        min_chars: Fewest characters of a line, white space around it not counted.
-    """
+def read_lines(data: str, min_chars: int) -> Iterator[str]:
+    """Return the training lines of a corpus that are long enough; refuse a missing one at once."""
     corpus = open_corpus(data)
-    if split not in corpus.splits:
-        known = ", ".join(corpus.splits)
-        raise UserError(f"The corpus {data} has no split {split!r}: it has {known}.")
-    return (line for line in corpus.lines(split) if len(line.strip()) >= min_chars)
+    if "train" not in corpus.splits:
+        raise UserError(f"The corpus {data} has no split train: it has {', '.join(corpus.splits)}.")
+    stripped = (line.strip() for line in corpus.lines("train"))
+    return (line for line in stripped if len(line) >= min_chars)
 
 
 def prompts_from(tokenizer: Any, texts: Iterable[str], length: int) -> Iterator[list[int]]:
@@ -280,7 +274,7 @@ def _check_index(folder: Path, about: dict[str, Any]) -> None:
 def make_prompts(tokenizer: Any, data: str, config: SelfGeneratedConfig) -> Iterator[list[int]]:
     """Yield beginnings of a corpus's lines, each followed by an instruction while there are any."""
     orders = _instruction_prompts(tokenizer) if config.instructions else iter(())
-    lines = (line.strip() for line in read_lines(data, "train", config.min_chars))
+    lines = read_lines(data, config.min_chars)
     for prompt in prompts_from(tokenizer, lines, config.prompt_tokens):
         yield prompt
         yield from islice(orders, 1)

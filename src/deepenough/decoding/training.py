@@ -46,7 +46,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from deepenough.config import dump, provenance, validate
+from deepenough.config import RunConfig, dump, provenance, validate
 from deepenough.decoding.autotune import autotune, draft_layers
 from deepenough.decoding.config import DraftHeadConfig, DraftTrainConfig, SelfGeneratedConfig
 from deepenough.decoding.draft_model import SHORTCUTS, DraftHead, DraftModel, HeadShape
@@ -66,7 +66,7 @@ from deepenough.runs import RunFolder, read_records
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.statistics import NormalEquations
 from deepenough.shortcut.training import tune
-from deepenough.training.config import RunSettings, TrainingConfig, seed_at
+from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.task import BatchLoss, Task
 from deepenough.training.trainer import keep_freed_memory, training
@@ -287,7 +287,7 @@ class DraftHeadTask(Task):
         config: Settings of the head.
         train: Settings of the training.
         num_tokens: New tokens of all texts, by which a checkpoint is told from one of others.
-        save: Writes the draft model into a folder.
+        run: The run folder, whose records say how often drafts were right.
     """
 
     unit = "positions"
@@ -302,21 +302,17 @@ class DraftHeadTask(Task):
         config: DraftHeadConfig,
         train: TrainingConfig,
         num_tokens: int,
-        save: Callable[[Path], None],
+        run: RunFolder,
     ) -> None:
-        self.head = draft_model.head
+        self.draft_model = draft_model
+        self.model = self.head = draft_model.head
         self.adapter, self.texts, self.held_out = adapter, texts, held_out
-        self.config, self.train, self.num_tokens, self.save = config, train, num_tokens, save
+        self.config, self.train, self.num_tokens, self.run = config, train, num_tokens, run
         self.vocab_S = draft_model.linear_drafter.draft_vocab.to(adapter.model.device)
         weight, self.vocab_bias = head_rows(adapter, self.vocab_S)
         self.scale_D = self.head.scale.to(weight.device)
         self.vocab_SD = weight.float() * self.scale_D
         self._latest: dict[str, float] = {}
-
-    @property
-    def model(self) -> nn.Module:
-        """The draft head."""
-        return self.head
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return the parameter groups: what was solved for already only has to follow."""
@@ -405,6 +401,11 @@ class DraftHeadTask(Task):
             "train": self.train.identity(),
         }
 
+    def save(self, folder: Path) -> None:
+        """Write the draft model."""
+        self.draft_model.meta |= _before_and_after(self.run)
+        self.draft_model.save_pretrained(folder)
+
     def _chosen(self, index: int) -> list[SelfGenerated]:
         """Return the texts of batch number `index`, in a new order every epoch."""
         size = min(self.config.texts, len(self.texts))
@@ -453,13 +454,13 @@ def tune_run(config: DraftTrainConfig, progress: Progress | None = None) -> Draf
     """
     keep_freed_memory()
     validate(config)
-    read_lines(config.data, "train", config.text.min_chars)  # refuses a corpus that is not there
+    read_lines(config.data, config.text.min_chars)  # refuses a corpus that is not there
     RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
     accelerator = make_accelerator(config.train, may_skip=False)
     if accelerator.num_processes > 1:
         raise UserError("A draft head is small and trained by one process: start one.")
     shortcuts = config.shortcuts and Shortcuts.from_pretrained(config.shortcuts)
-    model, tokenizer = config.load()
+    model, tokenizer = config.model.load()
     model.to(accelerator.device)  # type: ignore[arg-type]
     adapter = adapt(model)
     run = RunFolder.create(config.out, resume=config.resume, overwrite=config.overwrite)
@@ -515,12 +516,7 @@ def _train_head(
         "prompts": [text.ids_T[: text.prompt].tolist() for text in held_out[:_KEPT_PROMPTS]],
     }
     draft_model = DraftModel(linear, head, meta)
-
-    def save(folder: Path) -> None:
-        draft_model.meta |= _before_and_after(run)
-        draft_model.save_pretrained(folder)
-
-    task = DraftHeadTask(draft_model, adapter, used, held_out, own, train, texts.num_new, save)
+    task = DraftHeadTask(draft_model, adapter, used, held_out, own, train, texts.num_new, run)
     with training(config, task, accelerator) as trainer:
         if trainer.first == 0:
             trainer.recorder.record(0, "valid", task.evaluate(accelerator, "valid"))
@@ -589,7 +585,7 @@ def _tune_shortcuts(
     folder = run.model / SHORTCUTS
     if folder.is_dir():
         return Shortcuts.from_pretrained(folder)
-    place = RunSettings(str(run.checkpoints / "shortcuts"), resume=True)
+    place = RunConfig(str(run.checkpoints / "shortcuts"), resume=True)
     layers = draft_layers(shortcuts.num_layers)
     tuned = tune(shortcuts, model, tokenizer, texts, run=place, layers=layers)
     tuned.save_pretrained(folder)
