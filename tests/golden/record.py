@@ -410,11 +410,11 @@ def encoder(kind: str) -> Path:
 def ponder_trained(kind: str, objective: str = "ponder") -> Path:
     """Return the run of a classifier of the reviews."""
     folder = new_folder(f"ponder-{kind}-{objective}")
-    own = {"data__dataset": reviews(), "data__batch_size": 8, "model__encoder": encoder(kind)}
+    own = {"data": reviews(), "dataset__batch_size": 8, "model__encoder": encoder(kind)}
     own |= {"ponder__halting_target": 0.4, "ponder__objective": objective, "epochs": 2.0}
     own |= {"ponder__pooling": "mean" if kind == "bert" else "cls", "head_lr": 1.0}
     own |= {"ponder__exit": "patience"} if objective == "weighted" else {}
-    command("ponder", "train", run__folder=folder, **own, **training())
+    command("ponder", "train", out=folder, **own, **training())
     return folder
 
 
@@ -462,7 +462,7 @@ def ponder_predict() -> Any:
     found: dict[str, Any] = {}
     for kind in ("albert", "bert"):
         for name, own in EXITS.items():
-            given = {"exit__exit": name, "rows": 5, **own}
+            given = {"exit__exit": name, "batch_size": 5, **own}
             printed = command("ponder", "predict", str(ponder_trained(kind)), str(file), **given)
             found[f"{kind} {name}"] = [json.loads(line) for line in printed.splitlines()]
     return found
@@ -482,12 +482,13 @@ def ponder_eval() -> Any:
 @case
 def ponder_parity() -> Any:
     """Return losses and accuracies by difficulty of every mechanism."""
-    own = {"data__size": 6, "data__train_nonzero": 3, "data__bands": 2, "data__batch_size": 64}
-    own |= {"data__eval_size": 100, "model__width": 16, "model__max_passes": 5}
+    own = {"dataset__size": 6, "dataset__train_nonzero": 3, "dataset__bands": 2}
+    own |= {"dataset__batch_size": 64, "dataset__eval_size": 100}
+    own |= {"model__width": 16, "model__max_passes": 5}
     found: dict[str, Any] = {}
     for mechanism in ("ponder", "act", "fixed"):
         folder = new_folder(f"parity-{mechanism}")
-        given = {"run__folder": folder, "model__mechanism": mechanism, **own}
+        given = {"out": folder, "model__mechanism": mechanism, **own}
         command("ponder", "parity", **given, **training())
         measured = values_of(folder, "valid", "parity")
         found[mechanism] = {"losses": losses(folder), "measured": measured}
@@ -522,12 +523,12 @@ def parallel() -> Path:
 def translator(mechanism: str) -> Path:
     """Return the run of a translator."""
     folder = new_folder(f"translation-{mechanism}")
-    own = {"data__corpus": parallel(), "data__cache": workshop() / "cache", "epochs": "null"}
-    own |= {"data__vocab_size": 290, "data__max_length": 32, "data__batch_tokens": 160}
+    own = {"data": parallel(), "dataset__cache": workshop() / "cache", "epochs": "null"}
+    own |= {"dataset__vocab_size": 290, "dataset__max_length": 32, "dataset__batch_tokens": 160}
     own |= {"search__beams": 2, "model__mechanism": mechanism, "model__dropout": 0.1}
     if mechanism == "universal":
         own |= {"fewest_encoder_steps": 1, "model__step_signal": "sinusoid", "model__norm": "every"}
-    command("lazy", "train", run__folder=folder, **own, **LAZY, **training(lr=0.02))
+    command("lazy", "train", out=folder, **own, **LAZY, **training(lr=0.02))
     return folder
 
 
@@ -552,9 +553,9 @@ def lazy_train_baselines() -> Any:
 def lazy_train_programs() -> Any:
     """Return the training of an executor of programs."""
     folder = new_folder("programs")
-    own = {"task": "programs", "data__kinds": "[addition,copy,program]", "data__batch_size": 8}
-    own |= {"data__eval_size": 30, "data__nesting": 1}
-    command("lazy", "train", run__folder=folder, **own, **LAZY, **training())
+    own = {"task": "programs", "dataset__kinds": "[addition,copy,program]"}
+    own |= {"dataset__batch_size": 8, "dataset__eval_size": 30, "dataset__nesting": 1}
+    command("lazy", "train", out=folder, **own, **LAZY, **training())
     return lazy_measured(folder)
 
 
@@ -565,7 +566,7 @@ def lazy_language() -> Path:
     own = {name: PAR[name] for name in PAR if name.startswith("dataset__")}
     own |= {name: value for name, value in LAZY.items() if name != "model__encoder_steps"}
     own |= language_data() | {"task": "language", "model__label_smoothing": 0.1}
-    command("lazy", "train", run__folder=folder, **own, **training())
+    command("lazy", "train", out=folder, **own, **training())
     return folder
 
 
