@@ -72,10 +72,8 @@ from deepenough import (
     early_exit,
     speculate,
 )
+from deepenough import compare as compare_runs
 from deepenough.__main__ import main
-from deepenough.compare.config import CompareConfig
-from deepenough.compare.frontier import compare as compare_runs
-from deepenough.config import resolve
 from deepenough.runs import append_record, read_records
 
 Case = Callable[[], Any]
@@ -527,7 +525,11 @@ def translator(mechanism: str) -> Path:
     own |= {"dataset__vocab_size": 290, "dataset__max_length": 32, "dataset__batch_tokens": 160}
     own |= {"search__beams": 2, "model__mechanism": mechanism, "model__dropout": 0.1}
     if mechanism == "universal":
-        own |= {"fewest_encoder_steps": 1, "model__step_signal": "sinusoid", "model__norm": "every"}
+        own |= {
+            "fewest_encoder_steps": 1,
+            "model__step_encoding": "sinusoid",
+            "model__norm": "every",
+        }
     command("lazy", "train", out=folder, **own, **LAZY, **training(lr=0.02))
     return folder
 
@@ -665,7 +667,7 @@ def decoder(kind: str) -> Path:
 def fitted(kind: str) -> Path:
     """Return the run of a shortcut fit with its tuning."""
     folder = new_folder(f"shortcut-{kind}")
-    own = {"data": word_lines(), "text__min_chars": 10, "fit__maps": "both"}
+    own = {"data": word_lines(), "dataset__min_chars": 10, "fit__maps": "both"}
     own |= {"fit__ridge": 1e-4, "tuned": "true", "tune__batch": 64, "tune__held_out": 64}
     own |= {"tune__top_tokens": 30, "tune__sampled_tokens": 10} if kind == "gpt2" else {}
     own |= {"out": folder, **training(lr=0.003, clip=0.0)}
@@ -725,7 +727,7 @@ def shortcut_eval() -> Any:
     found: dict[str, Any] = {}
     for kind in ("llama", "gpt2"):
         folder = fitted(kind)
-        given = {"data": word_lines(), "text__lines": 12, "text__min_chars": 10}
+        given = {"data": word_lines(), "dataset__lines": 12, "dataset__min_chars": 10}
         command("shortcut", "eval", str(folder), submodules="true", positions="all", **given)
         for name in ("layer", "r2", "cka", "exit", "saved"):
             found[f"{kind} {name}"] = values_of(folder, name)
@@ -750,7 +752,7 @@ def tuned(kind: str) -> Path:
 
 
 @case
-def exit_tune() -> Any:
+def decode_tune() -> Any:
     """Return losses of a draft head, and the linear maps it starts from."""
     found: dict[str, Any] = {}
     for kind in ("llama", "gpt2"):
@@ -873,7 +875,7 @@ def decode_exit() -> Any:
 
 
 @case
-def exit_calibrate() -> Any:
+def decode_calibrate() -> Any:
     """Return the threshold whose disagreement is bounded, and what was measured for it."""
     given = {"shortcuts": fitted("llama") / "shortcuts", "data": word_lines(), "json": "true"}
     given |= {"new_tokens": 6, "max_disagreement": 0.3, "confidence": 0.8, "policy": "top"}
@@ -944,21 +946,20 @@ def flops() -> Any:
 def compare() -> Any:
     """Return quality, layers and FLOPs of operating points of every kind of run."""
     runs: dict[str, tuple[Path, dict[str, Any]]] = {
-        "par": (par_trained(), {"grid.mem_len": [4, 8], "data.limit": 20}),
+        "par": (par_trained(), {"grid.mem_len": [4, 8], "limit": 20}),
         "ponder": (ponder_trained("bert"), {"grid.threshold": [0.3, 0.7], "grid.passes": [2]}),
         "lazy": (translator("lazy"), {"grid.epsilon": [0.1, 0.3], "grid.steps": [2]}),
-        "shortcut": (fitted("llama"), {"grid.exit": [0.1, 0.6], "data.limit": 3}),
+        "shortcut": (fitted("llama"), {"grid.exit": [0.1, 0.6], "limit": 3}),
     }
     # Counting operator by operator is slow where single tokens are.
-    words = {"data.data": str(word_lines()), "data.prompt_tokens": 6, "data.new_tokens": 8}
+    words = {"data": str(word_lines()), "prompt_tokens": 6, "new_tokens": 8}
     runs["shortcut"][1].update(words | {"count_flops": False})
     names = ("mechanism", "name", "settings", "quality", "quality_low", "quality_high", "units")
     names += ("layers", "flops", "flops_counted")
     found: dict[str, Any] = {}
     for name, (run, own) in runs.items():
-        given = {"runs": [str(run)], "out": str(new_folder(f"compare-{name}")), "rounds": 1}
-        # Not by the command, which draws pictures too.
-        content = compare_runs(resolve(CompareConfig, overrides=given | own))
+        given = {"out": str(new_folder(f"compare-{name}")), "rounds": 1}
+        content = compare_runs([run], **given, **own)
         found[name] = [{key: point[key] for key in names} for point in content["points"]]
     return found
 
