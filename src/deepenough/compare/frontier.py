@@ -105,8 +105,13 @@ def check_one_task(candidates: Sequence[Candidate], runs: Sequence[str]) -> None
 def _open(entry: Entry, name: str, config: CompareConfig) -> Candidate:
     """Return a run as a candidate, by the method that its config.yaml names."""
     method = read_config(entry.run).get("method")
-    found = [known for known in METHODS if method in known.measures]
-    if not found:
+    openers = [
+        known.load("evaluation", "open_candidate")
+        for known in METHODS
+        if method in known.measures
+    ]
+    open_candidate = next(filter(None, openers), None)
+    if open_candidate is None:
         raise UserError(
             f"{entry.run} is a run of {method or 'no known method'}, which has no operating points "
             "to compare: leave it out."
@@ -118,7 +123,6 @@ def _open(entry: Entry, name: str, config: CompareConfig) -> Candidate:
             f"The run {entry.run} is not finished: it has no model{_progress(folder)}. Resume it "
             "with --resume, or leave it out."
         )
-    open_candidate = found[0].load("evaluation", "open_candidate")
     candidate: Candidate = open_candidate(entry, name, config)
     return candidate
 
