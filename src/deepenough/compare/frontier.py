@@ -106,9 +106,7 @@ def _open(entry: Entry, name: str, config: CompareConfig) -> Candidate:
     """Return a run as a candidate, by the method that its config.yaml names."""
     method = read_config(entry.run).get("method")
     openers = [
-        known.load("evaluation", "open_candidate")
-        for known in METHODS
-        if method in known.measures
+        known.load("evaluation", "open_candidate") for known in METHODS if method in known.measures
     ]
     open_candidate = next(filter(None, openers), None)
     if open_candidate is None:
