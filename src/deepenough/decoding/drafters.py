@@ -29,13 +29,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from deepenough.artifacts import load_artifact, save_artifact
 from deepenough.decoding.draft_model import DraftHead, rotary_cos_sin
 from deepenough.decoding.engine import Engine
 from deepenough.decoding.kv_cache import KVCache, StepContext, attend
 from deepenough.decoding.request import SequenceState
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
-from deepenough.shortcut import files
 from deepenough.shortcut.modeling import Shortcuts
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ class LinearDrafter(Drafter):
             tensors |= {f"B.{number}": matrix, f"b.{number}": bias}
         index = {"format": FORMAT, "version": VERSION, "maps": len(self.maps), "meta": self.meta}
         try:
-            files.write_described(Path(folder) / TENSORS, tensors, index)
+            save_artifact(Path(folder) / TENSORS, tensors, index)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"The linear drafter cannot be written to {folder}: {error}."
@@ -338,7 +338,7 @@ class LinearDrafter(Drafter):
                 "LinearDrafter.save_pretrained wrote."
             )
         try:
-            tensors, index = files.read_described(path, FORMAT, VERSION)
+            tensors, index = load_artifact(path, FORMAT, VERSION)
             numbers = range(1, int(index["maps"]) + 1)
             maps = [(tensors[f"B.{number}"], tensors[f"b.{number}"]) for number in numbers]
             return cls(maps, tensors["draft_vocab"], index["meta"])

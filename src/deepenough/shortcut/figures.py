@@ -444,7 +444,7 @@ def lens_figure(run: Run) -> FigureSpec | None:
         )
         for place, lens in enumerate(found)
     ]
-    words = [found[0].prompt, "--run", run.path, "--mode", found[0].mode]
+    words = [run.path, "--prompt", found[0].prompt, "--mode", found[0].mode]
     caption = (
         "The prompt. A token's shade: the layer from which on every layer predicts the same next "
         "token as the last one. Choose a token to see what every layer predicts."
