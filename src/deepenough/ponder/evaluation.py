@@ -44,6 +44,7 @@ from deepenough.ponder.config import (
     PonderTrainConfig,
     options_of,
 )
+from deepenough.ponder.figures import EXAMPLE, EXIT, PASSES
 from deepenough.ponder.halting import (
     SINGLE_LABEL,
     ConfidenceExit,
@@ -70,8 +71,8 @@ EVAL_BATCH = 64
 NUM_SHOWN = 6
 """Examples whose halting is recorded pass by pass."""
 
-EXIT, PASSES, EXAMPLE, TIME = "ponder_exit", "ponder_passes", "ponder_example", "ponder_time"
-"""Kinds of the records that `evaluate` writes."""
+TIME = "ponder_time"
+"""Kind of the records with the seconds of an exit."""
 
 ALL_PASSES, OWN_EXIT = "all passes", "own exit"
 SPLITS = ("valid", "test", "train")

@@ -43,6 +43,7 @@ from deepenough.config import RunConfig, bounded, validate
 from deepenough.errors import UserError
 from deepenough.nn.adaptive_computation_time import act_halting
 from deepenough.ponder.config import check_choices
+from deepenough.ponder.figures import PARITY
 from deepenough.ponder.halting import (
     SINGLE_LABEL,
     PonderLoss,
@@ -57,9 +58,6 @@ from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.logging import without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, Task
 from deepenough.training.trainer import check_folder, training
-
-DIFFICULTY = "parity"
-"""Kind of the records with accuracy and passes of one band of difficulty."""
 
 INPUT_DECAY = 1.0
 """Weight decay of the weights that read the input. It takes away what does not matter, such as the
@@ -340,17 +338,18 @@ def train_parity(settings: ParityTrainConfig) -> RunFolder:
 
 def _record_difficulty(task: ParityTask, run: RunFolder) -> None:
     """Write one record a band, for the picture of accuracy and passes against difficulty."""
-    if any(record.kind == DIFFICULTY for record in read_records(run.metrics)[0]):
+    if any(record.kind == PARITY for record in read_records(run.metrics)[0]):
         return  # the run was finished before
     train = task.settings.train
     for band in task.measure(seed_at(train.seed, "final")):
-        append_record(run.metrics, Record(train.steps, DIFFICULTY, band))
+        append_record(run.metrics, Record(train.steps, PARITY, band))
 
 
 class ParityTask(Task):
     """Parity as a task of the training loop."""
 
     unit = "inputs"
+    model: ParityModel
 
     def __init__(
         self, model: ParityModel, settings: ParityTrainConfig, accelerator: Accelerator

@@ -83,6 +83,7 @@ class ClassificationTask(Task):
     """Classification of texts as a task of the training loop."""
 
     unit = "examples"
+    model: PonderClassifier
 
     def __init__(
         self,
