@@ -148,6 +148,12 @@ def test_a_name_that_is_nothing_is_refused_without_asking_a_hub(monkeypatch, nam
         open_parallel(name, TranslationDataConfig())
 
 
+def test_a_mistyped_name_gets_the_nearest(folder, monkeypatch):
+    monkeypatch.setenv("DEEPENOUGH_DATA", str(folder.parent))
+    with pytest.raises(UserError, match=r"two such files\. Did you mean text\?"):
+        open_parallel("texts", TranslationDataConfig())
+
+
 def test_a_file_without_its_counterpart(tmp_path):
     write(tmp_path, news_en="a\n")
     with pytest.raises(UserError, match=r"news\.en has no counterpart: there is no .*news\.de"):

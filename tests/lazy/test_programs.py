@@ -239,6 +239,8 @@ def test_an_unknown_task_and_a_task_of_other_options_are_refused(lazy):
 
 
 def test_the_run_decides_the_options_of_eval(lazy, programs_run, capsys):
+    with pytest.raises(UserError, match="Option --run must be given; folder of a finished"):
+        lazy("eval")
     assert lazy("eval", "--task", "language", "--help") == 0
     assert "--decoder_epsilon" in capsys.readouterr().out
     assert lazy("eval", programs_run, "--help") == 0

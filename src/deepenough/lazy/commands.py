@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,7 @@ def _of_task(configs: dict[str, type], task: Any) -> type:
 
 def _option(argv: list[str], name: str) -> str | None:
     """Return the value of an option, looked for before the words are parsed."""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip_longest(argv, argv[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
         if flag == f"--{name}":
             return value if equals else following
