@@ -42,7 +42,7 @@ def measure(
     texts = make_prompts(tokenizer, prompts, "valid")
     ways = {
         "generate": full,
-        "lookup_and_linear": make_speculating(full, head, ["lookup", "carry"], 2),
+        "lookup_and_linear": make_speculating(full, head, ["lookup", "linear"], 2),
         "chosen": make_speculating(full, head),
     }
     options = greedy(full, new_tokens) | {"return_dict_in_generate": True}

@@ -6,7 +6,9 @@ Everything that builds a decoder of this package is here, so that its interface 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,14 @@ from torch import Tensor
 
 from benchmarks.figures import require
 from deepenough.data.corpus import open_corpus
-from deepenough.decoding.api import accelerate
+from deepenough.decoding.api import early_exit, speculate
 from deepenough.decoding.draft_model import DraftModel
-from deepenough.decoding.early_exit import make_policy
+from deepenough.decoding.early_exit import ExitCheck, ExitRule, Streaks
+from deepenough.decoding.engine import Engine
 from deepenough.decoding.exit_losses import full_tokens
-from deepenough.decoding.exit_scoring import choose_exits, measured_prices
+from deepenough.decoding.exit_scoring import ExitPrices, choose_exits
 from deepenough.decoding.self_generated import SelfGenerated
-from deepenough.hf.loading import load
+from deepenough.hf import loading
 from deepenough.shortcut.modeling import Shortcuts
 
 CORPUS = "wikitext-2-raw"
@@ -54,7 +57,7 @@ TIE = 1e-3
 def load(model: str, threads: int) -> tuple[Any, Any]:
     """Return a model and its tokenizer, and set torch's threads."""
     torch.set_num_threads(threads)
-    return load(model)
+    return loading.load(model)
 
 
 def load_maps(folder: str) -> Shortcuts:
@@ -90,7 +93,7 @@ def make_prompts(tokenizer: Any, count: int, split: str = "test") -> list[list[i
 
 def make_loop(model: Any) -> Any:
     """Return the model in this package's decoding loop, without drafts."""
-    return accelerate(model)
+    return speculate(model, "none")
 
 
 def make_speculating(
@@ -104,30 +107,68 @@ def make_speculating(
         drafts: Sources of drafts; by default those that tuning chose.
         num_drafts: Drafted tokens a pass; by default as many as tuning chose.
     """
-    given = {"drafts": drafts, "num_drafts": num_drafts} if drafts else {}
-    return accelerate(model, mode="speculative", carry=tuned.carry, tuned=tuned, **given)
+    given: dict[str, Any] = {"num_draft_tokens": num_drafts} if drafts else {}
+    return speculate(model, drafts, draft_model=tuned, **given)
 
 
 def make_exiting(
     model: Any, shortcuts: Shortcuts, threshold: float, fill: str, exits: Sequence[int]
 ) -> Any:
     """Return a model that exits at the given layers, by the gap of the two best probabilities."""
-    return accelerate(
+    return early_exit(
         model,
         shortcuts,
-        mode="exit",
-        exits=list(exits),
-        policy=make_policy("gap", threshold),
-        fill=fill,
-        shortlist=torch.arange(min(DRAFT_VOCAB, model.config.vocab_size)),
+        threshold,
+        exit_layers=list(exits),
+        kv_propagation=fill,
+        exit_vocab=torch.arange(min(DRAFT_VOCAB, model.config.vocab_size)),
     )
 
 
 def exits_that_pay(model: Any, shortcuts: Shortcuts, threshold: float, fill: str) -> list[int]:
     """Return the layers at which exits save the most time on this machine."""
     fast = make_exiting(model, shortcuts, threshold, fill, [1])
-    prices = measured_prices(fast._exit_engine, fast._exit_early)
-    return choose_exits(fast._exit_engine, fast._exit_early, prices=prices)
+    prices = measured_prices(fast.decoding_engine, fast.exit_rule)
+    return choose_exits(fast.decoding_engine, fast.exit_rule, prices=prices)
+
+
+@torch.inference_mode()
+def measured_prices(engine: Engine, rule: ExitRule, rounds: int = 7) -> ExitPrices:
+    """Return what the steps of an exit cost in seconds on this machine, medians of one token."""
+    device, last = engine.adapter.model.device, engine.num_layers
+    prompt = torch.arange(1, 33, device=device)[None]
+    first = min(rule.layers)
+    check = ExitCheck(engine, rule)
+    engine.prefill(prompt, None, 40)
+    step = engine.start_step(prompt[:, :1])
+    state_BD = step.hidden[:, 0]
+    unit = torch.zeros(1, dtype=torch.long, device=device)
+
+    def median(action: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            action()
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds)
+
+    def decide() -> None:
+        check.decide(first, check.jump(first, state_BD), unit, unit, Streaks.none(1, device))
+
+    def fill() -> None:
+        again = engine.resume(step.hidden, engine.lengths, [0])
+        for index in range(first, last):
+            engine.write_kv(index, rule.next_input(state_BD, first, index), again)
+
+    deferred = rule.kv_propagation == "deferred"
+    prices = ExitPrices(
+        layer=median(lambda: engine.run_layers(step, step.hidden, 0, last)) / last,
+        check=median(decide),
+        head=median(lambda: engine.head(engine.norm(state_BD))),
+        fill=0.0 if deferred else median(fill) / (last - first),
+    )
+    engine.release()
+    return prices
 
 
 def padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:

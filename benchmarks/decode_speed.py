@@ -82,7 +82,7 @@ def measure(
         "generate": (full, options),
         "prompt_lookup": (full, options | {"prompt_lookup_num_tokens": 2}),
         "loop": (make_loop(full), options),
-        "lookup_and_linear": (make_speculating(full, head, ["lookup", "carry"], 2), options),
+        "lookup_and_linear": (make_speculating(full, head, ["lookup", "linear"], 2), options),
         "chosen": (make_speculating(full, head), options),
     }
     if assistant_layer is not None:

@@ -73,7 +73,7 @@ def measure(
         if name in exiting:
             fast = exiting[name]
             found[name] |= {
-                "agreement": agreement(fast._exit_engine, prompts, rows),
+                "agreement": agreement(fast.decoding_engine, prompts, rows),
                 "layers": mean_layers(fast, groups, full, new_tokens),
                 **rows_alone(fast, prompts, rows, full, new_tokens),
             }

@@ -49,14 +49,14 @@ def measure(
     loaded, tokenizer = load(model, threads)
     maps = load_maps(shortcuts)
     texts = make_prompts(tokenizer, prompts)
-    engine = make_exiting(loaded, maps, thresholds[0], "shortcut", exits)._exit_engine
+    engine = make_exiting(loaded, maps, thresholds[0], "shortcut", exits).decoding_engine
     full = write(engine, texts, new_tokens, batch)
     expected = full_tokens(engine, full)
     found: dict[str, Any] = {}
     for threshold in thresholds:
         for fill in KV_PROPAGATIONS:
             fast = make_exiting(loaded, maps, threshold, fill, exits)
-            on_full = losses_at(fast._exit_engine, fast._exit_early, full, expected)
+            on_full = losses_at(fast.decoding_engine, fast.exit_rule, full, expected)
             found[f"{fill}_{threshold:g}"] = {
                 **in_use(fast, texts, full, loaded, new_tokens, batch),
                 "on_full_text": 1 - float(on_full.losses_N.mean()),
@@ -89,7 +89,7 @@ def in_use(
         same.append(float(equal.sum()) / max(len(own), len(other)))
         firsts.append(int(equal.long().cumprod(0).sum()))
     return {
-        "agreement": agreement(fast._exit_engine, prompts, rows),
+        "agreement": agreement(fast.decoding_engine, prompts, rows),
         "same_place": statistics.fmean(same),
         "first_difference": statistics.fmean(firsts),
         "layers": statistics.fmean(depths),

@@ -121,7 +121,7 @@ def collect(
     own_text: bool,
 ) -> list[Any]:
     """Return losses and layers of all texts at every threshold."""
-    engine, early = fast._exit_engine, fast._exit_early
+    engine, early = fast.decoding_engine, fast.exit_rule
     if own_text:
         return [
             losses_in_use(fast, with_threshold(early, each), prompts, new_tokens, batch=batch)
@@ -187,5 +187,5 @@ def speed(
         },
         "times_generate": {name: timings.ratio("generate", name) for name in ways},
         "layers_mean": statistics.fmean(layers),
-        "agreement": agreement(exiting._exit_engine, prompts, rows),
+        "agreement": agreement(exiting.decoding_engine, prompts, rows),
     }
