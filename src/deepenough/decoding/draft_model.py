@@ -62,27 +62,27 @@ class HeadShape:
     """Sizes of a draft head."""
 
     width: int
-    heads: int
-    key_heads: int
+    num_heads: int
+    num_kv_heads: int
     """Heads of keys and values, fewer where several query heads share one."""
-    head_width: int
-    inner: int
+    head_dim: int
+    intermediate_size: int
     """Width between the matrices of the feed-forward layer."""
 
     @classmethod
     def of(cls, adapter: Adapter) -> HeadShape:
         """Return the shape of one of the model's own layers."""
         config: Any = adapter.model.config.get_text_config()
-        heads = config.num_attention_heads
-        head_width = getattr(config, "head_dim", None) or adapter.width // heads
+        num_heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or adapter.width // num_heads
         inner = getattr(config, "intermediate_size", None)
         return cls(
             width=adapter.width,
-            heads=heads,
-            key_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_width=head_width + head_width % 2,
+            num_heads=num_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=head_dim + head_dim % 2,
             # A gated layer has three matrices where others have two of four times the width.
-            inner=inner or -(-8 * adapter.width // 3),
+            intermediate_size=inner or -(-8 * adapter.width // 3),
         )
 
 
@@ -98,8 +98,8 @@ class DraftHead(nn.Module):
     def __init__(self, shape: HeadShape, seed: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape, self.dropout = shape, dropout
-        width, mixed = shape.width, shape.heads * shape.head_width
-        joint = (shape.heads + 2 * shape.key_heads) * shape.head_width
+        width, mixed = shape.width, shape.num_heads * shape.head_dim
+        joint = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         generator = torch.Generator().manual_seed(seed)
 
         def drawn(rows: int, columns: int) -> nn.Parameter:
@@ -114,8 +114,8 @@ class DraftHead(nn.Module):
         self.qkv_proj = drawn(joint, 2 * width)
         self.o_proj = nn.Parameter(torch.zeros(width, mixed))
         self.norm = nn.Parameter(torch.ones(width))
-        self.gate_up_proj = drawn(2 * shape.inner, width)
-        self.down_proj = nn.Parameter(torch.zeros(width, shape.inner))
+        self.gate_up_proj = drawn(2 * shape.intermediate_size, width)
+        self.down_proj = nn.Parameter(torch.zeros(width, shape.intermediate_size))
 
     @torch.no_grad()
     def start_from(self, matrix_DZ: Tensor, bias_D: Tensor, scale_D: Tensor) -> None:
@@ -142,12 +142,12 @@ class DraftHead(nn.Module):
         shape = self.shape
         batch, tokens = inputs_BTZ.shape[:2]
         inputs_NZ = inputs_BTZ.flatten(0, 1)
-        heads = F.linear(inputs_NZ, self.qkv_proj).view(batch, tokens, -1, shape.head_width)
-        rotated = _rotate(heads[:, :, : shape.heads + shape.key_heads], rotary)
+        heads = F.linear(inputs_NZ, self.qkv_proj).view(batch, tokens, -1, shape.head_dim)
+        rotated = _rotate(heads[:, :, : shape.num_heads + shape.num_kv_heads], rotary)
         mixed = attention(
-            rotated[:, :, : shape.heads],
-            rotated[:, :, shape.heads :],
-            heads[:, :, shape.heads + shape.key_heads :],
+            rotated[:, :, : shape.num_heads],
+            rotated[:, :, shape.num_heads :],
+            heads[:, :, shape.num_heads + shape.num_kv_heads :],
         )
         mixed = F.dropout(mixed, self.dropout, self.training)
         hidden = F.linear(inputs_NZ, self.linear, self.linear_bias) + F.linear(mixed, self.o_proj)
@@ -194,14 +194,14 @@ class DraftHead(nn.Module):
             value.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
-            enable_gqa=self.shape.heads > self.shape.key_heads,
+            enable_gqa=self.shape.num_heads > self.shape.num_kv_heads,
         )
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def rotary_cos_sin(positions: Tensor, shape: HeadShape, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return rotary cosines and signed sines, `[..., 1, K]` for positions `[...]`."""
-    half = shape.head_width // 2
+    half = shape.head_dim // 2
     rates = _THETA ** (-torch.arange(half, device=like.device) / half)
     angles = positions.to(like.device)[..., None] * rates
     cos, sin = angles.cos(), angles.sin()

@@ -451,7 +451,7 @@ class DraftModelDrafter(Drafter):
             self.head = copy.deepcopy(self.head).to(model.device, model.dtype)
         self._vocab.attach(engine.adapter, self.head.scale)
         batch, longest = len(engine.prompt), max(map(len, engine.prompt))
-        room = (batch, shape.key_heads, longest + 1, shape.head_width)
+        room = (batch, shape.num_kv_heads, longest + 1, shape.head_dim)
         self._cache = KVCache(1, room, model.dtype, model.device)
         self._indices, self._cached = list(range(batch)), [0] * batch
         # Before the first token there is nothing.
@@ -503,7 +503,7 @@ class DraftModelDrafter(Drafter):
     ) -> Tensor:
         shape = self.head.shape
         embeddings_BTD = engine.adapter.model.get_input_embeddings()(tokens_BT)
-        groups, (cos, sin) = shape.heads // shape.key_heads, self._rotary
+        groups, (cos, sin) = shape.num_heads // shape.num_kv_heads, self._rotary
         context = StepContext(
             starts, tokens_BT.shape[1], groups, states_BTD.dtype, states_BTD.device
         )
