@@ -113,7 +113,7 @@ def test_window_limits_the_reach(window):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_mask_of_one_lane_leaves_the_others(grad):
+def test_mask_of_one_stream_leaves_the_others(grad):
     """A mask `[B, 1, S, K]` hides stream 0's first two keys, which equals stream 0 without them."""
     torch.manual_seed(3)
     attention = make_attention(2, 4)

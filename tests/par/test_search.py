@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from deepenough.par.search import (
     derive_ref,
     entropy,
     forward_function,
-    interleaved_best,
     measure_block_costs,
     measure_blocks,
 )
@@ -168,22 +166,6 @@ def test_how_unlikely_a_choice_is_matters():
 def sized(**changes) -> ParConfig:
     sizes = {"vocab_size": 50, "d_model": 32, "num_heads": 2, "d_ff": 32, "num_blocks": 2}
     return ParConfig(**(sizes | {"mem_len": 96, "length": 96, "dropout": 0.0} | changes))
-
-
-@pytest.mark.parametrize(("rounds", "warmup"), [(3, 1), (1, 0), (2, 2)])
-def test_functions_take_turns(rounds, warmup):
-    calls = []
-    functions = {name: lambda name=name: calls.append(name) for name in "abc"}
-    seconds = interleaved_best(functions, rounds, warmup)
-    assert calls == list("abc") * (rounds + warmup)
-    assert list(seconds) == ["a", "b", "c"]
-    assert all(value >= 0 for value in seconds.values())
-
-
-def test_best_round_counts_and_warmup_does_not(monkeypatch):
-    clock = iter([0.0, 0.1, 1.0, 1.5, 2.0, 2.3, 3.0, 3.9])  # rounds of 0.1 (warm-up), 0.5, 0.3, 0.9
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    assert interleaved_best({"a": lambda: None}, rounds=3)["a"] == pytest.approx(0.3)
 
 
 def test_forward_function_runs_one_segment_with_full_memory():

@@ -132,8 +132,8 @@ def test_costs_are_measured_at_the_real_shape_and_kept(
     """A resumed search goes on with the table it began with."""
     asked: list[tuple[int, int]] = []
 
-    def measure(config: Any, lanes: int) -> BlockCosts:
-        asked.append((config.d_model, lanes))
+    def measure(config: Any, streams: int) -> BlockCosts:
+        asked.append((config.d_model, streams))
         return BlockCosts(3.0 + len(asked), 2.0, 0.0, 1.0)
 
     monkeypatch.setattr(training, "measure_block_costs", measure)

@@ -47,7 +47,7 @@ def find_cutoffs(config: CutoffsConfig) -> None:
 
     from deepenough.nn.cutoffs import count_tokens, optimal_cutoffs, partition_cost, read_counts
 
-    given = read_counts(config.counts) if config.counts is not None else count_tokens(config.run)
+    given = count_tokens(config.run) if config.run is not None else read_counts(config.counts or "")
     masses = given if config.keep_order else np.sort(given)[::-1]
     start = time.perf_counter()
     found = optimal_cutoffs(masses, config.clusters)

@@ -183,17 +183,14 @@ class SearchConfig:
 
 
 @dataclass
-class ParTrainConfig(RunConfig):
-    """Training of a language model with fixed blocks."""
+class ParRunConfig(RunConfig):
+    """What a search and a training of a language model share."""
 
     METHOD: ClassVar[str] = "par"
 
     data: str = "python"
     """Text: a file, folder or glob, `python` (the prose inside Python), a folder of
     $DEEPENOUGH_DATA, or a `datasets` name (`owner/name`, `hf:name:config:column`)."""
-
-    start: str | None = None
-    """Folder of a search or a model from whose weights to start; by default from new ones."""
 
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     model: ParModelConfig = field(default_factory=ParModelConfig)
@@ -201,19 +198,18 @@ class ParTrainConfig(RunConfig):
 
 
 @dataclass
-class ParSearchConfig(RunConfig):
+class ParTrainConfig(ParRunConfig):
+    """Training of a language model with fixed blocks."""
+
+    start: str | None = None
+    """Folder of a search or a model from whose weights to start; by default from new ones."""
+
+
+@dataclass
+class ParSearchConfig(ParRunConfig):
     """A search for the blocks of a language model."""
 
-    METHOD: ClassVar[str] = "par"
-
-    data: str = "python"
-    """Text: a file, folder or glob, `python` (the prose inside Python), a folder of
-    $DEEPENOUGH_DATA, or a `datasets` name (`owner/name`, `hf:name:config:column`)."""
-
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    model: ParModelConfig = field(default_factory=ParModelConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
-    train: TrainingConfig = field(default_factory=TrainingConfig)
 
 
 @dataclass

@@ -33,8 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from deepenough.nn.adaptive_softmax import cluster_width
-from deepenough.nn.layers import Dropout
+from deepenough.nn.layers import Dropout, cluster_width
 from deepenough.nn.relative_attention import (
     RelativeAttention,
     distance_codes,

@@ -31,8 +31,7 @@ from transformers.utils.generic import ModelOutput
 from deepenough.config import validate
 from deepenough.errors import UserError
 from deepenough.hf.generation import CheckedGenerationMixin
-from deepenough.nn.adaptive_softmax import AdaptiveEmbedding
-from deepenough.nn.layers import Dropout
+from deepenough.nn.layers import AdaptiveEmbedding, Dropout
 from deepenough.nn.relative_attention import RelativeAttention
 from deepenough.par.config import BRANCHES, IDENTITY, OPEN, ParModelConfig, check_pattern
 from deepenough.par.layers import (
@@ -100,9 +99,8 @@ class ParConfig(PreTrainedConfig):
         self.attention_dropout = attention_dropout
         self.straight_through = straight_through
         self.learn_tau = learn_tau
-        self.initializer_range = initializer_range
+        self.initializer_range = initializer_range or max(d_model, 1) ** -0.5
         self._check()
-        self.initializer_range = initializer_range or d_model**-0.5
         # Without an adaptive softmax the output shares the input's embeddings.
         kwargs.setdefault("tie_word_embeddings", not self.cutoffs)
         super().__init__(**kwargs)

@@ -15,8 +15,7 @@ That makes the constrained optimum exact and cheap: the best patterns for every 
 search finds it less likely than it deserves, while *which* blocks it prefers is seen early.
 
 Costs are FLOPs in closed form, or seconds on this machine at the shape the model will really have.
-Timings of a shared machine are noisy upwards only, so the best of several rounds is taken, and the
-things to compare take turns within a round: a slow moment hits all of them.
+Timings of a shared machine are noisy upwards only, so the best of several rounds is taken.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,21 +171,6 @@ def _log(probability: float) -> float:
 
 
 # -- what blocks cost ----------------------------------------------------------------------------
-
-
-def interleaved_best(
-    functions: Mapping[str, Callable[[], object]], rounds: int = 7, warmup: int = 1
-) -> dict[str, float]:
-    """Return the seconds of each function, best of `rounds`, taking turns."""
-    best = dict.fromkeys(functions, float("inf"))
-    for turn in range(warmup + rounds):
-        for name, function in functions.items():
-            started = time.perf_counter()
-            function()
-            seconds = time.perf_counter() - started
-            if turn >= warmup:
-                best[name] = min(best[name], seconds)
-    return best
 
 
 def _tokens(config: ParConfig, streams: int) -> Tensor:

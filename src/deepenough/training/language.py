@@ -53,6 +53,7 @@ class LanguageOutput(Protocol):
 class LanguageTask(Task):
     """Next-token prediction over streams of text, memory carried from batch to batch."""
 
+    model: PreTrainedModel
     unit = "tokens"
     is_warm = False
     """Whether the model began with the weights of another."""
