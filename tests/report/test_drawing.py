@@ -275,7 +275,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
 def test_the_animation_has_a_frame_a_state_up_to_its_limit(
     tmp_path: Path, states: int, frames: int
 ) -> None:
-    path = save(spec(heat(rows=1, columns=2, num_frames=states)), tmp_path, ("png",))[-1]
+    path = save(spec(heat(rows=1, columns=2, num_frames=states)), tmp_path, ("gif",))[-1]
     assert path.stat().st_size < 1_500_000
     with Image.open(path) as gif:
         assert gif.n_frames == frames

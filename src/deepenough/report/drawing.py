@@ -63,7 +63,7 @@ from deepenough.report import style
 from deepenough.report.pictures import draw_diagram, draw_lens, draw_tokens
 from deepenough.report.scatter import Label, Segment, draw_scatter, place_labels
 
-FORMATS = ("png", "pdf", "svg")
+FORMATS = ("png", "pdf", "svg", "gif")
 _NO_DATE = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
 
 # Inches of a chart, by the number of panels beside one another.
@@ -96,12 +96,12 @@ def save(spec: FigureSpec, folder: Path | str, formats: Sequence[str] = FORMATS)
     with style.applied(), style.writing(Path(folder)):
         for name, figure in draw(spec):
             style.freeze_layout(figure)  # once, not once a file
-            for ending in formats:
+            for ending in (ending for ending in formats if ending != "gif"):
                 file = Path(folder) / f"{name}.{ending}"
                 metadata = cast("dict[str, Any] | None", _NO_DATE[ending])
                 figure.savefig(file, dpi=style.SCREEN_DPI, metadata=metadata)
                 written.append(file)
-        for panel in spec.panels:
+        for panel in spec.panels if "gif" in formats else ():
             if isinstance(panel, HeatMap) and len(panel.frames) > 1:
                 file = Path(folder) / f"{spec.name}.gif"
                 file.write_bytes(encode_gif(animate(spec, panel)))
@@ -222,12 +222,12 @@ class _Grid:
         for panel in self.panels:
             found.pop(panel.title, None)  # a panel of its own needs no entry
         if len(found) > 1:
-            for name, handle in found.items():
-                yield handle, style.drawable(shortened(name, 44))
+            for name, entry in found.items():
+                yield entry, style.drawable(shortened(name, 44))
         for panel in self.panels:
             if isinstance(panel, HeatMap) and _below(panel, panel.values).any():
-                look = {"facecolor": BELOW_COLOR, "edgecolor": style.FAINT, "linewidth": 0}
-                yield Patch(hatch=HATCH, **look), f"below {panel.value.low or 0:g}"
+                look: dict[str, Any] = {"facecolor": BELOW_COLOR, "edgecolor": style.FAINT}
+                yield Patch(hatch=HATCH, linewidth=0, **look), f"below {panel.value.low or 0:g}"
                 break
 
 
@@ -449,7 +449,7 @@ class _HeatMapArtist:
                 axes.axhline(edge - 0.5, color="white", linewidth=1.0)
         for row, column in panel.framed:
             # Within its cell: frames that touched would make a frame of a cell between them.
-            look = {"fill": False, "edgecolor": style.VERMILION, "linewidth": 1.6}
+            look: dict[str, Any] = {"fill": False, "edgecolor": style.VERMILION, "linewidth": 1.6}
             axes.add_patch(Rectangle((column - 0.46, row - 0.41), 0.92, 0.82, **look))
         self._hatch()
         bar = axes.figure.colorbar(self.image, ax=axes, pad=0.02, fraction=0.046)
@@ -481,7 +481,7 @@ class _HeatMapArtist:
             for column, text in enumerate(line):
                 if text:
                     ink = style.ink_on(self.scale(self.norm(table[row, column])))
-                    look = {"fontsize": size, "color": ink, "rotation": upright}
+                    look: dict[str, Any] = {"fontsize": size, "color": ink, "rotation": upright}
                     drawn = self.axes.text(column, row, text, ha="center", va="center", **look)
                     self.texts.append(drawn)
 

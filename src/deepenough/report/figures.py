@@ -126,20 +126,15 @@ def training_figure(*runs: Run, command: str = "") -> FigureSpec | None:
     return FigureSpec("training", "Training curves", caption, panels, subject, command, wide=True)
 
 
-def _smoothed(run: Run) -> Curve:
-    steps, values = losses(run, "train")
-    return steps, smooth(steps, values, int(SMOOTHING_SHARE * len(values)))
-
-
 def _loss_lines(run: Run) -> list[Line]:
     """Return the losses of a run that is shown alone."""
     lines = [
-        Line("train (each record)", *losses(run, "train"), GREY, marker=False),
-        Line(SMOOTHED, *_smoothed(run), BLUE, marker=False),
-        Line("valid", *losses(run, "valid"), VERMILION, "none"),
-        Line("test", *losses(run, "test"), BLACK, "none"),
+        _line("train (each record)", losses(run, "train"), GREY, marker=False),
+        _line(SMOOTHED, _smoothed(run), BLUE, marker=False),
+        _line("valid", losses(run, "valid"), VERMILION, style="none"),
+        _line("test", losses(run, "test"), BLACK, style="none"),
     ]
-    return [_plain(line) for line in lines if len(line.x)]
+    return [line for line in lines if line.x]
 
 
 def _run_lines(run: Run, place: int) -> list[Line]:
@@ -147,14 +142,19 @@ def _run_lines(run: Run, place: int) -> list[Line]:
     name = shortened(run.name, 32)
     kind = "valid" if len(losses(run, "valid")[0]) else "test"
     lines = [
-        Line(name, *_smoothed(run), place, marker=False),
-        Line(f"{name}, {kind}", *losses(run, kind), place, "none"),
+        _line(name, _smoothed(run), place, marker=False),
+        _line(f"{name}, {kind}", losses(run, kind), place, style="none"),
     ]
-    return [_plain(line) for line in lines if len(line.x)]
+    return [line for line in lines if line.x]
 
 
-def _plain(line: Line) -> Line:
-    return replace(line, x=np.asarray(line.x).tolist(), y=np.asarray(line.y).tolist())
+def _smoothed(run: Run) -> Curve:
+    steps, values = losses(run, "train")
+    return steps, smooth(steps, values, int(SMOOTHING_SHARE * len(values)))
+
+
+def _line(name: str, curve: Curve, color: int, **look: Any) -> Line:
+    return Line(name, curve[0].tolist(), curve[1].tolist(), color, **look)
 
 
 def _perplexity_panel(step: Axis, loss_lines: Sequence[Line]) -> Chart:
@@ -318,7 +318,7 @@ def scatter_figure(
 
 def sample_figure(frontier: Frontier) -> FigureSpec | None:
     """Return the texts that settings generated, every token shaded by the layers it ran."""
-    panels = []
+    panels: list[TokenText] = []
     for row in frontier.points:
         sample = row.get("sample")
         if not isinstance(sample, dict):

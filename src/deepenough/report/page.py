@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from deepenough.errors import UserError
-from deepenough.figure import Chart, FigureSpec, HeatMap, Run, Section, TokenText, read_run
+from deepenough.figure import Chart, FigureSpec, HeatMap, Panel, Run, Section, TokenText, read_run
 from deepenough.registry import METHODS
 from deepenough.report.figures import (
     FRONTIER_FILE,
@@ -145,7 +145,8 @@ def make_entries(sources: Sources) -> list[Entry]:
 
 def title_of(sources: Sources) -> str:
     """Return a title that names the first runs and comparisons."""
-    names = [each.name for each in (*sources.frontiers, *sources.runs)]
+    names = [frontier.name for frontier in sources.frontiers]
+    names += [run.name for run in sources.runs]
     shown = ", ".join(dict.fromkeys(names[:4]))
     return f"Report: {shown}{' and more' if len(names) > 4 else ''}"
 
@@ -179,7 +180,7 @@ def thin(items: Sequence[T], limit: int) -> list[T]:
 
 def thinned(spec: FigureSpec, limits: Limits) -> tuple[FigureSpec, list[str]]:
     """Return a figure within the limits, and what was left out of it."""
-    panels = []
+    panels: list[Panel] = []
     notes: dict[str, None] = {}
     for panel in spec.panels:
         if isinstance(panel, Chart):
@@ -188,7 +189,7 @@ def thinned(spec: FigureSpec, limits: Limits) -> tuple[FigureSpec, list[str]]:
                 picks = thin(range(len(line.x)), limits.points)
                 if len(picks) < len(line.x):
                     notes[f"{len(picks)} of {len(line.x)} points of “{line.name}”"] = None
-                kept = {
+                kept: dict[str, Any] = {
                     name: [values[i] for i in picks]
                     for name in ("x", "y", "low", "high", "labels")
                     if len(values := getattr(line, name))

@@ -1,7 +1,7 @@
 """Pictures that are not charts: texts with shaded tokens, the lens, and block diagrams.
 
-In a diagram attention is a rounded box, dense an angular one, identity a dashed line that passes
-through; shape and colour say the same thing twice, for readers who see only one of them.
+In a diagram attention is a rounded box, dense an angular one, identity a dashed one; shape and
+colour say the same thing twice, for readers who see only one of them.
 
 In a lens, layers go upwards and tokens to the right. The shade is the probability of the predicted
 token; bold predictions are the last layer's; the line in a column lies under the first layer from
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import matplotlib
@@ -22,7 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.patches import FancyBboxPatch, Patch, Polygon, Rectangle
+from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 
 from deepenough.figure import Diagram, LensTable, TokenText
 from deepenough.report import style
@@ -45,16 +45,14 @@ ENDS_INCHES = 1.4
 
 # One unit of a diagram is one inch, so text and boxes keep their proportion in every figure.
 MAX_PER_ROW = 12
-STEP = 0.98
+STEP = 1.0
 BOX_WIDTH = 0.74
 BOX_HEIGHT = 0.62
 ROW_HEIGHT = 1.2
 HEADER = 0.72
 MARGIN = 0.22
 MIN_WIDTH = 6.2
-END_COLOR = "#E8E8E8"
-LINE: dict[str, Any] = {"color": style.INK, "linewidth": 1.1}
-DASHES = (0, (4, 3))
+ARROW = {"arrowstyle": "-|>", "color": style.INK, "shrinkA": 0, "shrinkB": 0}
 
 
 def measure_in(size: float) -> Measure:
@@ -226,123 +224,56 @@ def _draw_known(axes: Axes, panel: TokenText, lens: LensTable) -> None:
 # -- diagrams ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One place of a diagram: what stands there and, for a block, its number."""
-
-    kind: str
-    label: str
-    number: int | None = None
-
-
-def arrange(blocks: list[Stage]) -> list[list[Stage]]:
-    """Return rows of at most `MAX_PER_ROW` blocks, as even as can be, with both ends added."""
-    num_rows = -(-len(blocks) // MAX_PER_ROW)
-    per_row = -(-len(blocks) // num_rows)
-    rows = [blocks[i : i + per_row] for i in range(0, len(blocks), per_row)]
-    rows[0] = [Stage("text", "tokens"), Stage("embedding", "embed"), *rows[0]]
-    rows[-1] = [*rows[-1], Stage("head", "output\nhead"), Stage("text", "next\ntoken")]
-    return rows
-
-
 def draw_diagram(panel: Diagram, heading: str) -> Figure:
     """Return the blocks from the input to the output; long patterns wrap to rows."""
-    rows = arrange([Stage(kind, kind, i) for i, kind in enumerate(panel.blocks, start=1)])
-    # Rows after the first start under its first block, so that blocks stand in columns.
-    starts = [0.0] + [2 * STEP] * (len(rows) - 1)
-    content = max(start + len(row) * STEP for start, row in zip(starts, rows, strict=True))
-    width = max(content + 2 * MARGIN, MIN_WIDTH)
-    height = HEADER + len(rows) * ROW_HEIGHT
+    ends = [("text", "tokens")], [("text", "next\ntoken")]
+    blocks = [*ends[0], *((kind, kind) for kind in panel.blocks), *ends[1]]
+    num_rows = -(-len(blocks) // MAX_PER_ROW)
+    per_row = -(-len(blocks) // num_rows)
+    width = max(per_row * STEP + 2 * MARGIN, MIN_WIDTH)
+    height = HEADER + num_rows * ROW_HEIGHT
     figure = style.new_figure(width, height)
     figure.set_layout_engine("none")
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set(xlim=(0, width), ylim=(0, height))
     axes.axis("off")
-    measure = measure_in(style.TITLE_SIZE)
-    fitting = shorten(heading, lambda part: measure(part, False) < width - 2 * MARGIN)
-    axes.text(MARGIN, height - 0.3, fitting, fontsize=style.TITLE_SIZE, va="center")
-    axes.text(MARGIN, height - 0.56, style.drawable(panel.facts), color=style.MUTED, va="center")
-    for i, (start, row) in enumerate(zip(starts, rows, strict=True)):
-        y = height - HEADER - (i + 0.5) * ROW_HEIGHT
-        centres = [MARGIN + start + (j + 0.5) * STEP for j in range(len(row))]
-        for j, (stage, x) in enumerate(zip(row, centres, strict=True)):
-            _draw_stage(axes, stage, x, y)
-            if j:
-                before = row[j - 1]
-                _connect(axes, before, stage, centres[j - 1] + _reach(before), x - _reach(stage), y)
-        if i + 1 < len(rows):
-            into = rows[i + 1][0]
-            first = MARGIN + starts[i + 1] + STEP / 2
-            _wrap(axes, row[-1], into, centres[-1] + _reach(row[-1]), first - _reach(into), y)
+    for y, size, text, color in (
+        (height - 0.3, style.TITLE_SIZE, heading, style.INK),
+        (height - 0.56, style.TEXT_SIZE, style.drawable(panel.facts), style.MUTED),
+    ):
+        measure = measure_in(size)
+        fitting = shorten(text, lambda part, m=measure: m(part, False) < width - 2 * MARGIN)  # type: ignore[misc]
+        axes.text(MARGIN, y, fitting, fontsize=size, color=color, va="center")
+    for i, (kind, label) in enumerate(blocks):
+        row, column = divmod(i, per_row)
+        x, y = MARGIN + (column + 0.5) * STEP, height - HEADER - (row + 0.5) * ROW_HEIGHT
+        number = i if 0 < i <= len(panel.blocks) else None
+        _draw_block(axes, kind, label, number, x, y)
+        if i:
+            # Into the first block of a row the arrow comes from the margin.
+            start, end = x - STEP + BOX_WIDTH / 2, x - BOX_WIDTH / 2
+            axes.annotate("", (end, y), (start, y), arrowprops=ARROW)
     return figure
 
 
-def _draw_stage(axes: Axes, stage: Stage, x: float, y: float) -> None:
-    left, bottom = x - BOX_WIDTH / 2, y - BOX_HEIGHT / 2
-    right, top = x + BOX_WIDTH / 2, y + BOX_HEIGHT / 2
-    look: dict[str, Any] = {"edgecolor": style.INK, "linewidth": 1.1}
-    slant = 0.14
+def _draw_block(axes: Axes, kind: str, label: str, number: int | None, x: float, y: float) -> None:
+    corner = (x - BOX_WIDTH / 2, y - BOX_HEIGHT / 2)
+    look: dict[str, Any] = {"edgecolor": style.INK, "linewidth": 1.1, "facecolor": "white"}
     shape: Patch | None = None
-    if stage.kind == "attention":
+    if kind == "attention":
         # The padding of a FancyBboxPatch is outside its box; zero keeps it the size of the others.
-        shape = FancyBboxPatch(
-            (left, bottom), BOX_WIDTH, BOX_HEIGHT, boxstyle="round,pad=0,rounding_size=0.24",
-            facecolor=style.BRANCH_COLORS["attention"], **look,
-        )  # fmt: skip
-    elif stage.kind == "dense":
-        color = style.BRANCH_COLORS["dense"]
-        shape = Rectangle((left, bottom), BOX_WIDTH, BOX_HEIGHT, facecolor=color, **look)
-    elif stage.kind == "embedding":
-        corners = [(left, bottom + slant), (right, bottom), (right, top), (left, top - slant)]
-        shape = Polygon(corners, facecolor=END_COLOR, **look)
-    elif stage.kind == "head":
-        corners = [(left, bottom), (right, bottom + slant), (right, top - slant), (left, top)]
-        shape = Polygon(corners, facecolor=END_COLOR, **look)
+        rounded = "round,pad=0,rounding_size=0.24"
+        look["facecolor"] = style.BRANCH_COLORS[kind]
+        shape = FancyBboxPatch(corner, BOX_WIDTH, BOX_HEIGHT, boxstyle=rounded, **look)
+    elif kind == "dense":
+        look["facecolor"] = style.BRANCH_COLORS[kind]
+        shape = Rectangle(corner, BOX_WIDTH, BOX_HEIGHT, **look)
+    elif kind == "identity":
+        shape = Rectangle(corner, BOX_WIDTH, BOX_HEIGHT, linestyle=(0, (4, 3)), **look)
     if shape is not None:
         axes.add_patch(shape)
-    text_y = y + 0.13 if stage.kind == "identity" else y
-    axes.text(
-        x, text_y, stage.label, fontsize=style.SMALL_SIZE, ha="center", va="center", color="black"
-    )
-    if stage.number is not None:
-        below: dict[str, Any] = {
-            "fontsize": 7,
-            "color": style.MUTED,
-            "ha": "center",
-            "va": "center",
-        }
-        axes.text(x, bottom - 0.12, str(stage.number), **below)
-
-
-def _reach(stage: Stage) -> float:
-    """Return how far from its centre a stage is entered and left."""
-    return {"identity": 0.0, "text": 0.27}.get(stage.kind, BOX_WIDTH / 2)
-
-
-def _connect(axes: Axes, start: Stage, end: Stage, x_from: float, x_to: float, y: float) -> None:
-    """Draw a line between neighbours, dashed where it passes through an identity."""
-    through = "identity" in (start.kind, end.kind)
-    axes.plot([x_from, x_to], [y, y], **(LINE | {"linestyle": DASHES if through else "-"}))
-    _arrow(axes, end, x_to, y)
-
-
-def _wrap(axes: Axes, start: Stage, end: Stage, x_from: float, x_to: float, y: float) -> None:
-    """Draw a line from the end of a row, round below it, to the start of the next."""
-    between, below = y - ROW_HEIGHT / 2, y - ROW_HEIGHT
-    right = x_from - _reach(start) + STEP / 2
-    left = x_to + _reach(end) - STEP / 2
-    xs, ys = [right, right, left, left], [y, between, between, below]
-    axes.plot(xs, ys, **LINE)
-    for a, b, height, stage in ((x_from, right, y, start), (left, x_to, below, end)):
-        axes.plot(
-            [a, b],
-            [height] * 2,
-            **(LINE | {"linestyle": DASHES if stage.kind == "identity" else "-"}),
-        )
-    _arrow(axes, end, x_to, below)
-
-
-def _arrow(axes: Axes, end: Stage, x: float, y: float) -> None:
-    """Draw the head of an arrow, except into an identity, where nothing is entered."""
-    if end.kind != "identity":
-        axes.plot([x - 0.05], [y], marker=">", markersize=5, color=style.INK, linestyle="none")
+    centred: dict[str, Any] = {"ha": "center", "va": "center"}
+    axes.text(x, y, label, fontsize=style.SMALL_SIZE, color="black", **centred)
+    if number is not None:
+        below = corner[1] - 0.12
+        axes.text(x, below, str(number), fontsize=7, color=style.MUTED, **centred)
