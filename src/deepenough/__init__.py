@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from deepenough.hf import OWN_CLASSES
+
 if TYPE_CHECKING:
     from deepenough.cli import train as train
     from deepenough.compare.frontier import compare as compare
@@ -85,6 +87,9 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_MODULES)
+
+# A saved model names its class: so a model of our own loads whether or not it was imported before.
+OWN_CLASSES.update({name: place for name, place in _MODULES.items() if "For" in name})
 
 
 def __getattr__(name: str) -> Any:

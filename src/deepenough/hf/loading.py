@@ -13,6 +13,7 @@ a second.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +32,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-import deepenough
 from deepenough.data.cache import cache_folder, entry, key_of
 from deepenough.errors import UserError
+from deepenough.hf import OWN_CLASSES
 from deepenough.training.logging import without_bars
 
 LoadKind = Literal["auto", "causal", "masked", "encoder"]
@@ -163,16 +164,14 @@ def _place(name: str) -> str:
 
 
 def _import_own_class(name: str, place: str, revision: str | None) -> None:
-    """Make transformers know a model of deepenough's own kinds, by importing its class.
-
-    The classes are part of the package's public API and register themselves on import.
-    """
+    """Make transformers know a model of deepenough's own kinds, by importing its class."""
     try:
         saved, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
     except Exception as error:  # transformers and the hub's client raise many kinds
         raise UserError(_explanation(name, "config", place, error)) from error
     for architecture in saved.get("architectures") or ():
-        getattr(deepenough, str(architecture), None)
+        if module := OWN_CLASSES.get(str(architecture)):
+            importlib.import_module(module)
 
 
 def _from_pretrained(name: str, what: str, cls: Any, place: str, **options: Any) -> Any:
