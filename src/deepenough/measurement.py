@@ -98,35 +98,17 @@ class Candidate(Protocol):
         """Return the scores of what `run` returned; this is not timed."""
 
 
-@dataclass
-class Grid:
-    """Operating points; each list is for the runs it fits, and one left out is chosen for them."""
+class OpenGrid:
+    """Operating points that are all left to the method."""
 
-    mem_len: list[int] | None = None
-    """Language models: tokens of memory before a segment."""
-
-    threshold: list[float] | None = None
-    """Classifiers that ponder: probability of having halted at which they stop."""
-
-    confidence: list[float] | None = None
-    """Classifiers that ponder: probability of the answer at which they stop."""
-
-    passes: list[int] | None = None
-    """Classifiers that ponder: passes that all examples make."""
-
-    epsilon: list[float] | None = None
-    """Lazy transformers: gate below which a token stops being updated; by default 0.05, 0.075 and
-    0.1 or, where gates compare a state with its update, 0.15, 0.2 and 0.25."""
-
-    steps: list[int] | None = None
-    """Lazy transformers: steps over the source."""
-
-    exit: list[float] | None = None
-    """Shortcuts: confidence at which a generated token leaves early."""
+    def __getattr__(self, name: str) -> None:
+        """Return None for every list of operating points."""
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 @dataclass
-class Entry:
+class ComparedRun:
     """One run of a comparison."""
 
     run: str
@@ -141,7 +123,8 @@ class Entry:
     tuned: str | None = None
     """Writing: folder of deepenough exit tune for the same model; its drafts take part."""
 
-    grid: Grid = field(default_factory=Grid)
+    grid: Any = field(default_factory=OpenGrid)
+    """Operating points that were asked for: the fields of the methods' grids, None if left open."""
 
 
 @dataclass

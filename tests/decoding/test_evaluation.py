@@ -7,6 +7,7 @@ import torch
 
 from deepenough import UserError, early_exit, speculate
 from deepenough.__main__ import main
+from deepenough.decoding.config import DecodeGrid
 from deepenough.decoding.early_exit import FixedLayer
 from deepenough.decoding.evaluation import (
     apply_mode,
@@ -15,7 +16,7 @@ from deepenough.decoding.evaluation import (
     pieces,
     prompt_ids,
 )
-from deepenough.measurement import ComparedData, Entry, Grid
+from deepenough.measurement import ComparedData, ComparedRun
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +41,13 @@ def tuned(saved_model: Path, words_file: Path, tmp_path_factory: pytest.TempPath
 
 def measured(run: Path, data: Path, **more: object) -> dict[str, object]:
     compared = ComparedData(str(data), "train", limit=3, prompt_tokens=5, new_tokens=6)
-    candidate = open_candidate(Entry(str(run), **more), "name", compared)
+    candidate = open_candidate(ComparedRun(str(run), **more), "name", compared)
     assert candidate.task.quality == "agreement" and candidate.task.unit == "token"
     return {p.name: (p, candidate.judge(p, candidate.run(p))) for p in candidate.points()}
 
 
 def test_lossless_ways_agree_and_exits_save_layers(fitted, words_file) -> None:
-    found = measured(fitted, words_file, grid=Grid(exit=[1.0, 0.0]))
+    found = measured(fitted, words_file, grid=DecodeGrid(exit=[1.0, 0.0]))
     assert list(found) == ["transformers", "full", "speculative", "exit 1", "exit 0"]
     for name in ("transformers", "full", "speculative", "exit 1"):
         assert found[name][1].quality.value == 1.0 and found[name][1].layers == 3.0

@@ -11,8 +11,8 @@ from deepenough.toy.training import points
 
 from deepenough.measurement import (
     ComparedData,
+    ComparedRun,
     ComparedTask,
-    Entry,
     Interval,
     OperatingPoint,
     Scores,
@@ -36,7 +36,7 @@ class ToyCandidate:
 
     mechanism = "toy"
 
-    def __init__(self, entry: Entry, name: str) -> None:
+    def __init__(self, entry: ComparedRun, name: str) -> None:
         self.name, self.entry = name, entry
         self.model = ToyModel.from_pretrained(model_folder(entry.run))
         self.x, self.y = points(read_config(entry.run)["slope"], "compare")
@@ -60,6 +60,6 @@ class ToyCandidate:
         return Scores(quality, trace.num_units, trace.mean_blocks, trace.total_flops)
 
 
-def open_candidate(entry: Entry, name: str, data: ComparedData) -> Any:
+def open_candidate(entry: ComparedRun, name: str, data: ComparedData) -> Any:
     """Return a run of the toy as a comparison measures it."""
     return ToyCandidate(entry, name)

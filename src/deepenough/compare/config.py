@@ -9,7 +9,24 @@ from typing import Any
 
 from deepenough.config import bounded, options, resolve
 from deepenough.errors import UserError
-from deepenough.measurement import ComparedData, Entry, Grid
+from deepenough.measurement import ComparedData, ComparedRun
+from deepenough.registry import METHODS
+
+
+def _merged_grid() -> type:
+    """Return one settings class with the operating points of all methods."""
+    grids = [grid for method in METHODS if (grid := method.load("config", "GRID")) is not None]
+    return dataclass(type("Grid", tuple(grids), {"__doc__": "Operating points to measure."}))
+
+
+Grid: Any = _merged_grid()
+
+
+@dataclass
+class ComparisonEntry(ComparedRun):
+    """A run of a comparison, as a settings file may describe it."""
+
+    grid: Grid = field(default_factory=Grid)
 
 
 @dataclass
@@ -30,6 +47,7 @@ class CompareConfig(ComparedData):
     """Folder for frontier.json and its pictures."""
 
     grid: Grid = field(default_factory=Grid)
+    """Operating points; each list is for the runs it fits, and one left out is chosen for them."""
 
     rounds: int = bounded(7, ge=1)
     """How often every point is timed; fewer than 6 give intervals of less than 95 %."""
@@ -58,10 +76,10 @@ class CompareConfig(ComparedData):
                 words.append(f"--{option.name}={spelt}")
         return shlex.join(words)
 
-    def all_entries(self) -> list[Entry]:
+    def all_entries(self) -> list[ComparisonEntry]:
         """Return every run to compare, each with the comparison's grid where it has none."""
-        named = [Entry(run) for run in self.runs]
-        named += [resolve(Entry, overrides=each) for each in self.entries]
+        named = [ComparisonEntry(run) for run in self.runs]
+        named += [resolve(ComparisonEntry, overrides=each) for each in self.entries]
         if not named:
             raise UserError(
                 "There is nothing to compare: name the folders of finished runs, as in "

@@ -25,7 +25,7 @@ from deepenough.compare.config import CompareConfig
 from deepenough.compare.protocol import Advance, Measured, measure
 from deepenough.config import provenance, resolve, to_dict, validate
 from deepenough.errors import UserError
-from deepenough.measurement import CONFIDENCE, Candidate, Entry, coverage
+from deepenough.measurement import CONFIDENCE, Candidate, ComparedRun, coverage
 from deepenough.registry import METHODS
 from deepenough.runs import RunFolder, read_config, read_records
 
@@ -102,7 +102,7 @@ def check_one_task(candidates: Sequence[Candidate], runs: Sequence[str]) -> None
             )
 
 
-def _open(entry: Entry, name: str, config: CompareConfig) -> Candidate:
+def _open(entry: ComparedRun, name: str, config: CompareConfig) -> Candidate:
     """Return a run as a candidate, by the method that its config.yaml names."""
     method = read_config(entry.run).get("method")
     openers = [
@@ -139,7 +139,7 @@ def _notes(run: str) -> list[str]:
     return [f"{corrupted} unreadable line(s) of {metrics} skipped."] if corrupted else []
 
 
-def _names(entries: Sequence[Entry]) -> list[str]:
+def _names(entries: Sequence[ComparedRun]) -> list[str]:
     """Return a name for each run: its own, or as much of its path as tells it from the others."""
     parts = [Path(entry.run).resolve().parts for entry in entries]
     names: list[str] = []

@@ -33,8 +33,8 @@ from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load
 from deepenough.measurement import (
     ComparedData,
+    ComparedRun,
     ComparedTask,
-    Entry,
     OperatingPoint,
     Scores,
     share_interval,
@@ -345,7 +345,7 @@ class GeneratedTexts:
     traces: list[DepthTrace | None] = field(default_factory=list)
 
 
-def open_candidate(entry: Entry, name: str, data: ComparedData) -> GenerationCandidate:
+def open_candidate(entry: ComparedRun, name: str, data: ComparedData) -> GenerationCandidate:
     """Return a run of `deepenough shortcut fit` or `deepenough decode tune` as a candidate."""
     return GenerationCandidate(entry, name, data)
 
@@ -362,7 +362,7 @@ class GenerationCandidate:
 
     mechanism = EXIT
 
-    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+    def __init__(self, entry: ComparedRun, name: str, data: ComparedData) -> None:
         self.name, self.entry = name, entry
         self.asked = entry.mechanisms or list(MECHANISMS)
         if unknown := [each for each in self.asked if each not in MECHANISMS]:

@@ -532,3 +532,18 @@ EVAL_CONFIGS: dict[str, type] = {
     PROGRAMS: ProgramEvalConfig,
     LANGUAGE: LanguageEvalConfig,
 }
+
+
+@dataclass
+class LazyGrid:
+    """Operating points of lazy transformers in a comparison."""
+
+    epsilon: list[float] | None = None
+    """Lazy transformers: gate below which a token stops being updated; by default 0.05, 0.075 and
+    0.1 or, where gates compare a state with its update, 0.15, 0.2 and 0.25."""
+
+    steps: list[int] | None = None
+    """Lazy transformers: steps over the source."""
+
+
+GRID = LazyGrid

@@ -58,8 +58,8 @@ from deepenough.lazy.modeling import (
 )
 from deepenough.measurement import (
     ComparedData,
+    ComparedRun,
     ComparedTask,
-    Entry,
     Interval,
     OperatingPoint,
     Scores,
@@ -422,7 +422,7 @@ class TranslationCandidate:
     but torch's counter counts it.
     """
 
-    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+    def __init__(self, entry: ComparedRun, name: str, data: ComparedData) -> None:
         self.name, self.entry = name, entry
         self.translator = load_translator(entry.run)
         self.mechanism = str(self.translator.model.config.mechanism)
@@ -497,7 +497,7 @@ class TranslationCandidate:
         )
 
 
-def open_candidate(entry: Entry, name: str, data: ComparedData) -> TranslationCandidate:
+def open_candidate(entry: ComparedRun, name: str, data: ComparedData) -> TranslationCandidate:
     """Return a finished run as a comparison measures it."""
     task = task_of(entry.run)
     if task == TRANSLATION:

@@ -25,8 +25,8 @@ from deepenough.data.tokens import ContextBatches, tokenizer_fingerprint
 from deepenough.errors import UserError
 from deepenough.measurement import (
     ComparedData,
+    ComparedRun,
     ComparedTask,
-    Entry,
     OperatingPoint,
     Scores,
     content_of,
@@ -162,7 +162,7 @@ class ParCandidate:
 
     mechanism = "par"
 
-    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+    def __init__(self, entry: ComparedRun, name: str, data: ComparedData) -> None:
         self.name, self.entry = name, entry
         self.folder = _trained_pattern(entry.run)
         self.model = load_model(self.folder).eval()

@@ -415,3 +415,20 @@ def changed_values(config: PreTrainedConfig, changes: dict[str, Any]) -> dict[st
     values["name_or_path"] = config._name_or_path
     values["attn_implementation"] = config._attn_implementation
     return {**values, **changes}
+
+
+@dataclass
+class PonderGrid:
+    """Operating points of pondering classifiers in a comparison."""
+
+    threshold: list[float] | None = None
+    """Classifiers that ponder: probability of having halted at which they stop."""
+
+    confidence: list[float] | None = None
+    """Classifiers that ponder: probability of the answer at which they stop."""
+
+    passes: list[int] | None = None
+    """Classifiers that ponder: passes that all examples make."""
+
+
+GRID = PonderGrid

@@ -31,8 +31,8 @@ from deepenough.data.classification_batches import EncodedExamples, by_length
 from deepenough.errors import UserError
 from deepenough.measurement import (
     ComparedData,
+    ComparedRun,
     ComparedTask,
-    Entry,
     OperatingPoint,
     Scores,
     content_of,
@@ -428,7 +428,7 @@ class PonderCandidate:
 
     mechanism = "ponder"
 
-    def __init__(self, entry: Entry, name: str, data: ComparedData) -> None:
+    def __init__(self, entry: ComparedRun, name: str, data: ComparedData) -> None:
         self.name, self.entry = name, entry
         finished = FinishedRun(entry.run)
         self.model = finished.model
@@ -492,7 +492,7 @@ class PonderCandidate:
         )
 
 
-def open_candidate(entry: Entry, name: str, data: ComparedData) -> PonderCandidate:
+def open_candidate(entry: ComparedRun, name: str, data: ComparedData) -> PonderCandidate:
     """Return a finished run as `deepenough compare` measures it."""
     return PonderCandidate(entry, name, data)
 

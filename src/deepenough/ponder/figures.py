@@ -74,7 +74,7 @@ CHANCE = 0.5
 
 
 @dataclass(frozen=True)
-class ExitPoint:
+class PolicyPoint:
     """One way of stopping: a policy with its setting, and what it reached."""
 
     model: str
@@ -122,14 +122,14 @@ class ParityBand:
     mechanism: str
 
 
-def exit_points(run: Run) -> list[ExitPoint]:
+def exit_points(run: Run) -> list[PolicyPoint]:
     """Return every measured way of stopping."""
     found = []
     for record in _latest(run, EXIT):
         values = record.values
         read = numbers(values, "setting", "passes", "accuracy")
         if read is not None and isinstance(values.get("policy"), str):
-            found.append(ExitPoint(_model(record), values["policy"], *read))
+            found.append(PolicyPoint(_model(record), values["policy"], *read))
     return found
 
 
@@ -215,7 +215,7 @@ def frontier_figure(run: Run) -> FigureSpec | None:
     if not points:
         return None
     alone = [p for p in points if p.model == "last"]
-    by_way: dict[tuple[str, str], list[ExitPoint]] = {}
+    by_way: dict[tuple[str, str], list[PolicyPoint]] = {}
     for point in points:
         if point.model != "last":
             by_way.setdefault((point.model, point.policy), []).append(point)
