@@ -31,7 +31,6 @@ DEFAULT_EPSILONS = {
 what they are compared with."""
 
 TRANSLATION, PROGRAMS, LANGUAGE = "translation", "programs", "language"
-TASKS = (TRANSLATION, PROGRAMS, LANGUAGE)
 """What a model can be trained for, and the kinds of the records that its evaluation writes."""
 STEPS_RECORD, EPSILON_RECORD = "steps", "epsilon"
 """Kinds of the records of the two sweeps."""

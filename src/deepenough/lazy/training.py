@@ -16,7 +16,7 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,8 @@ from deepenough.training.trainer import check_folder, training
 
 logger = logging.getLogger("deepenough")
 
-# What decides the weights of a model; its other options can be changed at any time.
-MODEL_IDENTITY = (
-    "vocab_size", "d_model", "num_heads", "d_ff", "encoder_steps", "decoder_steps", "mechanism",
-    "compare", "norm", "step_encoding", "max_steps", "dropout", "ff_dropout", "clean_gates",
-    "label_smoothing", "act_cost",
-)  # fmt: skip
+HALTING_OPTIONS = {"epsilon", "decoder_epsilon", "patience", "halt_on"}
+"""Options that do not affect the weights of a model and can be changed at any time."""
 
 
 def train_translation(config: TranslationTrainConfig) -> RunFolder:
@@ -123,7 +119,8 @@ def _model_config(
 
 def model_identity(config: LazyTransformerConfig) -> dict[str, Any]:
     """Return what a model must share with the checkpoint that it continues from."""
-    return {name: getattr(config, name) for name in MODEL_IDENTITY}
+    names = {option.name for option in fields(LazyModelConfig)} - HALTING_OPTIONS
+    return {name: getattr(config, name) for name in ("vocab_size", *sorted(names))}
 
 
 class PairsTask(Task, ABC):
