@@ -67,9 +67,9 @@ def language(tmp_path_factory, text_file, shared_cache) -> Path:
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory, reviews, tiny_bert) -> Path:
     values = {
-        "run.folder": str(tmp_path_factory.mktemp("labels") / "run"),
-        "data.dataset": str(reviews),
-        "data.batch_size": 8,
+        "out": str(tmp_path_factory.mktemp("labels") / "run"),
+        "data": str(reviews),
+        "dataset.batch_size": 8,
         "model.encoder": str(tiny_bert),
         "train.warmup": 1,
         "epochs": 0.2,
@@ -88,7 +88,7 @@ def untrained(
 ) -> Path:
     """A model that has learned nothing, in a folder as training leaves it."""
     torch.manual_seed(0)
-    model = new_translator(settings.model, tokenizer, settings.data.max_length)
+    model = new_translator(settings.model, tokenizer, settings.dataset.max_length)
     model.save_pretrained(folder / "model")
     save_tokenizer(tokenizer, folder / "model")
     dump(settings, folder / "config.yaml")
@@ -103,14 +103,12 @@ def translators(tmp_path_factory, shared_cache) -> dict[str, Path]:
     for split in ("train", "val", "test_a"):
         for language in ("en", "de"):
             (corpus / f"{split}.{language}").write_text("\n".join(SENTENCES * 10))
-    data = TranslationDataConfig(
-        corpus=str(corpus), vocab_size=280, max_length=24, cache=str(shared_cache)
-    )
-    tokenizer = joint_tokenizer(open_parallel(data), data)
+    dataset = TranslationDataConfig(vocab_size=280, max_length=24, cache=str(shared_cache))
+    tokenizer = joint_tokenizer(open_parallel(str(corpus), dataset), dataset)
     return {
         mechanism: untrained(
             tmp_path_factory.mktemp(mechanism),
-            TranslationTrainConfig(data=data, model=small(mechanism)),
+            TranslationTrainConfig(data=str(corpus), dataset=dataset, model=small(mechanism)),
             tokenizer,
         )
         for mechanism in MECHANISMS
@@ -124,7 +122,7 @@ def translator(translators) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory) -> Path:
-    settings = ProgramTrainConfig(data=ProgramConfig(length=2, eval_size=12), model=small("lazy"))
+    settings = ProgramTrainConfig(dataset=ProgramConfig(length=2, eval_size=12), model=small("lazy"))
     return untrained(tmp_path_factory.mktemp("programs"), settings, character_tokenizer())
 
 
@@ -146,14 +144,13 @@ def writer(tmp_path_factory) -> Path:
     text = "\n".join(" ".join(f"w{number}" for number in row) for row in rows)
     for split in ("train", "valid"):
         (folder / f"{split}.txt").write_text(text)
-    arguments = ["--data", str(folder), "--folder", str(folder / "run")]
+    arguments = ["--data", str(folder), "--out", str(folder / "run")]
     assert main(["shortcut", "fit", str(folder / "llama"), *arguments]) == 0
     return folder / "run"
 
 
 def compared(tmp_path: Path, *runs: Path, **changes: Any) -> dict[str, Any]:
-    quick = {"runs": [str(run) for run in runs], "out": str(tmp_path / "out"), "rounds": 2}
-    return compare(resolve(CompareConfig, overrides=quick | changes))
+    return compare(runs, **{"out": str(tmp_path / "out"), "rounds": 2} | changes)
 
 
 def by_name(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -161,7 +158,7 @@ def by_name(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_language_models_over_lengths_of_memory(tmp_path, language):
-    content = compared(tmp_path, language, **{"data.limit": 3})
+    content = compared(tmp_path, language, **{"limit": 3})
     assert content["task"]["quality"] == "perplexity"
     points = by_name(content)
     assert list(points) == ["memory 8", "memory 4", "memory 2"]
@@ -171,7 +168,7 @@ def test_language_models_over_lengths_of_memory(tmp_path, language):
         assert point["quality_low"] <= point["quality"] <= point["quality_high"]
         assert point["units"] == 3 * 4 * 8
     assert points["memory 8"]["flops"] > points["memory 4"]["flops"]
-    assert points["memory 4"]["command"] == f"deepenough evaluate --run {language} --mem_len 4"
+    assert points["memory 4"]["command"] == f"deepenough par eval {language} --mem_len 4"
     assert points["memory 4"]["folder"] == str(language)
     assert content["command"].startswith(f"deepenough compare {language} --out=")
     # The pass that is timed is the evaluation everyone knows.
@@ -181,7 +178,7 @@ def test_language_models_over_lengths_of_memory(tmp_path, language):
 
 def test_classifiers_over_ways_of_stopping(tmp_path, labels):
     grid = {"grid.threshold": [1.0, 0.01], "grid.passes": [3, 1], "grid.confidence": [0.6]}
-    content = compared(tmp_path, labels, **grid, **{"data.limit": 16, "data.batch_size": 8})
+    content = compared(tmp_path, labels, **grid, **{"limit": 16, "batch_size": 8})
     points = by_name(content)
     assert list(points) == ["3 passes", "1 pass", "halt 1", "halt 0.01", "sure 0.6"]
     for point in points.values():
@@ -196,7 +193,7 @@ def test_classifiers_over_ways_of_stopping(tmp_path, labels):
 
 def test_translators_over_epsilons_and_steps(tmp_path, translator):
     grid = {"grid.epsilon": [0.0, 0.9], "grid.steps": [1]}
-    points = by_name(compared(tmp_path, translator, **grid, **{"data.limit": 4}))
+    points = by_name(compared(tmp_path, translator, **grid, **{"limit": 4}))
     assert list(points) == ["all steps", "1 step", "ε 0", "ε 0.9"]
     assert points["all steps"]["layers"] == points["ε 0"]["layers"] == 3.0 + 2.0
     assert points["1 step"]["layers"] == 1.0 + 2.0
@@ -210,13 +207,13 @@ def test_translators_over_epsilons_and_steps(tmp_path, translator):
 
 
 def test_translators_without_a_grid(tmp_path, translator):
-    points = by_name(compared(tmp_path, translator, **{"data.limit": 1, "rounds": 1}))
+    points = by_name(compared(tmp_path, translator, **{"limit": 1, "rounds": 1}))
     assert list(points) == ["all steps", "2 steps", "1 step", "ε 0.05", "ε 0.075", "ε 0.1"]
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_both_counts_of_flops_agree_where_nothing_is_padded(tmp_path, translators, mechanism):
-    grid = {"grid.epsilon": [0.5], "grid.steps": [1], "data.limit": 1, "rounds": 1}
+    grid = {"grid.epsilon": [0.5], "grid.steps": [1], "limit": 1, "rounds": 1}
     points = by_name(compared(tmp_path, translators[mechanism], **grid))
     assert len(points) == (3 if mechanism == "lazy" else 2)
     # Of ACT the trace leaves out the unit that says when to halt: one number a token and step.
@@ -226,7 +223,7 @@ def test_both_counts_of_flops_agree_where_nothing_is_padded(tmp_path, translator
 
 
 def test_programs_are_executed_and_both_counts_of_flops_agree(tmp_path, programs):
-    grid = {"grid.epsilon": [0.5], "grid.steps": [1], "data.limit": 1, "rounds": 1}
+    grid = {"grid.epsilon": [0.5], "grid.steps": [1], "limit": 1, "rounds": 1}
     content = compared(tmp_path, programs, **grid)
     assert content["task"]["unit"] == "program" and content["task"]["quality"] == "exact match"
     for point in content["points"]:
@@ -234,7 +231,7 @@ def test_programs_are_executed_and_both_counts_of_flops_agree(tmp_path, programs
 
 
 def test_writers_over_exits_agree_with_the_model_where_they_are_lossless(tmp_path, writer):
-    shape = {"data.limit": 3, "data.prompt_tokens": 8, "data.new_tokens": 6}
+    shape = {"limit": 3, "prompt_tokens": 8, "new_tokens": 6}
     points = by_name(compared(tmp_path, writer, **shape, **{"grid.exit": [1.0, 0.0]}))
     assert list(points) == ["transformers", "full", "speculative", "exit 1", "exit 0"]
     for name in ("transformers", "full", "speculative"):
@@ -246,7 +243,7 @@ def test_writers_over_exits_agree_with_the_model_where_they_are_lossless(tmp_pat
         # A token is charged for a context that already includes it.
         assert point["flops"] == pytest.approx(point["flops_counted"], rel=0.02)
     assert points["transformers"]["command"] == ""
-    assert f"--mode exit --shortcuts {writer}/shortcuts" in points["exit 0"]["command"]
+    assert f"--mode early_exit --shortcuts {writer}/shortcuts" in points["exit 0"]["command"]
 
 
 def test_a_draft_head_takes_part_where_it_is_given(tmp_path, writer):
@@ -254,8 +251,8 @@ def test_a_draft_head_takes_part_where_it_is_given(tmp_path, writer):
     words = ["--text.tokens", "200", "--text.prompt_tokens", "8", "--text.new_tokens", "8"]
     words += ["--text.min_chars", "10", "--text.instructions", "false", "--until", "head"]
     words += ["--head.held_out", "2", "--head.epochs", "1", "--data", str(writer.parent)]
-    assert main(["exit", "tune", str(model), *words, "--folder", str(tuned)]) == 0
-    shape = {"data.limit": 3, "data.prompt_tokens": 8, "data.new_tokens": 6}
+    assert main(["decode", "tune", str(model), *words, "--out", str(tuned)]) == 0
+    shape = {"limit": 3, "prompt_tokens": 8, "new_tokens": 6}
     entry = {"run": str(writer), "mechanisms": ["full", "tuned"], "tuned": str(tuned)}
     points = by_name(compared(tmp_path, entries=[entry], **shape))
     assert list(points) == ["full", "tuned"]
@@ -275,7 +272,7 @@ def test_one_run_twice_under_two_names_and_grids(tmp_path, language):
         {"run": str(language), "name": "long", "grid": {"mem_len": [8]}},
         {"run": str(language), "name": "short", "grid": {"mem_len": [0]}},
     ]
-    content = compared(tmp_path, entries=entries, **{"data.limit": 2})
+    content = compared(tmp_path, entries=entries, **{"limit": 2})
     assert [(p["run"], p["name"]) for p in content["points"]] == [
         ("long", "memory 8"),
         ("short", "memory 0"),
@@ -301,7 +298,7 @@ def test_the_command_of_a_comparison_asks_for_the_same(words):
 
 def test_runs_of_different_tasks_are_refused_by_name(tmp_path, language, labels):
     with pytest.raises(UserError, match="language modelling") as error:
-        compared(tmp_path, language, labels, **{"data.limit": 2})
+        compared(tmp_path, language, labels, **{"limit": 2})
     assert str(language) in str(error.value) and str(labels) in str(error.value)
     assert "classification" in str(error.value)
 
@@ -323,7 +320,7 @@ def test_weights_that_are_not_there_are_said_with_the_run(tmp_path, request, kin
         path.unlink()
     assert removed
     with pytest.raises(UserError, match="half"):
-        compared(tmp_path, half, **{"data.limit": 1, "rounds": 1})
+        compared(tmp_path, half, **{"limit": 1, "rounds": 1})
 
 
 def test_a_damaged_line_is_counted_and_said(tmp_path, language, capsys):
@@ -361,7 +358,7 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path, language, capsys, words, 
 def test_nothing_is_written_into_the_runs(tmp_path, language):
     before = read_records(language / "metrics.jsonl")
     files = sorted(path.name for path in language.iterdir())
-    compared(tmp_path, language, **{"data.limit": 2, "grid.mem_len": [8]})
+    compared(tmp_path, language, **{"limit": 2, "grid.mem_len": [8]})
     assert read_records(language / "metrics.jsonl") == before
     assert sorted(path.name for path in language.iterdir()) == files
 
@@ -376,10 +373,11 @@ def test_runs_that_held_out_other_examples_are_refused(tmp_path, labels):
         runs.append(tmp_path / f"run-{share}")
         shutil.copytree(labels, runs[-1])
         config = yaml.safe_load((runs[-1] / "config.yaml").read_text())
-        config["data"] |= {"dataset": str(file), "valid_fraction": share}
+        config["data"] = str(file)
+        config["dataset"]["valid_fraction"] = share
         (runs[-1] / "config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(UserError, match="but differ in content"):
-        compared(tmp_path, *runs, **{"data.limit": 6})
+        compared(tmp_path, *runs, **{"limit": 6})
 
 
 def test_points_that_are_none_are_refused(tmp_path, labels):

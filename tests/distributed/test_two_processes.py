@@ -96,12 +96,12 @@ def test_pairs_of_different_lengths_are_shared_by_two_processes(
             (tmp_path / f"{split}.{language}").write_text("\n".join(lines) + "\n")
     one, two = tmp_path / "one", tmp_path / "two"
     settings = {
-        "run.folder": str(one),
-        "data.corpus": str(tmp_path),
-        "data.cache": str(shared_cache),
-        "data.vocab_size": 265,
-        "data.max_length": 40,
-        "data.batch_tokens": 150,  # an odd number of pairs in some batches
+        "out": str(one),
+        "data": str(tmp_path),
+        "dataset.cache": str(shared_cache),
+        "dataset.vocab_size": 265,
+        "dataset.max_length": 40,
+        "dataset.batch_tokens": 150,  # an odd number of pairs in some batches
         "model.d_model": 16,
         "model.num_heads": 2,
         "model.d_ff": 32,
@@ -119,7 +119,7 @@ def test_pairs_of_different_lengths_are_shared_by_two_processes(
     }
     command = ("lazy", "train")
     assert main(flags(settings, command)) == 0
-    torchrun("-m", "deepenough", *flags(settings | {"run.folder": str(two)}, command))
+    torchrun("-m", "deepenough", *flags(settings | {"out": str(two)}, command))
     assert_close(one, two)
     assert records(one)[-1]["bleu"] > 10.0, "translations are compared by their BLEU"
 
@@ -156,4 +156,4 @@ def test_runs_move_between_one_process_and_two(
         no, in_use, odd = answer["said"]  # every process hears it, so that none waits for ever
         assert no == "The first process says no."
         assert "exists already" in in_use
-        assert "3 lanes cannot be shared by 2 processes" in odd
+        assert "3 streams cannot be shared by 2 processes" in odd
