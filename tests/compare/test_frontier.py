@@ -170,7 +170,8 @@ def test_language_models_over_lengths_of_memory(tmp_path, language):
     assert points["memory 8"]["flops"] > points["memory 4"]["flops"]
     assert points["memory 4"]["command"] == f"deepenough par eval {language} --mem_len 4"
     assert points["memory 4"]["folder"] == str(language)
-    assert content["command"].startswith(f"deepenough compare {language} --out=")
+    out = tmp_path / "out"
+    assert content["command"] == f"deepenough compare {language} --limit=3 --out={out} --rounds=2"
     # The pass that is timed is the evaluation everyone knows.
     recorded = json.loads((tmp_path / "out" / "frontier.json").read_text())
     assert recorded["points"][0]["quality"] == points["memory 8"]["quality"]
@@ -258,12 +259,12 @@ def test_a_draft_head_takes_part_where_it_is_given(tmp_path, writer):
     assert list(points) == ["full", "tuned"]
     assert points["tuned"]["quality"] == 1.0
     assert points["tuned"]["flops"] > points["full"]["flops"]
-    assert f"--mode speculative --tuned {tuned}" in points["tuned"]["command"]
+    assert f"--mode speculative --draft_model {tuned}" in points["tuned"]["command"]
 
 
 def test_drafts_that_are_not_there_are_asked_for(tmp_path, writer):
     entry = {"run": str(writer), "mechanisms": ["tuned"]}
-    with pytest.raises(UserError, match="give the folder that deepenough exit tune wrote"):
+    with pytest.raises(UserError, match="give the folder that deepenough decode tune wrote"):
         compared(tmp_path, entries=[entry])
 
 
@@ -384,5 +385,5 @@ def test_points_that_are_none_are_refused(tmp_path, labels):
     with pytest.raises(UserError, match=r"so that 99 cannot be compared: lower grid\.passes"):
         compared(tmp_path, labels, **{"grid.passes": [99]})
     entry = {"run": str(labels), "mechanisms": ["confidence"]}
-    with pytest.raises(UserError, match="chosen for runs of shortcuts alone"):
+    with pytest.raises(UserError, match="chosen for runs that generate text"):
         compared(tmp_path, entries=[entry])

@@ -122,6 +122,13 @@ def _open(entry: ComparedRun, name: str, config: CompareConfig) -> Candidate:
             "with --resume, or leave it out."
         )
     candidate: Candidate = open_candidate(entry, name, config)
+    if entry.mechanisms:
+        own = {point.mechanism or candidate.mechanism for point in candidate.points()}
+        if not own <= set(entry.mechanisms):  # the candidate has not heeded the choice
+            raise UserError(
+                f"mechanisms are chosen for runs that generate text, and {entry.run} does not: "
+                "choose its points with grid."
+            )
     return candidate
 
 
