@@ -122,7 +122,9 @@ def translator(translators) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory) -> Path:
-    settings = ProgramTrainConfig(dataset=ProgramConfig(length=2, eval_size=12), model=small("lazy"))
+    settings = ProgramTrainConfig(
+        dataset=ProgramConfig(length=2, eval_size=12), model=small("lazy")
+    )
     return untrained(tmp_path_factory.mktemp("programs"), settings, character_tokenizer())
 
 
@@ -158,7 +160,7 @@ def by_name(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_language_models_over_lengths_of_memory(tmp_path, language):
-    content = compared(tmp_path, language, **{"limit": 3})
+    content = compared(tmp_path, language, limit=3)
     assert content["task"]["quality"] == "perplexity"
     points = by_name(content)
     assert list(points) == ["memory 8", "memory 4", "memory 2"]
@@ -179,7 +181,7 @@ def test_language_models_over_lengths_of_memory(tmp_path, language):
 
 def test_classifiers_over_ways_of_stopping(tmp_path, labels):
     grid = {"grid.threshold": [1.0, 0.01], "grid.passes": [3, 1], "grid.confidence": [0.6]}
-    content = compared(tmp_path, labels, **grid, **{"limit": 16, "batch_size": 8})
+    content = compared(tmp_path, labels, **grid, limit=16, batch_size=8)
     points = by_name(content)
     assert list(points) == ["3 passes", "1 pass", "halt 1", "halt 0.01", "sure 0.6"]
     for point in points.values():
@@ -194,7 +196,7 @@ def test_classifiers_over_ways_of_stopping(tmp_path, labels):
 
 def test_translators_over_epsilons_and_steps(tmp_path, translator):
     grid = {"grid.epsilon": [0.0, 0.9], "grid.steps": [1]}
-    points = by_name(compared(tmp_path, translator, **grid, **{"limit": 4}))
+    points = by_name(compared(tmp_path, translator, **grid, limit=4))
     assert list(points) == ["all steps", "1 step", "ε 0", "ε 0.9"]
     assert points["all steps"]["layers"] == points["ε 0"]["layers"] == 3.0 + 2.0
     assert points["1 step"]["layers"] == 1.0 + 2.0
@@ -208,7 +210,7 @@ def test_translators_over_epsilons_and_steps(tmp_path, translator):
 
 
 def test_translators_without_a_grid(tmp_path, translator):
-    points = by_name(compared(tmp_path, translator, **{"limit": 1, "rounds": 1}))
+    points = by_name(compared(tmp_path, translator, limit=1, rounds=1))
     assert list(points) == ["all steps", "2 steps", "1 step", "ε 0.05", "ε 0.075", "ε 0.1"]
 
 
@@ -273,7 +275,7 @@ def test_one_run_twice_under_two_names_and_grids(tmp_path, language):
         {"run": str(language), "name": "long", "grid": {"mem_len": [8]}},
         {"run": str(language), "name": "short", "grid": {"mem_len": [0]}},
     ]
-    content = compared(tmp_path, entries=entries, **{"limit": 2})
+    content = compared(tmp_path, entries=entries, limit=2)
     assert [(p["run"], p["name"]) for p in content["points"]] == [
         ("long", "memory 8"),
         ("short", "memory 0"),
@@ -299,7 +301,7 @@ def test_the_command_of_a_comparison_asks_for_the_same(words):
 
 def test_runs_of_different_tasks_are_refused_by_name(tmp_path, language, labels):
     with pytest.raises(UserError, match="language modelling") as error:
-        compared(tmp_path, language, labels, **{"limit": 2})
+        compared(tmp_path, language, labels, limit=2)
     assert str(language) in str(error.value) and str(labels) in str(error.value)
     assert "classification" in str(error.value)
 
@@ -321,7 +323,7 @@ def test_weights_that_are_not_there_are_said_with_the_run(tmp_path, request, kin
         path.unlink()
     assert removed
     with pytest.raises(UserError, match="half"):
-        compared(tmp_path, half, **{"limit": 1, "rounds": 1})
+        compared(tmp_path, half, limit=1, rounds=1)
 
 
 def test_a_damaged_line_is_counted_and_said(tmp_path, language, capsys):
@@ -378,7 +380,7 @@ def test_runs_that_held_out_other_examples_are_refused(tmp_path, labels):
         config["dataset"]["valid_fraction"] = share
         (runs[-1] / "config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(UserError, match="but differ in content"):
-        compared(tmp_path, *runs, **{"limit": 6})
+        compared(tmp_path, *runs, limit=6)
 
 
 def test_points_that_are_none_are_refused(tmp_path, labels):
