@@ -157,6 +157,7 @@ class FusedLinear:
         self.weight, self.bias = weight_DE, bias_E
 
     def __call__(self, states_ND: Tensor) -> Tensor:
+        """Return the map of the states, `[N, E]`."""
         if self.bias is None:
             return torch.mm(states_ND, self.weight)
         return torch.addmm(self.bias, states_ND, self.weight)
