@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from deepenough import Shortcuts
+from deepenough.decoding.calibration import learn_then_test
 
 VOCABULARY, PAD, END = 40, 0, 2
 SHAPE: dict[str, Any] = {
@@ -144,3 +145,30 @@ def words_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = torch.randint(3, 30, (70, 12), generator=torch.Generator().manual_seed(0))
     file.write_text("\n".join(" ".join(f"w{number}" for number in row) for row in rows.tolist()))
     return file
+
+
+@pytest.fixture(scope="session")
+def failures() -> Callable[..., float]:
+    """How often a guarantee fails: over random halves, one to calibrate and one to test.
+
+    Where no threshold holds the full model is used, which never errs.
+    """
+
+    def measure(
+        losses_NT: Tensor,
+        thresholds: list[float],
+        max_risk: float = 0.05,
+        splits: int = 100,
+        bound: str = "hoeffding-bentkus",
+    ) -> float:
+        generator = torch.Generator().manual_seed(0)
+        exceeded, half = 0, len(losses_NT) // 2
+        for _ in range(splits):
+            order = torch.randperm(len(losses_NT), generator=generator)
+            found = learn_then_test(losses_NT[order[:half]], thresholds, max_risk, bound=bound)
+            if found.threshold is not None:
+                column = thresholds.index(found.threshold)
+                exceeded += float(losses_NT[order[half:], column].mean()) > max_risk
+        return exceeded / splits
+
+    return measure

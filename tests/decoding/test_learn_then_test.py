@@ -12,7 +12,6 @@ from deepenough.decoding.calibration import (
     bernoulli_kl,
     betting_p_value,
     binomial_cdf,
-    coverage,
     hoeffding_bentkus_p_value,
     learn_then_test,
     texts_needed,
@@ -143,11 +142,11 @@ def test_thresholds_after_the_first_that_fails_are_not_measured() -> None:
     assert found.risks == pytest.approx((0.0, 0.0, 0.3))
 
 
-def test_coverage_counts_splits_that_fail() -> None:
-    assert coverage(torch.full((300, 2), 0.01), [0.9, 0.8]) == 0.0
+def test_few_splits_fail(failures) -> None:
+    assert failures(torch.full((300, 2), 0.01), [0.9, 0.8]) == 0.0
     generator = torch.Generator().manual_seed(1)
     losses = (torch.rand(400, 3, generator=generator) < torch.tensor([0.0, 0.02, 0.2])).double()
-    assert coverage(losses, [0.9, 0.5, 0.1], splits=50) <= 0.1
+    assert failures(losses, [0.9, 0.5, 0.1], splits=50) <= 0.1
 
 
 @pytest.mark.parametrize(

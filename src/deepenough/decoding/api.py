@@ -90,7 +90,7 @@ def speculate(
     if drafter == "auto":
         from deepenough.decoding.autotune import autotune
 
-        config = autotune(builder, num_draft_tokens, draft_layer).config
+        config = autotune(builder, num_draft_tokens, draft_layer)[0].config
     else:
         names = [drafter] if isinstance(drafter, str | Drafter) else drafter
         config = builder.configure(names, num_draft_tokens, draft_layer)

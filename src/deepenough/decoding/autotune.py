@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,31 +46,16 @@ class Trial:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-@dataclass
-class Autotuned:
-    """The fastest drafters, and how all candidates did."""
-
-    config: DraftConfig
-    trials: list[Trial] = field(default_factory=list)
-    """Those of all candidates, the fastest first; they ran from different numbers of prompts."""
-
-    def choice(self) -> dict[str, Any]:
-        """Return the result as a draft model keeps it."""
-        measured = [
-            _plain(trial.config) | {"tokens_per_second": trial.rate, "tokens": trial.tokens}
-            for trial in self.trials
-        ]
-        return _plain(self.config) | {"machine": machine_facts(), "measured": measured}
-
-
 def autotune(
     builder: DrafterBuilder,
     num_draft_tokens: int | None = None,
     layer: int | None = None,
     prompts: Sequence[Sequence[int]] | None = None,
     new_tokens: int = 48,
-) -> Autotuned:
-    """Time all drafters that can be built and return the fastest.
+) -> list[Trial]:
+    """Time all drafters that can be built and return their trials, the fastest first.
+
+    The trials ran from different numbers of prompts.
 
     Args:
         builder: The model, and what was fitted for it.
@@ -106,11 +91,10 @@ def autotune(
             size = len(builder.linear_drafter.draft_vocab)
             smaller = [replace(best, vocab_size=int(share * size)) for share in _VOCAB_SHARES]
             again = successive_halving([*smaller, best], prompts[:4], measure)
-            best = again[0].config
-            trials = again + [trial for trial in trials if trial.config != best]
+            trials = again + [trial for trial in trials if trial.config != again[0].config]
     finally:
         engine.release()
-    return Autotuned(best, trials)
+    return trials
 
 
 def candidates(
@@ -162,6 +146,15 @@ def _prompts(builder: DrafterBuilder) -> list[list[int]]:
     size = builder.engine.adapter.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     return torch.randint(size, (_NUM_PROMPTS, _PROMPT_TOKENS), generator=generator).tolist()
+
+
+def choice(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Return the fastest drafters, and how all did on this machine, as a draft model keeps it."""
+    measured = [
+        _plain(trial.config) | {"tokens_per_second": trial.rate, "tokens": trial.tokens}
+        for trial in trials
+    ]
+    return _plain(trials[0].config) | {"machine": machine_facts(), "measured": measured}
 
 
 def _plain(config: DraftConfig) -> dict[str, Any]:

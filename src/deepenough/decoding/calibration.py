@@ -206,34 +206,6 @@ def _check_limits(max_risk: float, confidence: float, bound: str) -> None:
         raise UserError(f"A risk is bounded by {' or '.join(BOUNDS)}, not by {bound!r}.")
 
 
-def coverage(
-    losses_NT: Tensor,
-    thresholds: Sequence[float],
-    max_risk: float = 0.05,
-    confidence: float = 0.95,
-    splits: int = 100,
-    seed: int = 0,
-    bound: str = "hoeffding-bentkus",
-) -> float:
-    """Return how often a guarantee fails: over random halves, one to calibrate and one to test.
-
-    Where no threshold holds the full model is used, which never errs.
-
-    Returns:
-        The share of splits whose risk on the test half is above `max_risk`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    exceeded = 0
-    half = len(losses_NT) // 2
-    for _ in range(splits):
-        order = torch.randperm(len(losses_NT), generator=generator)
-        found = learn_then_test(losses_NT[order[:half]], thresholds, max_risk, confidence, bound)
-        if found.threshold is not None:
-            column = list(thresholds).index(found.threshold)
-            exceeded += float(losses_NT[order[half:], column].double().mean()) > max_risk
-    return exceeded / splits
-
-
 # -- what is saved -------------------------------------------------------------------------------
 
 

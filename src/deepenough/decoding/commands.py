@@ -202,7 +202,7 @@ def calibrate(config: CalibrateConfig) -> None:
 
     shortcuts = Shortcuts.from_pretrained(config.shortcuts)
     lines = config.dataset.read(config.data)
-    random.Random(config.seed).shuffle(lines)
+    random.Random(0).shuffle(lines)
     model, tokenizer = config.model.load()
     vocab = None if config.exit_vocab is None else _first_tokens(model, config.exit_vocab)
     fast = early_exit(
@@ -225,7 +225,6 @@ def calibrate(config: CalibrateConfig) -> None:
             bound=config.bound,
             prompt_tokens=config.prompt_tokens,
             new_tokens=config.new_tokens,
-            batch=config.batch,
             checked=config.checked,
             progress=lambda what, done, of: bar(done, of) if of else None,
         )

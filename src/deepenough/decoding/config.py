@@ -133,14 +133,8 @@ class CalibrateConfig:
     new_tokens: int = bounded(64, ge=1)
     """Most new tokens of each text."""
 
-    batch: int = bounded(8, ge=1)
-    """Texts at once."""
-
     checked: int = bounded(8, ge=0)
     """Texts that the exiting model itself also writes, as a check."""
-
-    seed: int = 0
-    """Seed of the draw of lines."""
 
     json: bool = False
     """Print one JSON object instead."""

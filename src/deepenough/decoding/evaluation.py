@@ -47,6 +47,8 @@ from deepenough.training.logging import without_bars
 
 #: New tokens of a first, untimed turn, in which everything that is done once is done.
 _WARMUP_TOKENS = 4
+#: Options of `early_exit` that `lm-eval` can be given.
+_EXIT_OPTIONS = ("guarantee", "policy", "threshold", "kv_propagation")
 
 
 def apply_mode(
@@ -249,25 +251,13 @@ def register_lm_eval() -> Any:
             mode: str = "full",
             shortcuts: str | None = None,
             draft_model: str | None = None,
-            guarantee: str | None = None,
-            policy: str | None = None,
-            threshold: float | None = None,
-            kv_propagation: str | None = None,
             dtype: str = "float32",
             **options: Any,
         ) -> None:
+            exit_options = {name: options.pop(name, None) for name in _EXIT_OPTIONS}
             if isinstance(pretrained, str):
                 model, tokenizer = load(pretrained, "causal", dtype)
-                pretrained = apply_mode(
-                    model,
-                    mode,
-                    shortcuts,
-                    draft_model,
-                    guarantee=guarantee,
-                    policy=policy,
-                    threshold=threshold,
-                    kv_propagation=kv_propagation,
-                )
+                pretrained = apply_mode(model, mode, shortcuts, draft_model, **exit_options)
             elif not isinstance(pretrained, AdaptiveDecoding):
                 raise UserError("Give what speculate() or early_exit() returned; others are hf's.")
             self.layers, self.positions = 0, 0

@@ -47,7 +47,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from deepenough.config import RunConfig, dump, provenance, validate
-from deepenough.decoding.autotune import autotune, draft_layers
+from deepenough.decoding.autotune import autotune, choice, draft_layers
 from deepenough.decoding.config import DraftHeadConfig, DraftTrainConfig, SelfGeneratedConfig
 from deepenough.decoding.draft_model import SHORTCUTS, DraftHead, DraftModel, HeadShape
 from deepenough.decoding.drafters import INDEX, DrafterBuilder, LinearDrafter, head_rows
@@ -483,8 +483,8 @@ def tune_run(config: DraftTrainConfig, progress: Progress | None = None) -> Draf
             written = (str(tokenizer.decode(text.ids_T[text.prompt :])) for text in texts)
             draft_model.shortcuts = _tune_shortcuts(shortcuts, model, tokenizer, written, run)
         log.info("looking for the fastest drafts on this machine")
-        tuned = autotune(DrafterBuilder(make_engine(model), draft_model=draft_model))
-        draft_model.choice = tuned.choice()
+        trials = autotune(DrafterBuilder(make_engine(model), draft_model=draft_model))
+        draft_model.choice = choice(trials)
         draft_model.save_choice(run.model)
     return draft_model
 
