@@ -27,6 +27,9 @@ from deepenough.errors import UserError
 
 _OWN_KEYS = ("step", "kind", "time")
 
+#: What a fit of maps writes into its run folder, beside what a training writes.
+FITTED = {"shortcuts", "affine", "tuning"}
+
 
 @dataclass(frozen=True)
 class Record:
@@ -279,17 +282,9 @@ class RunFolder:
         return any(place.is_file() for place in (self.config, self.metrics, self.log))
 
     def _check_deletable(self) -> None:
-        own = (
-            self.config,
-            self.metrics,
-            self.log,
-            self.checkpoints,
-            self.model,
-            self.plots,
-            self.events,
-            self.derived,
-        )
-        names = {place.name for place in own}
+        """Refuse to delete a folder that holds anything a run does not write."""
+        own = (self.config, self.metrics, self.log, self.checkpoints, self.model, self.plots)
+        names = {place.name for place in (*own, self.events, self.derived)} | FITTED
         # A kill may leave the temporary form of one of our own files behind.
         foreign = sorted(
             entry.name

@@ -50,7 +50,7 @@ from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import is_main_process, make_accelerator
 from deepenough.training.logging import reading
 from deepenough.training.task import BatchLoss, Task
-from deepenough.training.trainer import Trainer, check_folder, place_of, training
+from deepenough.training.trainer import Trainer, check_folder, training
 
 log = logging.getLogger("deepenough")
 
@@ -94,8 +94,7 @@ def tune(
     if isinstance(run, str | os.PathLike):
         config = replace(config, out=os.fspath(run))
     elif run is not None:
-        place = place_of(run)
-        config = replace(config, out=place.out, resume=place.resume, overwrite=place.overwrite)
+        config = replace(config, out=run.out, resume=run.resume, overwrite=run.overwrite)
     adapter = model if isinstance(model, Adapter) else adapt(model)
     layers = _check(shortcuts, adapter, config)
     accelerator = make_accelerator(config.train, may_skip=False)

@@ -81,20 +81,6 @@ class TrainingConfig:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass
-class RunSettings:
-    """Where the run goes"""
-
-    folder: str = "runs/latest"
-    """Folder for everything the run leaves."""
-
-    resume: bool = False
-    """Go on from the last checkpoint in the folder."""
-
-    overwrite: bool = False
-    """Delete an earlier run in the folder."""
-
-
 def lr_factor(settings: TrainingConfig, step: int) -> float:
     """Share of the highest learning rate at `step` (counted from 0)."""
     warmup, steps = settings.warmup, settings.steps

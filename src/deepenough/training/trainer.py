@@ -27,12 +27,12 @@ from safetensors import SafetensorError
 from torch import nn
 
 from deepenough.artifacts import atomic_path
-from deepenough.config import RunConfig, dump, validate
+from deepenough.config import dump, validate
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder, read_records
 from deepenough.training import checkpoint as checkpoints
 from deepenough.training.checkpoint import TrainingState
-from deepenough.training.config import RunSettings, TrainingConfig, lr_factor, seed_at
+from deepenough.training.config import TrainingConfig, lr_factor, seed_at
 from deepenough.training.distributed import mean_over, on_main
 from deepenough.training.logging import Meter, Progress, Recorder, log_to
 from deepenough.training.task import Task
@@ -203,58 +203,48 @@ def _write_model(task: Task, folder: Path) -> None:
 logger = logging.getLogger("deepenough")
 
 
-class Settings(Protocol):
-    """The settings of a command that trains: where the run goes (`RunConfig`), and `train`."""
+class TrainingRun(Protocol):
+    """Settings of a command that trains: those of `RunConfig`, and `train`."""
 
+    out: str
+    resume: bool
+    overwrite: bool
     train: TrainingConfig
 
 
-def place_of(settings: Any) -> RunConfig:
-    """Return where a run goes; provisional, until no settings have a section `run` any more."""
-    run = getattr(settings, "run", settings)
-    if isinstance(run, RunSettings):
-        return RunConfig(run.folder, run.resume, run.overwrite)
-    return RunConfig(run.out, run.resume, run.overwrite)
-
-
-def check_folder(run: Any, accelerator: Accelerator) -> None:
+def check_folder(config: TrainingRun, accelerator: Accelerator) -> None:
     """Refuse a run folder that is in the way before long work begins."""
-    place = place_of(run)
 
     def check() -> None:
-        RunFolder.check(place.out, resume=place.resume, overwrite=place.overwrite)
+        RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
 
     on_main(accelerator, check)
 
 
 @contextlib.contextmanager
-def training(settings: Settings, task: Task, accelerator: Accelerator) -> Iterator[Trainer]:
+def training(config: TrainingRun, task: Task, accelerator: Accelerator) -> Iterator[Trainer]:
     """Yield a trainer in its run folder, ready to begin or to go on."""
-    place = place_of(settings)
-    run = RunFolder(Path(place.out))
+    run = RunFolder(Path(config.out))
 
     def begin() -> None:
-        RunFolder.create(run.path, resume=place.resume, overwrite=place.overwrite)
+        RunFolder.create(run.path, resume=config.resume, overwrite=config.overwrite)
 
     on_main(accelerator, begin)
     with contextlib.ExitStack() as stack:
         if accelerator.is_main_process:
             stack.enter_context(log_to(run.log))
-        trainer = Trainer(task, settings.train, run, accelerator)
+        trainer = Trainer(task, config.train, run, accelerator)
         trainer.resume()
-        if trainer.first < settings.train.steps:
-            on_main(accelerator, lambda: _write_config(settings, run))
+        if trainer.first < config.train.steps:
+            on_main(accelerator, lambda: _write_config(config, run))
         else:  # what was trained stays described as it was
             logger.info("All %d steps are made already: nothing is trained.", trainer.first)
         yield trainer
 
 
-def _write_config(settings: Any, run: RunFolder) -> None:
+def _write_config(config: Any, run: RunFolder) -> None:
     # Given again as --config, it must neither resume nor delete anything by itself.
-    if isinstance(settings, RunConfig):
-        kept = replace(settings, resume=False, overwrite=False)
-    else:
-        kept = replace(settings, run=replace(settings.run, resume=False, overwrite=False))
+    kept = replace(config, resume=False, overwrite=False)
     try:
         dump(kept, run.config)
     except OSError as error:
