@@ -53,14 +53,14 @@ def write_frontier_figures(frontier: Frontier, folder: Path | str) -> list[Path]
 
 
 def save_figures(figures: Sequence[FigureSpec], folder: Path | str) -> list[Path]:
-    """Write PNG, PDF and SVG of every figure, and its data as JSON; return the files."""
+    """Write PNG, PDF and SVG of every figure, and its data as NAME.data.json; return the files."""
     from deepenough.report import drawing, style
     from deepenough.report.page import as_json
 
     written: list[Path] = []
     for figure in figures:
         written += drawing.save(figure, folder)
-        data = Path(folder) / f"{figure.name}.json"
+        data = Path(folder) / f"{figure.name}.data.json"
         with style.writing(data.parent):
             data.write_text(json.dumps(as_json(figure)) + "\n")
         written.append(data)
