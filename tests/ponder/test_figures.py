@@ -138,16 +138,13 @@ def test_halting_of_chosen_examples() -> None:
     assert first.rules[0].value == 0.5  # after the first pass
 
 
-def test_parity_of_one_run_and_of_several() -> None:
-    alone = parity_figure(parity("ponder", 50))
-    assert alone is not None
-    accuracy, _ = alone.panels
+def test_parity_by_difficulty() -> None:
+    figure = parity_figure(parity("ponder", 50))
+    assert figure is not None
+    accuracy, passes = figure.panels
     assert [line.name for line in accuracy.lines] == ["PonderNet"]
+    assert passes.lines[0].x[:2] == [4.5, 12.5]
     assert accuracy.spans[0].low == 32.5 and accuracy.spans[0].high == 64.5
-    runs = [parity("ponder", 50), parity("act", 30), parity("ponder", 25)]
-    together = parity_figure(*runs)
-    assert together is not None
-    assert [line.name for line in together.panels[1].lines] == ["PonderNet", "ACT", "PonderNet #2"]
 
 
 def test_nothing_recorded_is_no_figure_and_no_section() -> None:

@@ -8,18 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deepenough.errors import UserError
-from deepenough.figure import Point, Run, read_run, read_runs
+from deepenough.figure import Run, read_run, read_runs
 from deepenough.report.figures import (
     frontier_figure,
     frontier_section,
-    pareto,
     read_frontier,
     sample_figure,
-    scatter_figure,
     smooth,
     training_figure,
 )
@@ -157,34 +153,6 @@ def test_pictures_stand_beside_their_data(folders: list[Path], tmp_path: Path) -
 
 
 # -- comparisons ------------------------------------------------------------------------------
-
-# Few distinct values, so that ties and equal points come up often.
-COORDINATE = st.integers(0, 6).map(float)
-
-
-def pareto_ref(xy: list[tuple[float, float]], sign: float) -> set[int]:
-    """Return the points by the definition: no other is as good in both and better in one."""
-
-    def beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
-        return a[0] <= b[0] and sign * a[1] <= sign * b[1] and a != b
-
-    return {i for i, p in enumerate(xy) if not any(beats(q, p) for q in xy)}
-
-
-@given(st.lists(st.tuples(COORDINATE, COORDINATE), max_size=12), st.booleans())
-def test_pareto_equals_its_definition(xy: list[tuple[float, float]], higher: bool) -> None:
-    found = pareto(xy, higher_is_better=higher)
-    assert set(found) == pareto_ref(xy, -1.0 if higher else 1.0)
-    assert len(found) == len(set(found))
-    assert [xy[i][0] for i in found] == sorted(xy[i][0] for i in found)
-
-
-def test_any_results_become_a_frontier() -> None:
-    points = [Point("a", 1.0, 50.0), Point("b", 2.0, 40.0), Point("c", 3.0, 45.0)]
-    figure = scatter_figure(points, "time", "perplexity", "Title")
-    assert [point.optimal for point in figure.panels[0].points] == [True, True, False]
-    with pytest.raises(UserError, match="no point"):
-        scatter_figure([], "time", "perplexity")
 
 
 def test_a_comparison_has_a_panel_a_cost(folders: list[Path], evil: str) -> None:

@@ -329,47 +329,33 @@ def halting_figure(run: Run) -> FigureSpec | None:
     return _figure(run, "halting", "When examples stop", caption, panels, wide=True)
 
 
-def parity_figure(*runs: Run) -> FigureSpec | None:
-    """Return accuracy and passes by difficulty of one run of the parity experiment, or several."""
-    measured = [(run, bands) for run in runs if (bands := parity_bands(run))]
-    if not measured:
+def parity_figure(run: Run) -> FigureSpec | None:
+    """Return accuracy and passes by difficulty of the parity experiment."""
+    bands = parity_bands(run)
+    if not bands:
         return None
-    names = _distinct([bands[0].mechanism for _, bands in measured])
-    bands = measured[0][1]
+    name = MECHANISMS.get(bands[0].mechanism, shortened(bands[0].mechanism))
+    middles = [(band.lowest + band.highest) / 2 for band in bands]
     beyond = [band for band in bands if band.beyond]
-    spans = [
-        Span(beyond[0].lowest - 0.5, beyond[-1].highest + 0.5, "harder than in training")
-    ] if beyond else []  # fmt: skip
+    spans = []
+    if beyond:
+        low, high = beyond[0].lowest - 0.5, beyond[-1].highest + 0.5
+        spans.append(Span(low, high, "harder than in training"))
     x = Axis("entries that are not zero", low=bands[0].lowest - 0.5, high=bands[-1].highest + 0.5)
-    panels = []
-    for quantity, y, rules in (
-        ("accuracy", Axis("accuracy", percent=True, low=0.44, high=1.02), [Rule(CHANCE, "chance")]),
-        ("passes", Axis("passes", low=0.0), []),
-    ):
-        lines = [
-            Line(
-                name,
-                [(band.lowest + band.highest) / 2 for band in own],
-                [getattr(band, quantity) for band in own],
-            )
-            for name, (_, own) in zip(names, measured, strict=True)
-        ]
-        panels.append(Chart(x, y, lines, rules=rules, spans=spans, title=quantity))
+    accuracy = Chart(
+        x,
+        Axis("accuracy", percent=True, low=0.44, high=1.02),
+        [Line(name, middles, [band.accuracy for band in bands])],
+        rules=[Rule(CHANCE, "chance")],
+        spans=spans,
+        title="accuracy",
+    )
+    lines = [Line(name, middles, [band.passes for band in bands])]
+    passes = Chart(x, Axis("passes", low=0.0), lines, spans=spans, title="passes")
     caption = "Measured on vectors that were not trained on; the more entries are not zero, the "
     caption += "harder a vector is."
-    return _figure(
-        measured[0][0], "parity", "Parity by difficulty", caption, panels, columns=2, wide=True
-    )
-
-
-def _distinct(mechanisms: Sequence[str]) -> list[str]:
-    """Return a name for each run; a number tells runs of the same mechanism apart."""
-    names: list[str] = []
-    for mechanism in mechanisms:
-        name = MECHANISMS.get(mechanism, shortened(mechanism))
-        seen = sum(known.split(" #")[0] == name for known in names)
-        names.append(f"{name} #{seen + 1}" if seen else name)
-    return names
+    panels, title = [accuracy, passes], "Parity by difficulty"
+    return _figure(run, "parity", title, caption, panels, columns=2, wide=True)
 
 
 def _figure(

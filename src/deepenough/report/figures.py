@@ -242,21 +242,6 @@ def _complete(row: Mapping[str, Any]) -> bool:
     return all(number(row.get(name)) is not None for name in _NEEDED)
 
 
-def pareto(xy: Sequence[tuple[float, float]], *, higher_is_better: bool = False) -> list[int]:
-    """Return the indices of the optimal points by rising x, less x being better.
-
-    Less y is better too, unless `higher_is_better`; equal points are optimal together.
-    """
-    sign = -1.0 if higher_is_better else 1.0
-    order = sorted(range(len(xy)), key=lambda i: (xy[i][0], sign * xy[i][1]))
-    optimal: list[int] = []
-    for i in order:
-        # Sorted by cost, a point is beaten exactly when the best before it is as good or better.
-        if not optimal or xy[i] == xy[optimal[-1]] or sign * xy[i][1] < sign * xy[optimal[-1]][1]:
-            optimal.append(i)
-    return optimal
-
-
 def frontier_figure(frontier: Frontier) -> FigureSpec:
     """Return quality against each cost, with intervals and the command of every point."""
     panels = [_cost_panel(frontier, cost) for cost in COSTS]
@@ -302,18 +287,6 @@ def _cost_panel(frontier: Frontier, cost: str) -> Scatter:
         )
     name = label.format(unit=frontier.unit)
     return Scatter(Axis(name), Axis(frontier.quality), points, title=name, key=cost)
-
-
-def scatter_figure(
-    points: Sequence[Point], x: str, y: str, title: str = "", *, higher_is_better: bool = False
-) -> FigureSpec:
-    """Return any measurements as a frontier: the optimal points marked, the axes named x and y."""
-    if not points:
-        raise UserError("There is no point to draw on the frontier; give at least one result.")
-    best = pareto([(p.x, p.y) for p in points], higher_is_better=higher_is_better)
-    marked = [replace(point, optimal=i in best) for i, point in enumerate(points)]
-    panel = Scatter(Axis(x), Axis(y), marked)
-    return FigureSpec("frontier", title, "Lines: the range of each measurement.", [panel])
 
 
 def sample_figure(frontier: Frontier) -> FigureSpec | None:

@@ -3,10 +3,9 @@
 The best points are joined by a staircase, because nothing between two points has been measured: at
 a cost in between, the cheaper of the two is what one can have.
 
-Names are placed greedily: each in turn takes the cheapest of some places in rings around its point.
-Covering another name, a marker or a line costs, leaving the axes costs more, and so does distance,
-a little: a name that moved away is tied to its point by a thin line, which should cross nothing
-either. Simple, deterministic, and enough for some dozens of points.
+Names are placed greedily: each in turn takes, among places in rings around its point, the nearest
+that covers no name, marker or line, or else the one that covers least. A name that moved away is
+tied to its point by a thin line. Deterministic, and enough for some dozens of points.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
 
 from deepenough.figure import Point, Scatter, shortened
@@ -28,7 +26,7 @@ from deepenough.report import style
 
 Segment = tuple[tuple[float, float], tuple[float, float]]
 
-# Lengths are in points (1/72 inch) from here on, so that no choice depends on the resolution.
+# Lengths are in points (1/72 inch), so that no choice depends on the resolution.
 
 #: Rings of places around a marker; a label on the first is plainly its marker's and needs no tie.
 RINGS = (6.5, 13.0, 22.0, 34.0, 48.0, 64.0, 84.0)
@@ -37,16 +35,11 @@ MARKER_RADIUS = 4.5
 LINE_RADIUS = 1.0
 #: Kept free around a text: its size varies a little with the resolution.
 GAP = 1.5
-
-# Prices of one square point covered, and of the square of the number of a ring.
-OUTSIDE_PRICE = 50.0
-TEXT_PRICE = 20.0
-MARK_PRICE = 5.0
-TIE_OVER_MARK_PRICE = 1.0
-RING_PRICE = 4.0
-
+#: Leaving the axes is worse than covering a line or a name by as much.
+OUTSIDE_PRICE = 10.0
 
 _LINE: dict[str, Any] = {"color": style.FAINT, "linewidth": 1.4}
+TIE = {"arrowstyle": "-", "color": style.FAINT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
 _MARKER: dict[str, Any] = {"markersize": 6.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
 
 
@@ -113,10 +106,8 @@ class Label:
     important: bool = False
 
 
-def place_labels(
-    axes: Axes, labels: Sequence[Label], avoid: Sequence[Segment] = ()
-) -> list[Annotation]:
-    """Write the labels and return them in the order given; `avoid` are lines in data coordinates.
+def place_labels(axes: Axes, labels: Sequence[Label], avoid: Sequence[Segment] = ()) -> None:
+    """Write the labels where they cover least; `avoid` are lines in data coordinates.
 
     Places are found for the present layout, so limits and layout must not change afterwards.
     """
@@ -128,66 +119,54 @@ def place_labels(
         return np.asarray(axes.transData.transform(xy)) * points_per_pixel
 
     anchors = [locate((label.x, label.y)) for label in labels]
-    marks = [_square(anchor, MARKER_RADIUS) for anchor in anchors]
+    taken = [_box(anchor, np.full(2, MARKER_RADIUS)) for anchor in anchors]
     for start, end in avoid:
-        marks += _boxes_along(locate(start), locate(end))
-    texts: list[np.ndarray] = []
+        taken += _boxes_along(locate(start), locate(end))
     window = np.array(axes.get_window_extent().extents) * points_per_pixel
-    written: dict[int, Annotation] = {}
     for i in sorted(range(len(labels)), key=lambda i: not labels[i].important):
-        weight = "bold" if labels[i].important else "normal"
-        half = _half_size(axes, labels[i].text, weight) * points_per_pixel + GAP
-        offset, ring = _best_place(anchors[i], half, texts, marks, window)
-        texts.append(_box(anchors[i] + offset, half))
-        tie = None
+        look: dict[str, Any] = {"fontsize": style.LABEL_SIZE, "linespacing": 1.1}
+        look["fontweight"] = "bold" if labels[i].important else "normal"
+        half = _half_size(axes, labels[i].text, look) * points_per_pixel + GAP
+        offset, ring = _best_place(anchors[i], half, np.array(taken), window)
+        taken.append(_box(anchors[i] + offset, half))
         if ring:
-            marks += _tie(anchors[i], offset)
-            tie = {"arrowstyle": "-", "color": style.FAINT, "linewidth": 0.6}
-            tie |= {"shrinkA": 0, "shrinkB": 4}
-        written[i] = axes.annotate(
+            taken += _tie(anchors[i], offset)
+            look["arrowprops"] = TIE
+        axes.annotate(
             labels[i].text, (labels[i].x, labels[i].y), xytext=tuple(offset),
-            textcoords="offset points", ha="center", va="center", arrowprops=tie, zorder=4,
-            fontsize=style.LABEL_SIZE, fontweight=weight, linespacing=1.1, annotation_clip=False,
+            textcoords="offset points", ha="center", va="center", zorder=4, annotation_clip=False,
+            **look,
         )  # fmt: skip
-    return [written[i] for i in range(len(labels))]
 
 
-def _half_size(axes: Axes, text: str, weight: str) -> np.ndarray:
+def _half_size(axes: Axes, text: str, look: dict[str, Any]) -> np.ndarray:
     """Return half the width and height of a text, in pixels."""
-    probe = axes.text(0, 0, text, fontsize=style.LABEL_SIZE, fontweight=weight, linespacing=1.1)
+    probe = axes.text(0, 0, text, **look)
     extent = probe.get_window_extent()
     probe.remove()
     return np.array([extent.width, extent.height]) / 2
 
 
 def _best_place(
-    anchor: np.ndarray,
-    half: np.ndarray,
-    texts: Sequence[np.ndarray],
-    marks: Sequence[np.ndarray],
-    window: np.ndarray,
+    anchor: np.ndarray, half: np.ndarray, taken: np.ndarray, window: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """Return the cheapest place as its offset from the anchor and the number of its ring."""
-    all_texts, all_marks = np.array(texts).reshape(-1, 4), np.array(marks).reshape(-1, 4)
+    """Return the nearest of the places that cover least: its offset from the anchor, its ring."""
     best_price, best_offset, best_ring = np.inf, np.zeros(2), 0
     for ring, distance in enumerate(RINGS):
-        if RING_PRICE * ring**2 >= best_price:
-            break  # this far out nothing can be cheaper
         for angle in np.deg2rad(ANGLES):
             direction = np.array([np.cos(angle), np.sin(angle)])
             # The near edge or corner of the box is at the ring, whatever the length of the text.
             offset = distance * direction + half * direction / np.abs(direction).max()
             box = _box(anchor + offset, half)[None]
-            price = RING_PRICE * ring**2
+            price = _covered(box, taken)
             price += OUTSIDE_PRICE * (4 * half.prod() - _covered(box, window[None]))
-            price += TEXT_PRICE * _covered(box, all_texts) + MARK_PRICE * _covered(box, all_marks)
             if ring:
-                tie = np.array(_tie(anchor, offset))
-                price += TEXT_PRICE * _covered(tie, all_texts)
-                price += TIE_OVER_MARK_PRICE * _covered(tie, all_marks)
+                price += _covered(np.array(_tie(anchor, offset)), taken)
             # Less by more than rounding: of equal places the first stays, on every machine.
             if price < best_price - 1e-6:
                 best_price, best_offset, best_ring = price, offset, ring
+        if best_price < 1e-6:
+            break
     return best_offset, best_ring
 
 
@@ -198,13 +177,10 @@ def _tie(anchor: np.ndarray, offset: np.ndarray) -> list[np.ndarray]:
 
 
 def _boxes_along(start: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
-    """Return a line as a chain of small boxes: a slanted one must not block its whole rectangle."""
+    """Return a line as a chain of small boxes: a slanted one must not block its rectangle."""
     num = max(2, int(np.hypot(*(end - start)) / (2 * LINE_RADIUS)) + 1)
-    return [_square(start + t * (end - start), LINE_RADIUS) for t in np.linspace(0, 1, num)]
-
-
-def _square(centre: np.ndarray, radius: float) -> np.ndarray:
-    return _box(centre, np.array([radius, radius]))
+    radius = np.full(2, LINE_RADIUS)
+    return [_box(start + t * (end - start), radius) for t in np.linspace(0, 1, num)]
 
 
 def _box(centre: np.ndarray, half: np.ndarray) -> np.ndarray:
