@@ -95,7 +95,9 @@ def test_spending_the_budget_brings_back_the_likeliest_attention():
     # Of 13 for `adad`: one attention block costs 11, two cost 13.
     assert derive(rows, COSTS, 1.0, spend=0.8) == "dadd"
     assert derive(rows, COSTS, 1.0, spend=0.9) == "daad"
-    with pytest.raises(UserError, match=r"the dearest within the budget, [ad-]+, costs 0.846"):
+    with pytest.raises(
+        UserError, match=r"the most expensive within the budget, [ad-]+, costs 0.846"
+    ):
         derive(rows, COSTS, 0.9, spend=0.99)
 
 
@@ -364,7 +366,7 @@ def test_learned_tau_begins_as_asked_and_moves(make: Make) -> None:
     assert abs(math.log(task.train_values()["tau"] / 0.5)) == pytest.approx(0.01, rel=0.05)
 
 
-def test_cost_pushes_away_from_the_dear_branch(make: Make) -> None:
+def test_cost_pushes_away_from_the_expensive_branch(make: Make) -> None:
     rows = {}
     for weight in (0.0, 50.0):
         task, trainer = make({"search.cost_weight": weight, "model.dropout": 0.0}, warmup=0)

@@ -70,7 +70,7 @@ def test_a_search_leaves_a_pattern_and_trains_it(tmp_path: Path, tiny: Tiny) -> 
 def test_costs_hold_where_the_model_will_be_used(
     tmp_path: Path, tiny: Tiny, searched: Path
 ) -> None:
-    """Twice the length makes attention dearer beside dense blocks, whose share does not change."""
+    """Twice the length makes attention costlier beside dense blocks, whose share stays."""
     longer = FLOPS | {"search.cost_length": 64}
     run_search(tiny(tmp_path / "longer", longer, steps=1))
     (short,), (long,) = values(searched, "cost"), values(tmp_path / "longer", "cost")

@@ -141,11 +141,11 @@ def derive(
             )
         patterns = [found for found in fitting if costs.relative(found[1]) >= spend * budget]
         if not patterns:
-            dearest = max((pattern for _, pattern in fitting), key=costs.relative)
+            costliest = max((pattern for _, pattern in fitting), key=costs.relative)
             raise UserError(
                 f"No pattern of {num_blocks} blocks costs between {spend * budget:.3g} and "
-                f"{budget:g} of the interleaved baseline: the dearest within the budget, "
-                f"{dearest}, costs {costs.relative(dearest):.3g}; lower spend."
+                f"{budget:g} of the interleaved baseline: the most expensive within the budget, "
+                f"{costliest}, costs {costs.relative(costliest):.3g}; lower spend."
             )
     return max(patterns)[1]
 
@@ -305,7 +305,7 @@ class SearchTask(LanguageTask):
 
     model: ParForCausalLM
     costs: BlockCosts | None = None
-    """What the blocks cost, for the term that makes dear ones unlikely."""
+    """What the blocks cost, for the term that makes expensive ones unlikely."""
 
     def __init__(
         self,
