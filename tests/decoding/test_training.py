@@ -1,5 +1,6 @@
 """A draft head from a model's own text: written in parts, gone on with, trained, chosen, used."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from deepenough import Shortcuts, UserError
 from deepenough.__main__ import main
+from deepenough.decoding import autotune, training
 from deepenough.decoding.api import speculate
 from deepenough.decoding.autotune import successive_halving
 from deepenough.decoding.config import DraftHeadConfig, DraftTrainConfig, SelfGeneratedConfig
@@ -175,7 +177,13 @@ def _stop_at(wanted: int) -> Callable[[Any, int], None]:
     return stop
 
 
-def test_the_fastest_drafts_are_chosen_and_kept(small, tuned_run) -> None:
+@pytest.fixture
+def few_trials(monkeypatch) -> None:
+    monkeypatch.setattr(training, "_KEPT_PROMPTS", 2)
+    monkeypatch.setattr(autotune, "_NUM_DRAFT_TOKENS", (1,))
+
+
+def test_the_fastest_drafts_are_chosen_and_kept(small, tuned_run, few_trials) -> None:
     settings = replace(tuned_run, until="choice")
     tuned = tune_run(settings)
     choice = DraftModel.from_pretrained(settings.out).choice
@@ -226,7 +234,11 @@ def test_training_goes_on_from_an_earlier_head(tuned_run, tmp_path) -> None:
     assert losses[1][0] == pytest.approx(losses[0][-1], rel=1e-4)
 
 
-def test_shortcuts_are_tuned_and_take_part(small, tuned_run, corpus, tmp_path) -> None:
+def test_shortcuts_are_tuned_and_take_part(
+    small, tuned_run, corpus, tmp_path, few_trials, monkeypatch
+) -> None:
+    short = functools.partial(training.tune, steps=20, batch=32, held_out=32)
+    monkeypatch.setattr(training, "tune", short)
     lines = Path(corpus).read_text().splitlines()
     Shortcuts.fit(small, Numbers(), lines, ridge=1e-3).save_pretrained(tmp_path / "maps")
     settings = replace(tuned_run, until="choice", shortcuts=str(tmp_path / "maps"))
