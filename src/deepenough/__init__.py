@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from deepenough.lazy.transition import LazyTransition as LazyTransition
     from deepenough.par.modeling import ParConfig as ParConfig
     from deepenough.par.modeling import ParForCausalLM as ParForCausalLM
-    from deepenough.ponder.modeling import PonderAlbertConfig as PonderAlbertConfig
+    from deepenough.ponder.config import PonderAlbertConfig as PonderAlbertConfig
+    from deepenough.ponder.config import PonderEncoderConfig as PonderEncoderConfig
     from deepenough.ponder.modeling import (
         PonderAlbertForSequenceClassification as PonderAlbertForSequenceClassification,
     )
-    from deepenough.ponder.modeling import PonderEncoderConfig as PonderEncoderConfig
     from deepenough.ponder.modeling import (
         PonderEncoderForSequenceClassification as PonderEncoderForSequenceClassification,
     )
@@ -76,9 +76,9 @@ _NAMES = {
     ],
     "deepenough.lazy.transition": ["LazyTransition"],
     "deepenough.par.modeling": ["ParConfig", "ParForCausalLM"],
+    "deepenough.ponder.config": ["PonderAlbertConfig", "PonderEncoderConfig"],
     "deepenough.ponder.modeling": [
-        *("PonderAlbertConfig", "PonderAlbertForSequenceClassification"),
-        *("PonderEncoderConfig", "PonderEncoderForSequenceClassification"),
+        *("PonderAlbertForSequenceClassification", "PonderEncoderForSequenceClassification"),
     ],
     "deepenough.runs": ["Record", "RunFolder"],
     "deepenough.shortcut.modeling": ["Shortcuts"],

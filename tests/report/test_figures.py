@@ -86,7 +86,7 @@ def test_several_runs_share_the_panels(make_run: Callable[..., Path], tmp_path: 
     assert [line.color for line in lines] == [0, 0, 1, 1, 2, 2]
     written = write_comparison(runs, tmp_path)
     assert [path.name for path in written] == [
-        "training.png", "training.pdf", "training.svg", "training.json",
+        "training.png", "training.pdf", "training.svg", "training.data.json",
     ]  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
 def test_pictures_stand_beside_their_data(folders: list[Path], tmp_path: Path) -> None:
     written = write_figures(read_run(folders[4]), tmp_path / "new" / "plots")
     assert {path.suffix for path in written} == {".png", ".pdf", ".svg", ".json"}
-    data = json.loads((tmp_path / "new" / "plots" / "lazy_tokens.json").read_text())
+    data = json.loads((tmp_path / "new" / "plots" / "lazy_tokens.data.json").read_text())
     assert data["panels"][0]["values"] == [[0.4, 0.1], [0.3, 0.0]]
 
 
