@@ -209,7 +209,7 @@ def _settings_class(command: Command, argv: list[str]) -> type:
 
 def _place(position: str) -> str:
     """Return how the usage line shows a positional option."""
-    name = position.removesuffix("*").rpartition(".")[2].upper()
+    name = position.removesuffix("*").removesuffix(".name").rpartition(".")[2].upper()
     return f"{name.removesuffix('S')} ... " if position.endswith("*") else f"{name} "
 
 
