@@ -45,7 +45,12 @@ def box(axes: Axes, x: float, y: float, text: str, color: str, width: float, hei
     """Draw a box with a text in its middle."""
     axes.add_patch(
         plt.Rectangle(
-            (x - width / 2, y - height / 2), width, height, facecolor="white", edgecolor=color, lw=1.6
+            (x - width / 2, y - height / 2),
+            width,
+            height,
+            facecolor="white",
+            edgecolor=color,
+            lw=1.6,
         )
     )
     axes.text(x, y, text, ha="center", va="center", fontsize=9, color=INK)
@@ -60,7 +65,10 @@ def draw_dataflow(path: Path) -> None:
         axes.text(place, -0.48, where, ha="center", va="top", fontsize=7.5, color=GREY)
         if place:
             axes.annotate(
-                "", (place - 0.4, 0), (place - 0.6, 0), arrowprops={"arrowstyle": "->", "color": INK}
+                "",
+                (place - 0.4, 0),
+                (place - 0.6, 0),
+                arrowprops={"arrowstyle": "->", "color": INK},
             )
     axes.set(xlim=(-0.5, len(STATIONS) - 0.5), ylim=(-0.95, 0.4))
     axes.axis("off")

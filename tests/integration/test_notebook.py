@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
-pytestmark = pytest.mark.notebook
+pytestmark = pytest.mark.slow
 
 
 def notebooks() -> list[Path]:

@@ -15,6 +15,9 @@ ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
 HOME, LEFT, RIGHT, DOWN = "\ue011", "\ue012", "\ue014", "\ue015"
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")

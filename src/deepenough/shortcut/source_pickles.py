@@ -78,7 +78,7 @@ def _map(path: Path) -> tuple[Tensor, Tensor | None]:
 
 
 def load_tensors_only(path: str | os.PathLike[str]) -> Any:
-    """What a pickle holds, if it holds tensors and lists of them and nothing else."""
+    """Return what a pickle holds, if it holds tensors and lists of them and nothing else."""
     try:
         with open(path, "rb") as file:
             return _TensorUnpickler(file).load()
