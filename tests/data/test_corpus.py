@@ -172,6 +172,20 @@ def test_missing(name, monkeypatch):
         open_corpus(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("wikitxt-2", "wikitext-2"), ("pyton", "python"), ("mytxt.txt", "mytext.txt")],
+)
+def test_a_mistyped_name_gets_the_nearest_without_asking_a_hub(tmp_path, monkeypatch, name, meant):
+    (tmp_path / "data" / "wikitext-2").mkdir(parents=True)
+    (tmp_path / "mytext.txt").write_text("a line\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEEPENOUGH_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr("deepenough.data.corpus.hub_files", pytest.fail)
+    with pytest.raises(UserError, match=rf"Did you mean {meant}\?"):
+        open_corpus(name)
+
+
 def test_empty(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match="is empty"):

@@ -22,6 +22,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+from deepenough.config import nearest
 from deepenough.data.cache import cache_folder, entry, key_of
 from deepenough.data.text_files import (
     SPLIT_NAMES,
@@ -88,8 +89,8 @@ def open_corpus(
     """Find a corpus by name.
 
     In this order: `python` (the prose inside Python itself), a file, a folder or a glob, the same
-    under `$DEEPENOUGH_DATA`, and a `datasets` hub name. `hf:name`, `hf:name:config` and
-    `hf:name:config:column` always mean the hub.
+    under `$DEEPENOUGH_DATA`, and a hub name of the form `owner/name`. `hf:name`, `hf:name:config`
+    and `hf:name:config:column` always mean the hub.
     """
     if not (valid_fraction >= 0 and test_fraction >= 0 and valid_fraction + test_fraction < 1):
         raise UserError(
@@ -116,8 +117,8 @@ def _find(name: str, cache: str | os.PathLike[str] | None) -> dict[str, Lines]:
         local = _find_local(name)
         if local is not None:
             return local
-        if not _may_be_hub_name(name):
-            raise UserError(f"No corpus {name!r}: {_where_looked(name)}.")
+        if not is_hub_name(name):
+            raise UserError(f"No corpus {name!r}: {_where_looked(name)}.{did_you_mean(name)}")
     return _sources_of(hub_files(name.removeprefix("hf:"), cache, _where_looked(name)))
 
 
@@ -151,8 +152,22 @@ def _sources_of(paths: list[Path]) -> dict[str, Lines]:
     return {split: partial(read_lines, files) for split, files in group_by_split(paths).items()}
 
 
-def _may_be_hub_name(name: str) -> bool:
-    return not name.startswith((".", "/", "~")) and name.count("/") <= 1 and "*" not in name
+def is_hub_name(name: str) -> bool:
+    """Return whether a name has the form `owner/name`; any other is looked for here alone."""
+    repository = name.partition(":")[0]
+    is_local = name.startswith((".", "/", "~")) or "*" in name
+    return repository.count("/") == 1 and not is_local
+
+
+def did_you_mean(name: str) -> str:
+    """Return a question that names the nearest corpus, folder or file at hand, or nothing."""
+    folder = Path(name).parent
+    base = Path(os.environ.get(DATA_VARIABLE) or os.devnull)
+    known = [path.name for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
+    if folder.is_dir():
+        known += [str(folder / path.name) for path in folder.iterdir()]
+    found = nearest(name, ["python", *known])
+    return f" Did you mean {found}?" if found else ""
 
 
 def _where_looked(name: str) -> str:

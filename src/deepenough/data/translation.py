@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import codecs
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepenough.config import bounded, nearest
-from deepenough.data.corpus import DATA_VARIABLE, SPLITS, candidates, open_splits
+from deepenough.config import bounded
+from deepenough.data.corpus import (
+    SPLITS,
+    candidates,
+    did_you_mean,
+    is_hub_name,
+    open_splits,
+)
 from deepenough.data.text_files import SPLIT_NAMES, check_utf8
 from deepenough.errors import UserError
 
@@ -238,23 +243,14 @@ def read_strictly(path: Path) -> Iterator[str]:
 
 
 def _from_hub(data: str, languages: tuple[str, str]) -> dict[str, Pairs]:
-    is_repository = data.count("/") == 1 and not data.startswith((".", "/", "~"))
-    if not data.startswith("hf:") and not is_repository:
+    if not data.startswith("hf:") and not is_hub_name(data):
         raise UserError(
             f"There is no parallel text {data}: give a folder with train.{languages[0]} and "
-            f"train.{languages[1]}, or the stem of two such files.{_did_you_mean(data)}"
+            f"train.{languages[1]}, or the stem of two such files.{did_you_mean(data)}"
         )
     name, _, config = data.removeprefix("hf:").partition(":")
     found = open_splits(name, config or None, "no folder or pair of files of that name is here")
     return {split: partial(_hub_pairs, rows, languages, name) for split, rows in found.items()}
-
-
-def _did_you_mean(data: str) -> str:
-    """Return a question that names the folder of $DEEPENOUGH_DATA whose name is nearest."""
-    base = Path(os.environ.get(DATA_VARIABLE) or os.devnull)
-    folders = [path.name for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
-    found = nearest(data, folders)
-    return f" Did you mean {found}?" if found else ""
 
 
 def _hub_pairs(rows: Any, languages: tuple[str, str], name: str) -> Iterator[Pair]:
