@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure
-from deepenough.compare.config import CompareConfig
 from deepenough.compare.frontier import compare
 from deepenough.config import resolve
 from deepenough.measurement import Interval
@@ -22,9 +21,9 @@ from deepenough.par.training import train
 QUICK = True
 SEEDS = [0, 1]
 MODEL = {
-    "data.vocab_size": 2000,
-    "data.batch_size": 16,
-    "data.length": 64,
+    "dataset.vocab_size": 2000,
+    "dataset.batch_size": 16,
+    "dataset.length": 64,
     "model.pattern": "adadad",
     "model.d_model": 128,
     "model.num_heads": 4,
@@ -42,7 +41,7 @@ def measure() -> dict[str, Any]:
     """Compare twice; return how many intervals meet, the points and the share of bookkeeping."""
     with tempfile.TemporaryDirectory() as folder:
         run = str(Path(folder) / "run")
-        train(resolve(ParTrainConfig, overrides={"run.folder": run, **MODEL}))
+        train(resolve(ParTrainConfig, overrides={"out": run, **MODEL}))
         first, second = (compared(run, Path(folder) / f"out{seed}", seed) for seed in SEEDS)
     pairs = list(zip(first["points"], second["points"], strict=True))
     assert all(a["quality"] == b["quality"] for a, b in pairs), "quality is no matter of chance"
@@ -65,9 +64,8 @@ def measure() -> dict[str, Any]:
 
 def compared(run: str, out: Path, seed: int) -> dict[str, Any]:
     """Return one comparison of the run over all lengths of memory."""
-    values = {"runs": [run], "out": str(out), "seed": seed, "rounds": ROUNDS}
-    values |= {"grid.mem_len": MEMORIES, "data.limit": SEGMENTS}
-    return compare(resolve(CompareConfig, overrides=values))
+    grid = {"grid.mem_len": MEMORIES}
+    return compare([run], out=str(out), seed=seed, rounds=ROUNDS, limit=SEGMENTS, **grid)
 
 
 def interval(point: dict[str, Any], cost: str) -> Interval:

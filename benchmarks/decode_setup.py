@@ -20,7 +20,7 @@ from benchmarks.figures import require
 from deepenough.data.corpus import open_corpus
 from deepenough.decoding.api import early_exit, speculate
 from deepenough.decoding.draft_model import DraftModel
-from deepenough.decoding.early_exit import ExitCheck, ExitRule, Streaks
+from deepenough.decoding.early_exit import ExitCheck, ExitRule, KVPropagation, Streaks
 from deepenough.decoding.engine import Engine
 from deepenough.decoding.exit_losses import full_tokens
 from deepenough.decoding.exit_scoring import ExitPrices, choose_exits
@@ -112,7 +112,7 @@ def make_speculating(
 
 
 def make_exiting(
-    model: Any, shortcuts: Shortcuts, threshold: float, fill: str, exits: Sequence[int]
+    model: Any, shortcuts: Shortcuts, threshold: float, fill: KVPropagation, exits: Sequence[int]
 ) -> Any:
     """Return a model that exits at the given layers, by the gap of the two best probabilities."""
     return early_exit(
@@ -125,7 +125,9 @@ def make_exiting(
     )
 
 
-def exits_that_pay(model: Any, shortcuts: Shortcuts, threshold: float, fill: str) -> list[int]:
+def exits_that_pay(
+    model: Any, shortcuts: Shortcuts, threshold: float, fill: KVPropagation
+) -> list[int]:
     """Return the layers at which exits save the most time on this machine."""
     fast = make_exiting(model, shortcuts, threshold, fill, [1])
     prices = measured_prices(fast.decoding_engine, fast.exit_rule)
@@ -247,11 +249,11 @@ def train_small_gpt2(folder: str, steps: int = 1200) -> None:
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from deepenough.data import prepare
     from deepenough.data.config import DatasetConfig
+    from deepenough.data.prepare import prepare
 
     batch, length = 8, 128
-    prepared = prepare(DatasetConfig(corpus=CORPUS, batch_size=batch, length=length))
+    prepared = prepare(CORPUS, DatasetConfig())
     ids = torch.as_tensor(prepared.tokens["train"].ids)
     torch.manual_seed(0)
     tokenizer = prepared.tokenizer

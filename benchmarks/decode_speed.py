@@ -112,7 +112,7 @@ def measure(
         **found,
         "milliseconds": breakdown(full, rounds),
         "head": {stage: head.meta.get(stage, {}) for stage in ("before", "after")},
-        "linear": {"agreements": head.carry.meta["fit"]["agreements"]},
+        "linear": {"agreements": head.linear_drafter.meta["fit"]["agreements"]},
         "settings": {"prompts": len(texts), "rounds": rounds, "chosen": head.choice},
     }
 
@@ -143,9 +143,9 @@ def breakdown(model: Any, rounds: int) -> dict[str, dict[str, float]]:
         times: dict[str, list[float]] = {"embedding": [], "layers": [], "head": []}
         for _ in range(3 * rounds):
             marks = [time.perf_counter()]
-            step = engine.enter(tokens)
+            step = engine.start_step(tokens)
             marks.append(time.perf_counter())
-            hidden = engine.through(step, step.hidden, 0, engine.num_layers)
+            hidden = engine.run_layers(step, step.hidden, 0, engine.num_layers)
             marks.append(time.perf_counter())
             engine.head(engine.norm(hidden)).argmax(-1).tolist()
             marks.append(time.perf_counter())

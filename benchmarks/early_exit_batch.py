@@ -24,6 +24,7 @@ from benchmarks.decode_setup import (
     write_rows,
 )
 from benchmarks.figures import interleaved
+from deepenough.decoding.early_exit import KVPropagation
 
 QUICK = False
 SEEDS = [0]
@@ -36,7 +37,7 @@ VARIANTS = {
 
 def measure(
     thresholds: tuple[float, ...] = (0.9, 0.8),
-    fills: tuple[str, ...] = ("shortcut",),
+    fills: tuple[KVPropagation, ...] = ("shortcut",),
     model: str = "smollm2",
     shortcuts: str = "runs/shortcut-real/shortcuts",
     batch: int = 8,

@@ -17,7 +17,7 @@ from deepenough.config import resolve
 from deepenough.lazy.config import ProgramConfig, ProgramEvalConfig, ProgramTrainConfig
 from deepenough.lazy.evaluation import load_translator
 from deepenough.lazy.programs import evaluate_programs, train_programs
-from deepenough.training.config import RunSettings, TrainingConfig
+from deepenough.training.config import TrainingConfig
 
 QUICK = False
 SEEDS = [0, 1]
@@ -42,8 +42,9 @@ def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramT
     """Return the settings of one training."""
     width = WIDTHS[mechanism]
     return ProgramTrainConfig(
-        run=RunSettings(str(folder), resume=folder.exists()),
-        data=ProgramConfig(
+        out=str(folder),
+        resume=folder.exists(),
+        dataset=ProgramConfig(
             kinds=["addition", "copy", "program"], length=3, nesting=2, reverse=True, batch_size=64
         ),
         model=replace(
@@ -81,7 +82,7 @@ def figures(folder: Path) -> dict[str, Any]:
     return {
         "parameters": load_translator(str(folder)).model.num_parameters(),
         "d_model": settings.model.d_model,
-        "training_programs": settings.train.steps * settings.data.batch_size,
+        "training_programs": settings.train.steps * settings.dataset.batch_size,
         "test_programs": values["programs"],
         **shown,
         "exact_by": {

@@ -30,7 +30,7 @@ from sacrebleu.significance import PairedTest
 
 from benchmarks.figures import Figure, Unavailable, interleaved, spread
 from deepenough.data.translation_batches import IGNORE_INDEX, EncodedPairs
-from deepenough.lazy.config import TranslationEvalConfig
+from deepenough.lazy.config import BeamSearchConfig, TranslationEvalConfig
 from deepenough.lazy.evaluation import (
     Translator,
     bleu,
@@ -59,9 +59,9 @@ SAVED = (0.32, 0.42, 0.52)
 PATIENCE = (1, 2)
 CANDIDATES = {
     "gate": [round(0.005 * 1.12**power, 4) for power in range(48)],
-    "turn": [round(0.0005 * 1.12**power, 5) for power in range(48)],
+    "angle": [round(0.0005 * 1.12**power, 5) for power in range(48)],
 }
-"""Epsilons, by what tokens at rest are known by."""
+"""Epsilons, by what is compared with them."""
 ROUNDS = 7
 
 
@@ -127,7 +127,7 @@ class Measured:
 
     def settings(self) -> dict[str, Any]:
         """Return what the model was trained with."""
-        names = ("mechanism", "compare", "norm", "rest", "dropout", "clean_gates")
+        names = ("mechanism", "compare", "norm", "halt_on", "dropout", "clean_gates")
         return {name: getattr(self.config, name) for name in names}
 
     def figures(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class Measured:
         points = []
         for patience in PATIENCE:
             found = []
-            for epsilon in CANDIDATES[self.config.rest]:
+            for epsilon in CANDIDATES[self.config.halt_on]:
                 search = BeamSearchConfig(epsilon=epsilon, patience=patience)
                 depth = measure_encoder(model, pairs.head(256), search, BATCH)["encoder_depth"]
                 found.append((1.0 - depth / self.config.encoder_steps, epsilon))
@@ -277,7 +277,7 @@ class Measured:
     def cost(self, split: str, setting: dict[str, Any]) -> dict[str, Any]:
         """Return FLOPs and seconds of the encoder as shares of the full model's, in turns."""
         model, pairs = self.translator.model, self.split(split)
-        searches = {"full": SearchSettings(epsilon=0.0), "exit": SearchSettings(**setting)}
+        searches = {"full": BeamSearchConfig(epsilon=0.0), "exit": BeamSearchConfig(**setting)}
         timings = interleaved(
             {
                 name: lambda search=search: measure_encoder(model, pairs, search, BATCH)
@@ -297,7 +297,7 @@ class Measured:
 
     def bleu(self, split: str, setting: dict[str, Any]) -> float:
         """Return BLEU of a split, translating it first if need be."""
-        search = replace(SearchSettings(beams=4, length_penalty=0.6), **setting)
+        search = replace(BeamSearchConfig(beams=4, length_penalty=0.6), **setting)
 
         def make() -> dict[str, Any]:
             pairs = self.split(split)

@@ -19,9 +19,16 @@ import torch
 
 from benchmarks.figures import interleaved as timed_in_turns
 from deepenough.config import resolve
-from deepenough.par.config import ParSearchConfig, ParTrainConfig, interleaved
+from deepenough.par.config import (
+    EvaluationTextConfig,
+    ParEvalConfig,
+    ParModelConfig,
+    ParSearchConfig,
+    ParTrainConfig,
+    interleaved,
+)
 from deepenough.par.evaluation import evaluate
-from deepenough.par.modeling import ParForCausalLM
+from deepenough.par.modeling import ParConfig, ParForCausalLM
 from deepenough.par.search import forward_function
 from deepenough.par.training import derive_run, search, train
 from deepenough.runs import RunFolder
@@ -48,10 +55,7 @@ def measure(runs: str = "runs/par-point", rounds: int = 15) -> dict[str, Any]:
     torch.manual_seed(0)
     model = replace(settings.model, mem_len=USED)
     timings = timed_in_turns(
-        {
-            pattern: forward_function(ParForCausalLM(model.config(12000, USED, pattern)), STREAMS)
-            for pattern in perplexities
-        },
+        {pattern: forward_function(new_model(model, pattern), STREAMS) for pattern in perplexities},
         rounds,
         warmup=2,
     )
@@ -78,13 +82,17 @@ def measure(runs: str = "runs/par-point", rounds: int = 15) -> dict[str, Any]:
     }
 
 
+def new_model(model: ParModelConfig, pattern: str) -> ParForCausalLM:
+    """Return a model with these blocks and new weights."""
+    return ParForCausalLM(ParConfig.from_model(model, 12000, USED, pattern))
+
+
 def find_pattern(folder: Path, settings: ParSearchConfig) -> str:
     """Return the pattern that the search finds within its budget, searching if need be."""
     if (folder / "model").exists():
         found = derive_run(RunFolder.open(folder), settings.search.budget, settings.search.spend)
     else:
-        settings.run = replace(settings.run, folder=str(folder), resume=folder.exists())
-        found = search(settings)
+        found = search(replace(settings, out=str(folder), resume=folder.exists()))
     print(f"searched {found.pattern}, {found.relative_cost:.3f} of the baseline", flush=True)
     return found.pattern
 
@@ -94,17 +102,25 @@ def train_pattern(runs: Path, pattern: str, seed: int) -> float:
     folder = runs / f"{pattern}-{seed}"
     evaluated = folder / f"valid-{USED}.json"
     settings = resolve(ParSearchConfig, str(CONFIG))
-    data = replace(settings.data, batch_size=STREAMS, length=TRAINED)
     if not (folder / "model").exists():
-        run = replace(settings.run, folder=str(folder), resume=folder.exists())
         model = replace(settings.model, pattern=pattern, mem_len=TRAINED)
         steps = replace(
             settings.train, seed=seed, steps=STEPS, valid_every=STEPS, save_every=STEPS // 2
         )
-        train(ParTrainConfig(run=run, data=data, model=model, train=steps))
+        train(
+            ParTrainConfig(
+                out=str(folder),
+                resume=folder.exists(),
+                data=settings.data,
+                dataset=replace(settings.dataset, batch_size=STREAMS, length=TRAINED),
+                model=model,
+                train=steps,
+            )
+        )
     if not evaluated.exists():
-        values = evaluate(str(folder), replace(data, length=USED), "valid", mem_len=USED)
-        evaluated.write_text(json.dumps(values))
+        text = EvaluationTextConfig(batch_size=STREAMS, length=USED)
+        used = ParEvalConfig(str(folder), settings.data, "valid", USED, dataset=text)
+        evaluated.write_text(json.dumps(evaluate(used)))
     perplexity: float = json.loads(evaluated.read_text())["perplexity"]
     print(f"{pattern}, seed {seed}: {perplexity:.2f}", flush=True)
     return perplexity

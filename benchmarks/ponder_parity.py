@@ -9,12 +9,13 @@ the command is given again; what is finished is left alone.
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deepenough.config import resolve
 from deepenough.figure import read_run
 from deepenough.ponder.figures import ParityBand, parity_bands
+from deepenough.ponder.parity import ParityTrainConfig, train_parity
 from deepenough.runs import read_records
 
 QUICK = True
@@ -34,11 +35,9 @@ def measure(runs: str = "runs/ponder-parity") -> dict[str, Any]:
 def run_one(runs: Path, mechanism: str, seed: int) -> Path:
     """Train one mechanism and return its run folder."""
     folder = runs / f"{mechanism}-{seed}"
-    settings = resolve(ParityTraining)
-    settings.run = replace(settings.run, folder=str(folder), resume=folder.exists())
-    settings.model = replace(settings.model, mechanism=mechanism)
-    settings.train = replace(settings.train, seed=seed)
-    train_parity(settings)
+    given: dict[str, Any] = {"model.mechanism": mechanism, "train.seed": seed}
+    given |= {"out": str(folder), "resume": folder.exists()}
+    train_parity(resolve(ParityTrainConfig, overrides=given))
     return folder
 
 
@@ -48,7 +47,7 @@ def figures(folder: Path) -> dict[str, Any]:
     records, _ = read_records(folder / "metrics.jsonl")
     rates = [r.values["tokens_per_second"] for r in records if "tokens_per_second" in r.values]
     settings = resolve(ParityTrainConfig, folder / "config.yaml")
-    inputs = settings.train.steps * settings.train.accumulate * settings.data.batch_size
+    inputs = settings.train.steps * settings.train.accumulate * settings.dataset.batch_size
     return {
         "accuracy": mean_accuracy([band for band in bands if not band.beyond]),
         "accuracy_beyond": mean_accuracy([band for band in bands if band.beyond]),

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
 from benchmarks.figures import interleaved
+from deepenough.ponder.config import PonderAlbertConfig
 from deepenough.ponder.halting import FixedExit, SampledExit
 from deepenough.ponder.modeling import (
-    PonderAlbertConfig,
     PonderAlbertForSequenceClassification,
     PonderEncoderForSequenceClassification,
 )

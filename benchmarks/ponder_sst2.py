@@ -19,7 +19,7 @@ from benchmarks.figures import interleaved
 from deepenough.config import resolve
 from deepenough.data.classification import ClassificationConfig, LabelledTexts, open_classification
 from deepenough.data.classification_batches import EncodedExamples
-from deepenough.ponder import evaluation as evaluation
+from deepenough.ponder import evaluation
 from deepenough.ponder.config import PonderTrainConfig
 from deepenough.ponder.evaluation import load_classifier, time_exits
 from deepenough.ponder.halting import ConfidenceExit, FixedExit, QuantileExit
@@ -52,7 +52,7 @@ def measure(
         rounds: Rounds of timing.
         limit: Training examples, for a trial.
     """
-    texts = arrange(open_classification(ClassificationConfig("sst2")), limit)
+    texts = arrange(open_classification("sst2", ClassificationConfig()), limit)
     results = {}
     for seed in SEEDS:
         folders = {name: fine_tune(Path(runs), name, seed, texts, epochs) for name in EXITS}
@@ -72,13 +72,18 @@ def fine_tune(runs: Path, name: str, seed: int, texts: LabelledTexts, epochs: fl
     folder = runs / f"{name}-{seed}"
     if (folder / "model").is_dir():
         return folder
-    settings = resolve(PonderTrainConfig, CONFIG)
-    settings.run = replace(settings.run, folder=str(folder), resume=folder.exists())
-    settings.ponder = replace(settings.ponder, objective=name, exit=EXITS[name])
-    settings.train = replace(settings.train, seed=seed)
+    given: dict[str, Any] = {
+        "ponder.objective": name,
+        "ponder.exit": EXITS[name],
+        "train.seed": seed,
+    }
+    given |= {"out": str(folder), "resume": folder.exists()}
     if epochs is not None:
-        settings.epochs = epochs
-    train(settings, replace(texts, splits={k: texts.splits[k] for k in ("train", CHOOSE)}))
+        given["epochs"] = epochs
+    train(
+        resolve(PonderTrainConfig, CONFIG, given),
+        replace(texts, splits={k: texts.splits[k] for k in ("train", CHOOSE)}),
+    )
     return folder
 
 

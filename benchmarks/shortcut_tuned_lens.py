@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from deepenough.data.corpus import open_corpus
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.loading import load
 from deepenough.shortcut.evaluation import evaluate
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.training import tune
@@ -56,7 +57,7 @@ def measure(
         threads: Threads of torch.
     """
     torch.set_num_threads(threads)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load(model)
     adapter = adapt(loaded)
     train = paragraphs(tokenizer, "train", train_tokens)
     valid = paragraphs(tokenizer, "valid", valid_tokens)
