@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deepenough.config import resolve
 from deepenough.lazy.config import ProgramConfig, ProgramEvalConfig, ProgramTrainConfig
@@ -22,7 +22,8 @@ from deepenough.training.config import TrainingConfig
 QUICK = False
 SEEDS = [0, 1]
 STEPS = 4
-WIDTHS = {"lazy": 128, "universal": 128, "transformer": 64}
+Mechanism = Literal["lazy", "universal", "transformer"]
+WIDTHS: dict[Mechanism, int] = {"lazy": 128, "universal": 128, "transformer": 64}
 """A Transformer has a block for each of its four steps; a block's size is its width squared."""
 
 
@@ -38,7 +39,7 @@ def measure(runs: str = "runs/lazy-execute", steps: int = 5000) -> dict[str, Any
     return found
 
 
-def settings_of(folder: Path, mechanism: str, seed: int, steps: int) -> ProgramTrainConfig:
+def settings_of(folder: Path, mechanism: Mechanism, seed: int, steps: int) -> ProgramTrainConfig:
     """Return the settings of one training."""
     width = WIDTHS[mechanism]
     return ProgramTrainConfig(
