@@ -10,12 +10,17 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from pydoc_data.topics import topics
 from types import FrameType
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import deepenough as de
 from deepenough.cli import main
@@ -49,29 +54,34 @@ def small_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).eval()
 
 
-class Numbers:
-    """A tokenizer of numbers, as much of one as a fit needs."""
-
-    pad_token_id, bos_token_id, eos_token_id = 0, 1, 2
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the words `w3` to `w63`."""
+    words = {"[PAD]": 0, "[BOS]": 1, "[EOS]": 2} | {f"w{n}": n for n in range(3, 64)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
 
 
 def calls(folder: Path) -> dict[str, Callable[[], Any]]:
     """Return the public calls that are watched, by name."""
-    model = small_llama()
-    texts = [torch.randint(3, 64, (24,)).tolist() for _ in range(40)]
-    prompt = torch.tensor([texts[0][:6]])
+    model, tokenizer = small_llama(), words_tokenizer()
+    rows = torch.randint(3, 64, (40, 24))
+    texts = [" ".join(f"w{number}" for number in row) for row in rows.tolist()]
+    prompt = rows[:1, :6]
     corpus = folder / "text.txt"
-    corpus.write_text("\n".join(f"line {n} of a small text about blocks" for n in range(900)))
+    lines = (line for name in sorted(topics) for line in topics[name].split("\n"))
+    corpus.write_text("".join(f"{line}\n" for line in islice(lines, 700)), encoding="utf-8")
     runs = iter(range(100))
 
     def search() -> None:
-        words = f"par search --data {corpus} --out {folder / str(next(runs))} --steps 4 --warmup 1"
-        words += " --vocab_size 60 --batch_size 4 --length 8 --num_blocks 2 --d_model 16"
-        words += f" --num_heads 2 --d_ff 32 --mem_len 8 --cost flops --cache {folder / 'cache'}"
+        out = folder / str(next(runs))  # with a cache of its own: the text is prepared every time
+        words = f"par search --data {corpus} --out {out} --cache {out}-cache --steps 4 --warmup 1"
+        words += " --vocab_size 400 --batch_size 4 --length 8 --num_blocks 2 --d_model 16"
+        words += " --num_heads 2 --d_ff 32 --mem_len 8 --cost flops"
         assert main(words.split()) == 0
 
     return {
-        "Shortcuts.fit": lambda: de.Shortcuts.fit(model, Numbers(), texts),
+        "Shortcuts.fit": lambda: de.Shortcuts.fit(model, tokenizer, texts),
         "speculate(model).generate()": lambda: de.speculate(model).generate(
             prompt, max_new_tokens=8, do_sample=False
         ),

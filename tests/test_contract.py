@@ -2,9 +2,9 @@
 
 Each method is a `Subject`, a tiny model with its mechanism, and each check is one function over all
 subjects: with a neutral setting a method is its base model, its extremes are the shallowest and the
-deepest model, the fast path is the reference, what is saved and loaded answers alike, a batch is its
-rows one by one, the trace counts what torch counts. Then, for every command that trains, a run that
-was stopped and resumed is the uninterrupted one; and for every command, `--help` is true.
+deepest model, the fast path is the reference, what is saved and loaded answers alike, a batch is
+its rows one by one, the trace counts what torch counts. Then, for every command that trains, a run
+that was stopped and resumed is the uninterrupted one; and for every command, `--help` is true.
 
 Floats that are computed twice agree within `TOLERANCE`; tokens and depths are equal. A new method
 adds a subject, and its training commands to `TRAININGS`.
@@ -229,8 +229,7 @@ class PonderEncoder(Ponder):
     def new_model(self) -> PreTrainedModel:
         torch.manual_seed(0)
         encoder = BertModel(BertConfig(**self.sizes))
-        model = de.PonderEncoderForSequenceClassification.from_encoder(encoder, num_labels=3)
-        return model
+        return de.PonderEncoderForSequenceClassification.from_encoder(encoder, num_labels=3)
 
 
 # -- lazy ------------------------------------------------------------------------------------------
@@ -644,7 +643,7 @@ def test_what_is_saved_and_loaded_answers_alike(name: str, tmp_path: Path) -> No
 
 
 DECODING_CONTEXT = 0.01
-"""A token is charged for a context that already includes it: so much at the most, of these sizes."""
+"""A token is charged for a context that already includes it: at most this share, of such sizes."""
 
 
 def flops_of(run: Callable[[], Any]) -> tuple[Any, float]:
