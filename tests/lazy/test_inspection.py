@@ -39,7 +39,7 @@ def test_a_sentence_of_the_split_is_drawn_with_all_its_numbers(lazy, run, lines,
         assert all(len(row) == num_steps for row in part["gates"])
         assert len(part["sentence"]) == num_steps
     assert len(tokens["encoder"]["depth"]) == len(tokens["encoder"]["tokens"])
-    data = json.loads((run / "plots" / "lazy_tokens.json").read_text())
+    data = json.loads((run / "plots" / "lazy_tokens.data.json").read_text())
     gates = tokens["encoder"]["gates"]
     assert data["panels"][0]["values"] == [pytest.approx(row, rel=1e-4) for row in gates]
 
@@ -118,5 +118,5 @@ def test_the_model_of_a_run_is_drawn_into_the_run(lazy, run, tmp_path, capsys):
     assert lazy("plot", str(run / "model")) == 0
     assert str(run / "plots" / "lazy_tokens.png") in capsys.readouterr().out
     shutil.copytree(run / "model", tmp_path / "alone" / "model")
-    with pytest.raises(UserError, match="is not a run folder"):
+    with pytest.raises(UserError, match="give the folder of a run"):
         lazy("plot", str(tmp_path / "alone" / "model"))

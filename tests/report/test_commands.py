@@ -39,7 +39,7 @@ def test_one_run_is_drawn_into_its_own_folder(
     printed = capsys.readouterr()
     files = sorted((run / "plots").iterdir())
     assert sorted(printed.out.splitlines()) == [str(path) for path in files]
-    assert {path.stem for path in files} == {"architecture", "blocks", "training"}
+    assert {path.name.split(".")[0] for path in files} == {"architecture", "blocks", "training"}
     assert {path.suffix for path in files} == {".gif", ".json", ".pdf", ".png", ".svg"}
     assert printed.err == ""
 
@@ -50,10 +50,16 @@ def test_the_folder_may_be_another(run: Path, tmp_path: Path) -> None:
     assert not (run / "plots").exists()
 
 
+def test_the_model_of_a_run_stands_for_the_run(run: Path) -> None:
+    (run / "model").mkdir()
+    assert plot(run / "model") == 0
+    assert (run / "plots" / "training.png").exists()
+
+
 def test_several_runs_are_drawn_over_one_another(run: Path, tmp_path: Path) -> None:
     second, out = write_run(tmp_path / "runs" / "second"), tmp_path / "both"
     assert plot(run, second, "--out", out) == 0
-    assert {path.stem for path in out.iterdir()} == {"training"}
+    assert {path.name.split(".")[0] for path in out.iterdir()} == {"training"}
 
 
 def test_the_same_folder_twice_is_one_run(run: Path) -> None:

@@ -80,10 +80,20 @@ def report(config: ReportConfig) -> None:
 
 def _distinct(paths: list[str], example: str) -> list[str]:
     """Return the folders without repetitions: one run twice would be a line drawn over itself."""
-    folders = list({Path(path).resolve(): path for path in paths}.values())
+    runs = [_run_of(path) for path in paths]
+    folders = list({Path(path).resolve(): path for path in runs}.values())
     if not folders:
         raise UserError(f"Name at least one run folder, as in {example}.")
     return folders
+
+
+def _run_of(path: str) -> str:
+    """Return the folder of the run if `path` is the model inside of one."""
+    from deepenough.runs import RunFolder
+
+    folder = Path(path)
+    inside = not RunFolder(folder).is_run() and folder == RunFolder(folder.parent).model
+    return str(folder.parent) if inside and RunFolder(folder.parent).is_run() else path
 
 
 def _print_notes(notes: Sequence[str]) -> None:
