@@ -1,15 +1,15 @@
-"""Lossless decoding is up to twice as fast as transformers' `generate`, with the same tokens.
+r"""Lossless decoding is up to twice as fast as transformers' `generate`, with the same tokens.
 
 Prompts are the beginnings of WikiText-2 paragraphs and instructions, half of each; greedy, at most
 128 new tokens each, ended by the model's own end token. All ways take turns on each prompt; a round
 is all prompts. The tokens of every way are compared with those of `generate`. Draft heads and maps
 come from these commands, on other texts:
 
-    deepenough decode tune smollm2 --data wikitext-2-raw --out runs/tuned-first \\
+    deepenough decode tune smollm2 --data wikitext-2-raw --out runs/tuned-first \
         --text.tokens 250000 --text.batch 64 --head.epochs 4 --until head
-    deepenough decode tune smollm2 --data wikitext-2-raw --out runs/tuned --text.tokens 360000 \\
+    deepenough decode tune smollm2 --data wikitext-2-raw --out runs/tuned --text.tokens 360000 \
         --text.batch 64 --head.epochs 2 --head.start runs/tuned-first --train.lr 7e-4
-    deepenough decode tune stories15M --data wikitext-2-raw --out runs/tuned-stories \\
+    deepenough decode tune stories15M --data wikitext-2-raw --out runs/tuned-stories \
         --text.tokens 60000 --text.batch 64 --head.epochs 3
     python -c "from benchmarks.decode_setup import *; train_small_gpt2('runs/gpt2-small/model')"
     deepenough decode tune runs/gpt2-small/model --data wikitext-2-raw --out runs/tuned-gpt2

@@ -1,9 +1,9 @@
-"""PAR on WikiText-2 passes the first public code's final perplexity in an eighth of its steps.
+r"""PAR on WikiText-2 passes the first public code's final perplexity in an eighth of its steps.
 
 Reads run folders that these commands leave (a day of one core):
 
     deepenough par search --config configs/par-wikitext2.yaml --out runs/par-wikitext2
-    deepenough par search --config configs/par-wikitext2.yaml --steps 7000 --valid_every 1400 \\
+    deepenough par search --config configs/par-wikitext2.yaml --steps 7000 --valid_every 1400 \
         --out runs/par-wikitext2-7k
 
 The first also retrains the pattern it finds, in `runs/par-wikitext2/derived`.

@@ -1,8 +1,8 @@
-"""With a minute of CPU, closed-form maps know more than a tuned lens trained on the same text.
+r"""With a minute of CPU, closed-form maps know more than a tuned lens trained on the same text.
 
-    pip install --no-deps --target /tmp/tuned-lens \\
+    pip install --no-deps --target /tmp/tuned-lens \
         tuned-lens==0.2.0 simple-parsing==0.1.9 flatten-dict==0.5.0 torchdata==0.9.0
-    PYTHONPATH=/tmp/tuned-lens ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 \\
+    PYTHONPATH=/tmp/tuned-lens ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 \
         python -m benchmarks shortcut_tuned_lens
 
 One process fits the closed form, tunes it, and has tuned-lens train its own lens: its model code,
