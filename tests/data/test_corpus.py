@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.data import text_files
+from deepenough.data import corpus
 from deepenough.data.corpus import BLOCK_LINES, open_corpus
 from deepenough.errors import UserError
 
@@ -149,8 +149,8 @@ def test_very_long_lines_are_cut_between_characters(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "long.txt"
     path.write_text(text + "\nnext\n", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "MAX_LINE_BYTES", 7)
-        lines = list(text_files.read_lines([path]))
+        patch.setattr(corpus, "MAX_LINE_BYTES", 7)
+        lines = list(corpus.read_lines([path]))
     assert lines[-1] == "next"
     assert "".join(lines[:-1]) == text
     assert all(len(line.encode()) <= 7 + 4 for line in lines)

@@ -163,7 +163,9 @@ def test_two_processes_at_once(tokenizer, prose, tmp_path):
     (tmp_path / "text.txt").write_text("\n".join(prose), encoding="utf-8")
     program = """
         import sys
-        from deepenough.data import load_tokenizer, open_corpus, token_file
+        from deepenough.data.corpus import open_corpus
+from deepenough.data.tokenizer import load_tokenizer
+from deepenough.data.tokens import token_file
         corpus = open_corpus(sys.argv[1], valid_fraction=0, test_fraction=0)
         file = token_file(corpus, "train", load_tokenizer(sys.argv[2]), cache_dir=sys.argv[3])
         print(file.ids.sum(), len(file))

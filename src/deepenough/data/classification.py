@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepenough.config import bounded, validate
-from deepenough.data.corpus import GOLDEN_RATIO, candidates, open_splits
+from deepenough.data.corpus import GOLDEN_RATIO, candidates, group_by_split, open_splits
 from deepenough.data.example_files import (
     BABI,
     TABLE_SUFFIXES,
@@ -24,7 +24,6 @@ from deepenough.data.example_files import (
     read_babi,
     read_tables,
 )
-from deepenough.data.text_files import group_by_split
 from deepenough.errors import UserError
 
 logger = logging.getLogger("deepenough")

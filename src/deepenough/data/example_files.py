@@ -22,8 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepenough.data.corpus import candidates
-from deepenough.data.text_files import read_lines
+from deepenough.data.corpus import candidates, read_lines
 from deepenough.errors import UserError
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")

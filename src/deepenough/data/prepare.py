@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from deepenough.data.cache import cache_folder, entry, key_of
+from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.data.config import DatasetConfig
 from deepenough.data.corpus import Corpus, open_corpus
 from deepenough.data.tokenizer import load_tokenizer, train_tokenizer

@@ -30,7 +30,7 @@ from rich.progress import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from deepenough.data.cache import cache_folder, entry, key_of
+from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.data.corpus import Corpus
 from deepenough.data.tokenizer import encoder_of
 from deepenough.errors import UserError

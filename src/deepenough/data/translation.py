@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 from deepenough.config import bounded
 from deepenough.data.corpus import (
+    SPLIT_NAMES,
     SPLITS,
     candidates,
+    check_utf8,
     did_you_mean,
     is_hub_name,
     open_splits,
 )
-from deepenough.data.text_files import SPLIT_NAMES, check_utf8
 from deepenough.errors import UserError
 
 logger = logging.getLogger("deepenough")

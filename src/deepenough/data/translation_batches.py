@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepenough.data.cache import cache_folder, entry, key_of
+from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.data.prepare import TRAINING_RECIPE
 from deepenough.data.tokenizer import encoder_of, load_tokenizer, train_tokenizer
 from deepenough.data.translation import Pair, ParallelText, TranslationDataConfig

@@ -32,7 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from deepenough.data.cache import cache_folder, entry, key_of
+from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.errors import UserError
 from deepenough.hf import OWN_CLASSES
 from deepenough.training.logging import without_bars

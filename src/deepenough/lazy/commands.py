@@ -57,7 +57,7 @@ def _number(value: Any) -> str:
 
 def translate(config: TranslateConfig) -> None:
     """Print the translation of every line."""
-    from deepenough.data.text_files import read_input_lines
+    from deepenough.data.corpus import read_input_lines
     from deepenough.lazy.evaluation import load_translator, translate_lines
 
     translator = load_translator(config.run)

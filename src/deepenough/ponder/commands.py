@@ -45,7 +45,7 @@ def predict(config: PonderPredictConfig) -> None:
 
 
 def _texts(file: str | None) -> Iterator[Text]:
-    from deepenough.data.text_files import read_input_lines
+    from deepenough.data.corpus import read_input_lines
 
     for line in read_input_lines(file):
         first, tab, second = line.partition("\t")

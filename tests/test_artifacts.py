@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deepenough.data.cache import cache_folder, entry, key_of
+from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.errors import UserError
 
 
