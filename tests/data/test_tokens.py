@@ -123,7 +123,9 @@ def test_wikitext_tokens_are_the_sources(data_dir):
 
 MEASURE = """
     import json, resource, sys
-    from deepenough.data import Corpus, load_tokenizer, token_file
+    from deepenough.data.corpus import Corpus
+    from deepenough.data.tokenizer import load_tokenizer
+    from deepenough.data.tokens import token_file
 
     def lines(num_bytes):
         size, number = 0, 0
@@ -164,8 +166,8 @@ def test_two_processes_at_once(tokenizer, prose, tmp_path):
     program = """
         import sys
         from deepenough.data.corpus import open_corpus
-from deepenough.data.tokenizer import load_tokenizer
-from deepenough.data.tokens import token_file
+        from deepenough.data.tokenizer import load_tokenizer
+        from deepenough.data.tokens import token_file
         corpus = open_corpus(sys.argv[1], valid_fraction=0, test_fraction=0)
         file = token_file(corpus, "train", load_tokenizer(sys.argv[2]), cache_dir=sys.argv[3])
         print(file.ids.sum(), len(file))
