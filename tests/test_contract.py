@@ -17,7 +17,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -74,6 +74,8 @@ class Answer:
     blocks: list[Tensor]
     """How many blocks ran for each token or example."""
     traces: list[DepthTrace]
+    details: list[Tensor] = field(default_factory=list)
+    """What else the method says of each row, such as the probability of halting at each pass."""
 
 
 class Subject(ABC):
@@ -190,7 +192,8 @@ class Ponder(Subject):
         """Return a new model."""
 
     def answer(self, output: Any) -> Answer:
-        return Answer(list(output.logits), list(output.trace.ran.sum(-1)), [output.trace])
+        ran, halting = output.trace.ran.sum(-1), output.halting
+        return Answer(list(output.logits), list(ran), [output.trace], list(halting))
 
     def run(self, setting: HaltingPolicy, rows: list[int]) -> Answer:
         ids, mask = ids_and_mask(rows)
@@ -583,6 +586,8 @@ def assert_same_rows(found: list[Tensor], expected: list[Tensor]) -> None:
 def assert_same(found: Answer, expected: Answer) -> None:
     assert_same_rows(found.rows, expected.rows)
     assert [row.tolist() for row in found.blocks] == [row.tolist() for row in expected.blocks]
+    if found.details:
+        assert_same_rows(found.details, expected.details)
 
 
 @every_subject
@@ -621,8 +626,11 @@ def test_a_batch_is_its_rows_one_by_one(name: str) -> None:
     subject = SUBJECTS[name]()
     together = subject.run(subject.typical, ALL_ROWS)
     alone = [subject.run(subject.typical, [row]) for row in ALL_ROWS]
-    rows = [row for answer in alone for row in answer.rows]
-    assert_same(together, Answer(rows, [row for answer in alone for row in answer.blocks], []))
+    rows, blocks, details = (
+        [row for answer in alone for row in getattr(answer, name)]
+        for name in ("rows", "blocks", "details")
+    )
+    assert_same(together, Answer(rows, blocks, [], details))
 
 
 @every_reference
