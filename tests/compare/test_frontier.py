@@ -346,7 +346,7 @@ def test_a_damaged_line_is_counted_and_said(tmp_path, language, capsys):
         ([], "nothing to compare"),
         (["nowhere"], "no run folder nowhere"),
         (["{run}", "--rounds", "0"], "rounds must be at least 1"),
-        (["{run}", "--mem_len", "[-1]"], "must not be negative"),
+        (["{run}", "--mem_len", "[-1]"], "each of grid.mem_len must be at least 0"),
         (["{run}", "--split", "third"], "no split 'third'"),
         (["{run}", "{run}"], "Two runs are called"),
     ],
