@@ -1,5 +1,6 @@
 """Models whose layers are not found: what they are told, and layouts that a user registers."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,15 @@ from torch import Tensor, nn
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.hf.layouts import LAYOUTS, Layout, register
+
+
+@pytest.fixture(autouse=True)
+def known_layouts() -> Iterator[None]:
+    """What a test registers is forgotten after it."""
+    known = dict(LAYOUTS)
+    yield
+    LAYOUTS.clear()
+    LAYOUTS.update(known)
 
 
 def test_an_encoder_decoder_is_refused_by_name() -> None:

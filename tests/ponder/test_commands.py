@@ -37,7 +37,7 @@ def test_eval_prints_and_keeps_the_frontier(run: Path, capsys: pytest.CaptureFix
     assert f"next: deepenough ponder plot {run}" in printed
     kinds = [record.kind for record in read_records(run / "metrics.jsonl")[0]]
     assert kinds.count("ponder_exit") > 20
-    assert main(["plot", str(run)]) == 0
+    assert main(["ponder", "plot", str(run)]) == 0
     assert {path.suffix for path in (run / "plots").iterdir()} >= {".png", ".pdf"}
 
 
