@@ -26,7 +26,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
 OTHER_KERNELS := ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 \
   MKL_ENABLE_INSTRUCTIONS=SSE4_2
 NUMERIC_TESTS := tests/golden tests/nn tests/hf tests/training tests/par tests/ponder tests/lazy \
-  tests/shortcut tests/decoding
+  tests/shortcut tests/decoding tests/test_contract.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lint test test-full test-kernels test-slow test-oldest test-wheel bench
