@@ -676,12 +676,12 @@ def test_the_trace_counts_what_torch_counts(name: str, setting: str) -> None:
 ONE_MAP_TOO_MANY = pytest.mark.xfail(
     strict=True,
     reason="DecodingCosts.filling charges a map for the first layer that a token skips, which "
-    "takes the state as it is; the engine's costs are rebuilt with its backends (issue 24)",
+    "takes the state as it is; the engine's costs are rebuilt with its backends",
 )
 CHARGED_TO_NOBODY = pytest.mark.xfail(
     strict=True,
     reason="layers that run later for a token whose keys and values were deferred are charged to "
-    "no token; the engine's costs are rebuilt with its backends (issue 24)",
+    "no token; the engine's costs are rebuilt with its backends",
 )
 
 
