@@ -20,7 +20,6 @@ import deepenough
 from deepenough.runs import read_records
 
 TOY = Path(__file__).parent / "toy_method"
-LAST_LINE = ")\n\n\ndef method_named"
 ONE_LINE = '    Method("toy", "toy", "a stack of linear blocks that learns a slope"),\n'
 
 
@@ -34,8 +33,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(TOY, package / "toy", ignore=shutil.ignore_patterns("__pycache__"))
     registry = package / "registry.py"
     text = registry.read_text(encoding="utf-8")
-    assert text.count(LAST_LINE) == 1
-    registry.write_text(text.replace(LAST_LINE, ONE_LINE + LAST_LINE), encoding="utf-8")
+    assert text.endswith("),\n)\n")  # METHODS stands last
+    registry.write_text(text.removesuffix(")\n") + ONE_LINE + ")\n", encoding="utf-8")
     return folder
 
 

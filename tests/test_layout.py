@@ -16,10 +16,6 @@ CORE = {
 PARTS = {method.package for method in METHODS}
 ABOVE = {"compare", "report", "demo", "cli", "registry", "__init__", "__main__"}
 
-# A folder that holds one of our models is loaded by the class that its config.json names, which is
-# a public name of the package; loading names no method itself.
-EXCEPTIONS = {("hf/loading.py", "deepenough")}
-
 # What a figure is drawn from are files: it needs no model and no library that runs one.
 HEAVY = {"accelerate", "datasets", "sentencepiece", "torch", "transformers"}
 
@@ -54,7 +50,7 @@ def violations(package: Path, parts: set[str] = PARTS) -> tuple[list[str], int]:
                 continue
             num_checked += 1
             to = names[1] if len(names) > 1 else "__init__"
-            if not may_import(part, to) and (where.as_posix(), target) not in EXCEPTIONS:
+            if not may_import(part, to):
                 found.append(f"{where}: {part} imports {target}")
     return found, num_checked
 

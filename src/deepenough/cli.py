@@ -185,16 +185,6 @@ def train(method: str, verb: str = "train", **options: Any) -> RunFolder:
     return RunFolder.open(config.out)
 
 
-def option_given(argv: list[str], name: str) -> str | None:
-    """Return the value of `--name` among the words, before they are parsed; None if absent."""
-    for position, word in enumerate(argv):
-        flag, equals, value = word.partition("=")
-        if flag == f"--{name}":
-            following = argv[position + 1] if position + 1 < len(argv) else ""
-            return value if equals else following
-    return None
-
-
 def _load(place: str) -> Any:
     """Return what "package.module:Name" names."""
     module, _, name = place.partition(":")

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepenough.config import Command
-from deepenough.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -68,16 +67,3 @@ METHODS: tuple[Method, ...] = (
         also_measures=("shortcut",),
     ),
 )
-
-
-def method_named(name: str) -> Method:
-    """Return the method of this name.
-
-    Raises:
-        UserError: There is no such method.
-    """
-    for method in METHODS:
-        if method.name == name:
-            return method
-    known = ", ".join(method.name for method in METHODS)
-    raise UserError(f"There is no method {name!r}; there are {known}.")
