@@ -7,7 +7,16 @@ from typing import Literal
 import pytest
 import yaml
 
-from deepenough.config import dump, nearest, options, provenance, resolve, to_dict
+from deepenough.config import (
+    bounded,
+    dump,
+    nearest,
+    options,
+    provenance,
+    resolve,
+    to_dict,
+    validate,
+)
 from deepenough.errors import UserError
 
 
@@ -59,6 +68,14 @@ class Settings(Base):
 class Needy:
     counts: str
     """File of word counts."""
+
+
+@dataclass
+class Checked:
+    kind: Literal["a", "b"] | None = None
+    kinds: list[Literal["a", "b"]] = field(default_factory=list)
+    share: float = bounded(0.5, ge=0, lt=1)
+    inner: Model = field(default_factory=Model)
 
 
 @pytest.fixture
@@ -184,6 +201,30 @@ class TestDump:
     def test_plain_values(self) -> None:
         assert to_dict(Settings())["folder"] == "runs/x"
         assert to_dict(Settings())["model"]["depth"] == {"num_blocks": 6, "pattern": None}
+
+
+class TestValidate:
+    def test_good_settings_are_returned(self) -> None:
+        settings = Checked(kind="b", kinds=["a", "b"])
+        assert validate(settings) is settings
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            (Checked(kind="c"), "kind must be one of a, b: got 'c'."),  # type: ignore[arg-type]
+            (Checked(kinds=["a", "c"]), "each of kinds must be one of a, b: got 'c'."),  # type: ignore[list-item]
+            (Checked(share=1.0), "share must be at least 0 and below 1: got 1.0."),
+            (Checked(share=float("nan")), "share must be at least 0 and below 1: got nan."),
+            (
+                Checked(inner=Model(activation="tanh")),  # type: ignore[arg-type]
+                "inner.activation must be one of relu, gelu: got 'tanh'.",
+            ),
+        ],
+    )
+    def test_the_first_wrong_value_is_named(self, settings: Checked, message: str) -> None:
+        with pytest.raises(UserError) as refusal:
+            validate(settings)
+        assert str(refusal.value) == message
 
 
 def test_commit_is_that_of_the_package_not_of_the_current_folder(

@@ -103,18 +103,27 @@ def bounded(
 
 
 def validate(config: S, prefix: str = "") -> S:
-    """Check every range, then the rules between fields (`check()`), and return the settings.
+    """Check every choice and range, then the rules between fields (`check()`); return the settings.
 
     Raises:
-        UserError: Names the first option that is out of its range.
+        UserError: Names the first option whose value is none of its choices or out of its range.
     """
+    hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, bounds = getattr(config, field.name), field.metadata.get("bounds", {})
+        choices = _choices(hints[field.name])
         if dataclasses.is_dataclass(value):
             validate(value, f"{prefix}{field.name}.")
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if item is not None and not _within(item, bounds):
-                each = "each of " if isinstance(value, list | tuple) else ""
+        each = "each of " if isinstance(value, list | tuple) else ""
+        for item in value if each else [value]:
+            if item is None:
+                continue
+            if choices and item not in choices:
+                raise UserError(
+                    f"{each}{prefix}{field.name} must be one of {', '.join(map(str, choices))}: "
+                    f"got {item!r}."
+                )
+            if not _within(item, bounds):
                 raise UserError(
                     f"{each}{prefix}{field.name} must be {_range_text(bounds)}: got {item}."
                 )
@@ -122,6 +131,14 @@ def validate(config: S, prefix: str = "") -> S:
     if check_rules is not None:
         check_rules()
     return config
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """Return the values that a `Literal` in a type allows; none where anything may be given."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    inner = [part for part in typing.get_args(hint) if part is not type(None)]
+    return _choices(inner[0]) if len(inner) == 1 else ()
 
 
 def _within(value: float, bounds: Mapping[str, float]) -> bool:
