@@ -88,7 +88,7 @@ def run(words: list[str]) -> int:
     if name not in table:
         return _refuse(name, rest, table)
     try:
-        return run_command(table[name], name, rest)
+        return execute(table[name], parse_command(table[name], name, rest))
     except SystemExit as end:  # how a parser leaves after printing its help
         return end.code if isinstance(end.code, int) else 0
 
@@ -108,10 +108,9 @@ def commands() -> dict[str, Command]:
     return found | {name: _load(place) for name, place in OTHERS.items()}
 
 
-def run_command(command: Command, name: str, argv: list[str]) -> int:
-    """Parse the words of a command, check its settings, run it and return its exit code."""
-    config = validate(parse_command(command, name, argv))
-    code = int(command.run(config) or 0)
+def execute(command: Command, config: Any) -> int:
+    """Check the settings of a command, run it and return its exit code."""
+    code = int(command.run(validate(config)) or 0)
     if command.draws and code == 0:
         plot(PlotConfig([getattr(config, command.draws)], config.out))
     return code

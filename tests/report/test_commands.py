@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deepenough.cli import run_command
+from deepenough.cli import execute, parse_command
 from deepenough.errors import UserError
 from deepenough.report.commands import plot_command
 from deepenough.runs import Metrics, Record, RunFolder
@@ -12,7 +12,8 @@ from deepenough.runs import Metrics, Record, RunFolder
 
 def plot(*words: Path | str) -> int:
     """Run `deepenough par plot` with these words."""
-    return run_command(plot_command("par"), "par plot", [str(word) for word in words])
+    command = plot_command("par")
+    return execute(command, parse_command(command, "par plot", [str(word) for word in words]))
 
 
 @pytest.fixture
