@@ -448,3 +448,18 @@ def test_one_step_of_training_changes_the_fingerprint() -> None:
     model(ids, labels=ids).loss.backward()
     optimizer.step()
     assert adapt(model).identity()["fingerprint"] != before
+
+
+def test_what_was_made_for_another_model_is_refused() -> None:
+    model = IN_TABLE["gpt2"]()
+    adapter = adapt(model)
+    identity = adapter.identity()
+    adapter.check_made_for(identity, "The maps")
+    adapter.check_made_for({"layers": 3, "width": WIDTH}, "Imported maps")
+    adapter.check_made_for({}, "Maps that know nothing")
+    with pytest.raises(UserError, match=r"^The maps were made for .* \(3 layers, width 99\), and"):
+        adapter.check_made_for(identity | {"width": 99}, "The maps")
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight.mul_(1.1)
+    with pytest.raises(UserError, match="with other weights: give the model they belong to"):
+        adapter.check_made_for(identity, "The maps")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -199,6 +199,25 @@ class Adapter:
             ),
         }
 
+    def check_made_for(self, made_for: Mapping[str, Any], what: str) -> None:
+        """Refuse something that was fitted for another model, or for this one before a change.
+
+        Args:
+            made_for: What `identity()` was then. What it lacks is not compared: maps that were
+                imported from elsewhere know their shape alone.
+            what: What was fitted, as the subject of a sentence: "The shortcuts".
+
+        Raises:
+            UserError: Says which model it was made for.
+        """
+        own = self.identity()
+        checked = [name for name in ("layers", "width", "fingerprint") if made_for.get(name)]
+        if any(made_for[name] != own[name] for name in checked):
+            raise UserError(
+                f"{what} were made for {_described(made_for)}, and this is {_described(own)} with "
+                "other weights: give the model they belong to, or make them anew for this one."
+            )
+
 
 class _TrunkOutput(BaseModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
@@ -305,6 +324,12 @@ def kind_of(model: PreTrainedModel) -> Kind:
     if _is_listed(name, MODEL_FOR_MASKED_LM_MAPPING_NAMES) or name.endswith("ForMaskedLM"):
         return "masked"
     return "encoder"
+
+
+def _described(identity: Mapping[str, Any]) -> str:
+    """Return a model's name and shape as people read them."""
+    name = identity.get("model") or "a model without a name"
+    return f"{name} ({identity.get('layers', '?')} layers, width {identity.get('width', '?')})"
 
 
 def _is_listed(name: str, table: Any) -> bool:
