@@ -18,7 +18,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,6 @@ from deepenough.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedConfig
-import tempfile
-from collections.abc import Callable
 
 NUM_SAMPLES = 64
 # Set by how a model is loaded, saved or asked, not by what it computes.

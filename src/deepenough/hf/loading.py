@@ -35,6 +35,7 @@ from transformers import (
 from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.errors import UserError
 from deepenough.hf import OWN_CLASSES
+from deepenough.runs import model_folder
 from deepenough.training.logging import without_bars
 
 LoadKind = Literal["auto", "causal", "masked", "encoder"]
@@ -152,15 +153,7 @@ def _place(name: str) -> str:
     """Return what `from_pretrained` takes for a name; `./smollm2` is a folder, `smollm2` is not."""
     if name in PACKAGED:
         return str(packaged_folder(name) or PACKAGED[name].hub)
-    if not Path(name).is_dir():
-        return name
-    for folder in (Path(name) / "model", Path(name)):
-        if (folder / "config.json").is_file():
-            return str(folder)
-    raise UserError(
-        f"There is no model in {name}: give a folder with a config.json, or the folder of a "
-        "finished run."
-    )
+    return str(model_folder(name)) if Path(name).is_dir() else name
 
 
 def _import_own_class(name: str, place: str, revision: str | None) -> None:
