@@ -14,7 +14,6 @@ from typing import Any
 from benchmarks.figures import Figure
 from deepenough.compare.frontier import compare
 from deepenough.config import resolve
-from deepenough.measurement import Interval
 from deepenough.par.config import ParTrainConfig
 from deepenough.par.training import train
 
@@ -49,9 +48,7 @@ def measure() -> dict[str, Any]:
         a["name"].replace(" ", "_"): {cost: [figure(a, cost), figure(b, cost)] for cost in COSTS}
         for a, b in pairs
     }
-    meet = {
-        cost: sum(interval(a, cost).meets(interval(b, cost)) for a, b in pairs) for cost in COSTS
-    }
+    meet = {cost: sum(intervals_meet(a, b, cost) for a, b in pairs) for cost in COSTS}
     bookkeeping = max(first["bookkeeping"], second["bookkeeping"])
     return {
         "num_points": len(pairs),
@@ -68,9 +65,10 @@ def compared(run: str, out: Path, seed: int) -> dict[str, Any]:
     return compare([run], out=str(out), seed=seed, rounds=ROUNDS, limit=SEGMENTS, **grid)
 
 
-def interval(point: dict[str, Any], cost: str) -> Interval:
-    """Return a point's cost with its interval."""
-    return Interval(point[cost], point[f"{cost}_low"], point[f"{cost}_high"])
+def intervals_meet(a: dict[str, Any], b: dict[str, Any], cost: str) -> bool:
+    """Return whether the intervals of a cost at two points have a value in common."""
+    low, high = f"{cost}_low", f"{cost}_high"
+    return bool(a[low] <= b[high] and b[low] <= a[high])
 
 
 def figure(point: dict[str, Any], cost: str) -> Figure:

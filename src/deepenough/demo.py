@@ -33,17 +33,23 @@ class DemoConfig:
 
 
 def run_demo(config: DemoConfig) -> None:
-    """Run every step, printing its command and its seconds; the last prints where the page is."""
+    """Run every step, printing its command and the time; the last prints where the page is."""
+    from deepenough.cli import run
+
     began = time.perf_counter()
     steps = demo_steps(config)
     for number, (what, words) in enumerate(steps, start=1):
-        started = time.perf_counter()
         line = shlex.join(["deepenough", *words])
         print(f"\n[{number}/{len(steps)}] {what}\n$ {line}", file=sys.stderr, flush=True)
-        _run(words)
+        try:
+            # In this process: loading torch anew for each step would take a minute.
+            code = run(words)
+        except UserError as error:
+            raise UserError(f"{error} The demo stopped at {line}.") from error
+        if code:
+            raise UserError(f"The demo stopped at {line}; see above why.")
         if number < len(steps):  # the report's path is to stand last
-            seconds, so_far = time.perf_counter() - started, time.perf_counter() - began
-            print(f"  {seconds:.0f} s ({so_far:.0f} s so far)", file=sys.stderr, flush=True)
+            print(f"  {time.perf_counter() - began:.0f} s so far", file=sys.stderr, flush=True)
 
 
 def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:
@@ -97,19 +103,6 @@ def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:
             f"--title 'deepenough: a demonstration' --out {at('report.html')}",
     }  # fmt: skip
     return [(what, shlex.split(line)) for what, line in steps.items()]
-
-
-def _run(words: list[str]) -> None:
-    """Run one command in this process: loading torch anew for each would take a minute."""
-    from deepenough.cli import run
-
-    where = f"The demo stopped at deepenough {shlex.join(words)}"
-    try:
-        code = run(words)
-    except UserError as error:
-        raise UserError(f"{error} {where}.") from error
-    if code:
-        raise UserError(f"{where}; see above why.")
 
 
 DEMO = Command(

@@ -1,37 +1,29 @@
 """Figures as plain data, and the reading of a run's records that they are built from.
 
 Every figure is built once, as a `FigureSpec`: texts, and panels that hold numbers. Two renderers
-draw it: `deepenough.report.drawing` with matplotlib (PNG, PDF, SVG, GIF) and the scripts of a
-report's page. Neither torch nor matplotlib is imported here, and no figure needs a model.
-
-Panels are of five kinds:
-
-- `Chart`: lines and bars over a pair of axes, with bands, rules and shaded spans;
-- `HeatMap`: a table of colours, with texts in its cells; with `frames` it moves;
-- `Scatter`: quality against cost, the best points joined by a staircase;
-- `TokenText`: a text whose tokens are shaded by depth, perhaps with what every layer predicts;
-- `Diagram`: the blocks of an architecture in order.
+draw it: `deepenough.report.drawing` with matplotlib and the scripts of a report's page. Neither
+torch nor matplotlib is imported here, and no figure needs a model.
 
 Colours are places in a palette of seven that both renderers share and that people with any common
 colour blindness tell apart; each place has a marker of its own as well.
 
-Records are read here as well. Values are checked once, so that builders may trust them: a number
-that is missing, not a number or infinite is treated as absent.
+Values of records are checked here, so that builders may trust them: a number that is missing, not a
+number or infinite is treated as absent.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
-
-import yaml
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from deepenough.errors import UserError
-from deepenough.runs import Record, RunFolder, read_records
+from deepenough.runs import Record, RunFolder, read_config, read_records
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = range(7)
 """Places in the palette."""
@@ -219,31 +211,8 @@ class TokenText:
     """The greatest depth there is."""
     depth_name: str
     lens: LensTable | None = None
-    first: int = 0
-    """Tokens that were left out before the first one here."""
     title: str = ""
     key: str = ""
-
-    def last_tokens(self, limit: int) -> TokenText:
-        """Return the text with at most `limit` tokens, the last ones."""
-        cut = max(0, len(self.tokens) - limit)
-        if not cut:
-            return self
-        lens = self.lens
-        if lens is not None:
-            lens = replace(
-                lens,
-                predictions=[row[cut:] for row in lens.predictions],
-                probability=[row[cut:] for row in lens.probability],
-                agrees=[row[cut:] for row in lens.agrees],
-            )
-        return replace(
-            self,
-            tokens=self.tokens[cut:],
-            depth=self.depth[cut:],
-            lens=lens,
-            first=self.first + cut,
-        )
 
 
 @dataclass(frozen=True)
@@ -295,6 +264,30 @@ class Section:
     figures: Sequence[FigureSpec] = ()
 
 
+T = TypeVar("T")
+
+
+def thin(items: Sequence[T], limit: int) -> list[T]:
+    """Return at most so many items, evenly, the first and the last always among them."""
+    if len(items) <= limit:
+        return list(items)
+    last = len(items) - 1
+    return [items[round(i * last / (limit - 1))] for i in range(limit)]
+
+
+def as_json(value: Any) -> Any:
+    """Return a figure as JSON has it: numbers of five digits, and null for what is no number."""
+    if dataclasses.is_dataclass(value):
+        content = {f.name: as_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        kind = getattr(value, "kind", None)
+        return content | {"kind": kind} if kind else content
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value
+
+
 # -- runs -------------------------------------------------------------------------------------
 
 
@@ -328,15 +321,15 @@ def build_figures(run: Run, builders: Sequence[FigureBuilder]) -> list[FigureSpe
     return [figure for build in builders if (figure := build(run)) is not None]
 
 
-def read_runs(paths: Sequence[Path | str]) -> list[Run]:
-    """Read several run folders, each named by as much of its path as tells it from the others."""
+def distinct_names(paths: Sequence[Path | str]) -> list[str]:
+    """Return as much of the end of each path as tells it from the others."""
     parts = [Path(path).resolve().parts for path in paths]
-    runs = [read_run(path) for path in paths]
+    names: list[str] = []
     for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(own[-depth:]) for own in parts]
         if len(set(names)) == len(names):
-            return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-    return runs
+            break
+    return names
 
 
 def read_run(path: Path | str) -> Run:
@@ -355,21 +348,29 @@ def read_run(path: Path | str) -> Run:
     num_diverged = sum(isinstance(loss, float) and not math.isfinite(loss) for loss in losses)
     if num_diverged:
         notes.append(f"{num_diverged} loss(es) in {folder.metrics} not finite and left out.")
-    config = _read_config(folder.config)
-    if config is None:
-        notes.append(f"{folder.config} is not readable and was left out.")
-    return Run(Path(path).resolve().name, records, config or {}, tuple(notes), str(path))
+    config: dict[str, Any] = {}
+    if folder.config.exists():
+        try:
+            config = read_config(str(path))
+        except UserError:
+            notes.append(f"{folder.config} is not readable and was left out.")
+    return Run(Path(path).resolve().name, records, config, tuple(notes), str(path))
 
 
-def _read_config(path: Path) -> dict[str, Any] | None:
-    """Return the settings in the file, {} without one, None if it cannot be understood."""
-    if not path.exists():
-        return {}
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make `folder` and turn a failure to write into it into a sentence for the user."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None
-    return loaded if isinstance(loaded, dict) else None
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(
+            f"Cannot write into {folder} ({error.strerror or error}); choose another place with "
+            "--out."
+        ) from error
+
+
+# -- values of records ------------------------------------------------------------------------
 
 
 def number(value: Any) -> float | None:

@@ -5,8 +5,8 @@ one protocol. The intervals say how far another measurement may lie:
 
 - **Times**: the median of the rounds, between two of the rounds themselves. Of `n` rounds in order,
   the median of the distribution lies between the `k`-th lowest and the `k`-th highest with
-  probability `1 - 2 P(B < k)`, `B` binomial of `n` and 1/2; the greatest `k` that suffices is
-  taken. No shape of the noise is assumed, and one slow round moves nothing.
+  probability `1 - 2 P(B < k)`, `B` binomial of `n` and 1/2. No shape of the noise is assumed, and
+  one slow round moves nothing.
 - **Shares** (accuracy, exact match, agreement): Wilson's interval, which is honest near 0 and 1.
 - **Perplexity**: the bootstrap over segments of the text, resampled with replacement.
 """
@@ -98,15 +98,6 @@ class Candidate(Protocol):
         """Return the scores of what `run` returned; this is not timed."""
 
 
-class OpenGrid:
-    """Operating points that are all left to the method."""
-
-    def __getattr__(self, name: str) -> None:
-        """Return None for every list of operating points."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
 @dataclass
 class ComparedRun:
     """One run of a comparison."""
@@ -114,17 +105,14 @@ class ComparedRun:
     run: str
     """Folder of a finished run."""
 
-    name: str | None = None
-    """What the chart calls it; by default the end of its path."""
+    grid: Any
+    """Operating points that were asked for: the fields of the methods' grids, None if left open."""
 
     mechanisms: list[str] | None = None
-    """Which of its ways to run are measured, such as full, speculative and exit; by default all."""
+    """Which ways to generate text are measured; by default all."""
 
     tuned: str | None = None
-    """Writing: folder of deepenough exit tune for the same model; its drafts take part."""
-
-    grid: Any = field(default_factory=OpenGrid)
-    """Operating points that were asked for: the fields of the methods' grids, None if left open."""
+    """Generation: folder of deepenough decode tune for the same model; its drafts take part."""
 
 
 @dataclass
@@ -170,43 +158,25 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    def meets(self, other: Interval) -> bool:
-        """Return whether the two have a value in common."""
-        return self.low <= other.high and other.low <= self.high
 
+def median_interval(values: Sequence[float]) -> Interval:
+    """Return the median between the order statistics that suffice; with fewer than 6, the extremes.
 
-def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """Return the median, between the order statistics that have this coverage; else the extremes.
-
-    With fewer than 6 values not even the extremes are sure at 95 %: `coverage` tells.
+    Of `n` values in order these are the `k`-th lowest and the `k`-th highest, with the greatest `k`
+    for which `1 - 2 P(B < k) >= CONFIDENCE`.
     """
-    ordered = sorted(values)
-    rank = _rank(len(ordered), confidence)
+    ordered, num = sorted(values), len(values)
+    rank, below = 1, 1 + num  # below: 2^n P(B < rank + 1)
+    while rank < num // 2 and 1 - 2 * below / 2**num >= CONFIDENCE:
+        rank += 1
+        below += math.comb(num, rank)
     return Interval(statistics.median(ordered), ordered[rank - 1], ordered[-rank])
 
 
-def coverage(num: int, confidence: float = CONFIDENCE) -> float:
-    """Return the confidence that the interval of `num` values really has."""
-    return 1 - 2 * _tail(num, _rank(num, confidence))
-
-
-def _rank(num: int, confidence: float) -> int:
-    """Return the greatest k for which `1 - 2 P(B < k)` suffices, at least 1."""
-    rank = 1
-    while rank < num // 2 and 1 - 2 * _tail(num, rank + 1) >= confidence:
-        rank += 1
-    return rank
-
-
-def _tail(num: int, rank: int) -> float:
-    """P(B < rank), B binomial of `num` and 1/2."""
-    return float(sum(math.comb(num, each) for each in range(rank)) / 2**num)
-
-
-def share_interval(right: int, total: int, confidence: float = CONFIDENCE) -> Interval:
-    """Wilson's interval of `right` out of `total`."""
+def share_interval(right: int, total: int) -> Interval:
+    """Return Wilson's interval of `right` out of `total`."""
     share = right / total
-    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = statistics.NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
     shrink = 1 + z * z / total
     middle = (share + z * z / (2 * total)) / shrink
     half = z / shrink * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
@@ -214,22 +184,13 @@ def share_interval(right: int, total: int, confidence: float = CONFIDENCE) -> In
     return Interval(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)))
 
 
-def perplexity_interval(
-    losses: Sequence[float],
-    tokens: Sequence[int],
-    confidence: float = CONFIDENCE,
-    seed: int = 0,
-) -> Interval:
-    """`exp(sum of losses / sum of tokens)`; both are given by segment, and resampled so."""
+def perplexity_interval(losses: Sequence[float], tokens: Sequence[int]) -> Interval:
+    """Return `exp(sum of losses / sum of tokens)`; both are given by segment and resampled so."""
     loss, count = np.asarray(losses, dtype=float), np.asarray(tokens, dtype=float)
-    draws = np.random.default_rng(seed).multinomial(
-        len(loss), np.full(len(loss), 1 / len(loss)), size=RESAMPLES
-    )
+    num = len(loss)
+    draws = np.random.default_rng(0).multinomial(num, np.full(num, 1 / num), size=RESAMPLES)
     means = (draws @ loss) / (draws @ count)
-    low, high = np.quantile(means, [0.5 - confidence / 2, 0.5 + confidence / 2])
+    low, high = np.quantile(means, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
     value = loss.sum() / count.sum()
-    return Interval(_exp(value), _exp(min(low, value)), _exp(max(high, value)))
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    ends = (value, min(low, value), max(high, value))
+    return Interval(*(math.exp(end) if end < 700 else math.inf for end in ends))

@@ -17,7 +17,6 @@ from deepenough.measurement import (
     Interval,
     OperatingPoint,
     Scores,
-    coverage,
     median_interval,
     perplexity_interval,
     share_interval,
@@ -72,29 +71,27 @@ def test_points_take_turns_and_are_judged_outside_of_the_clock(clock):
     diary: list[str] = []
     one, two = Sleeper("a", [4, 8], diary, clock), Sleeper("b", [2], diary, clock)
     steps: list[tuple[int, int]] = []
-    found, spent = measure([one, two], CompareConfig(rounds=6), lambda *step: steps.append(step))
+    found, _ = measure([one, two], CompareConfig(rounds=6), lambda *step: steps.append(step))
     # Warming up, judging and counting come first, point by point.
     assert diary[:9] == ["a4", "judge a4", "a4", "a8", "judge a8", "a8", "b2", "judge b2", "b2"]
     rounds = [diary[9 + 3 * i : 12 + 3 * i] for i in range(6)]
     assert len(diary) == 9 + 18
     assert all(sorted(each) == ["a4", "a8", "b2"] for each in rounds)
     assert len({tuple(each) for each in rounds}) > 1  # the order is drawn anew
-    assert [len(each.seconds) for each in found] == [6, 6, 6]
     assert steps[-1][0] <= steps[-1][1] == 3 * 7
-    slow = found[1]
-    assert slow.milliseconds == pytest.approx((4.5, 4.5, 4.5))  # 9 ms over 2 units
-    assert slow.relative_time.value == pytest.approx(9 / 5)
-    assert found[0].relative_time == Interval(1.0, 1.0, 1.0)
-    assert spent.measured == pytest.approx(6 * (0.005 + 0.009 + 0.003))
+    first, slow, _ = found
+    for end in ("", "_low", "_high"):
+        assert slow[f"milliseconds{end}"] == pytest.approx(4.5)  # 9 ms over 2 units
+        assert first[f"relative_time{end}"] == 1.0
+    assert slow["relative_time"] == pytest.approx(9 / 5)
 
 
 def test_bookkeeping_is_measured(clock):
     sleeper = Sleeper("a", [20, 10], [], clock)
-    found, spent = measure([sleeper], CompareConfig(rounds=6, count_flops=False))
-    assert found[0].counted is None
+    found, bookkeeping = measure([sleeper], CompareConfig(rounds=6, count_flops=False))
+    assert found[0]["flops_counted"] is None
     # Between two passes the clock is read once more, and so at the end of all.
-    assert spent.bookkeeping == pytest.approx(0.001 * (6 * 2 + 1))
-    assert spent.share == pytest.approx(spent.bookkeeping / (6 * (0.021 + 0.011)))
+    assert bookkeeping == pytest.approx(0.001 * (6 * 2 + 1) / (6 * (0.021 + 0.011)))
 
 
 def test_flops_are_counted_by_torch():
@@ -110,21 +107,15 @@ def test_the_median_lies_between_two_rounds():
     # Of 9 rounds the second lowest and the second highest: 1 - 2 (1 + 9) / 512 = 96.1 %.
     values = [5.0, 1.0, 2.0, 9.0, 3.0, 4.0, 6.0, 7.0, 100.0]
     assert median_interval(values) == Interval(5.0, 2.0, 9.0)
-    assert coverage(9) == pytest.approx(1 - 20 / 512)
-    assert coverage(6) == pytest.approx(1 - 2 / 64)
-    assert coverage(5) < 0.95  # and the extremes are all there is
     assert median_interval([3.0, 1.0]) == Interval(2.0, 1.0, 3.0)
     assert median_interval([3.0]) == Interval(3.0, 3.0, 3.0)
 
 
 @given(st.integers(6, 60))
 def test_the_coverage_is_the_binomial_one_and_the_tightest(num):
-    assert coverage(num) >= 0.95
-    low = next(
-        i for i, v in enumerate(sorted(range(num)), 1) if v == median_interval(range(num)).low
-    )
-    tighter = 1 - 2 * stats.binom.cdf(low, num, 0.5)
-    assert tighter < 0.95
+    low = int(median_interval(range(1, num + 1)).low)
+    assert 1 - 2 * stats.binom.cdf(low - 1, num, 0.5) >= 0.95
+    assert 1 - 2 * stats.binom.cdf(low, num, 0.5) < 0.95
 
 
 def test_wilson_is_honest_where_all_are_right():
@@ -146,8 +137,3 @@ def test_perplexity_is_of_the_whole_text():
     assert interval.high == pytest.approx(math.exp(3.0))
     assert perplexity_interval([8.0] * 4, [4] * 4) == pytest.approx((math.exp(2),) * 3)
     assert perplexity_interval([5000.0], [1]).value == math.inf
-
-
-def test_intervals_meet_or_do_not():
-    assert Interval(1.0, 0.5, 1.5).meets(Interval(2.0, 1.4, 3.0))
-    assert not Interval(1.0, 0.5, 1.5).meets(Interval(2.0, 1.6, 3.0))

@@ -41,7 +41,8 @@ def tuned(saved_model: Path, words_file: Path, tmp_path_factory: pytest.TempPath
 
 def measured(run: Path, data: Path, **more: object) -> dict[str, object]:
     compared = ComparedData(str(data), "train", limit=3, prompt_tokens=5, new_tokens=6)
-    candidate = open_candidate(ComparedRun(str(run), **more), "name", compared)
+    entry = ComparedRun(str(run), **{"grid": DecodeGrid()} | more)
+    candidate = open_candidate(entry, "name", compared)
     assert candidate.task.quality == "agreement" and candidate.task.unit == "token"
     return {p.name: (p, candidate.judge(p, candidate.run(p))) for p in candidate.points()}
 

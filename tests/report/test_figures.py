@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 
 from deepenough.errors import UserError
-from deepenough.figure import Run, read_run, read_runs
+from deepenough.figure import Run, read_run
+from deepenough.report.drawing import save_figures
 from deepenough.report.figures import (
+    compared_curves,
     frontier_figure,
     frontier_section,
     read_frontier,
+    run_figures,
     sample_figure,
     smooth,
     training_figure,
 )
-from deepenough.report.saving import run_figures, write_comparison, write_figures
 from deepenough.runs import Record
 
 
@@ -77,14 +79,13 @@ def test_a_perplexity_alone_is_enough() -> None:
 
 def test_several_runs_share_the_panels(make_run: Callable[..., Path], tmp_path: Path) -> None:
     names = ["_first", "a $x$ b", "x" * 200]
-    runs = read_runs([make_run(name, num_steps=200, seed=i) for i, name in enumerate(names)])
-    figure = training_figure(*runs)
-    assert figure is not None
+    runs = [read_run(make_run(name, num_steps=200, seed=i)) for i, name in enumerate(names)]
+    (figure,) = compared_curves(runs)
     lines = figure.panels[0].lines
     assert [line.name for line in lines[:3]] == ["_first", "_first, valid", "a $x$ b"]
     assert len(lines[4].name) < 60
     assert [line.color for line in lines] == [0, 0, 1, 1, 2, 2]
-    written = write_comparison(runs, tmp_path)
+    written = save_figures([figure], tmp_path)
     assert [path.name for path in written] == [
         "training.png", "training.pdf", "training.svg", "training.data.json",
     ]  # fmt: skip
@@ -137,16 +138,8 @@ def test_a_run_has_the_figures_of_its_records(folders: list[Path]) -> None:
     ]
 
 
-def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
-    run = Run("bare", [Record(1, "cost", {"attention": 1e-3}, 0.0)])
-    with pytest.raises(UserError, match="bare"):
-        write_figures(run, tmp_path)
-    with pytest.raises(UserError, match="compare"):
-        write_comparison([run, run], tmp_path)
-
-
 def test_pictures_stand_beside_their_data(folders: list[Path], tmp_path: Path) -> None:
-    written = write_figures(read_run(folders[4]), tmp_path / "new" / "plots")
+    written = save_figures(run_figures(read_run(folders[4])), tmp_path / "new" / "plots")
     assert {path.suffix for path in written} == {".png", ".pdf", ".svg", ".json"}
     data = json.loads((tmp_path / "new" / "plots" / "lazy_tokens.data.json").read_text())
     assert data["panels"][0]["values"] == [[0.4, 0.1], [0.3, 0.0]]

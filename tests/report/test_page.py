@@ -8,23 +8,10 @@ from typing import Any
 import pytest
 
 from deepenough.__main__ import main
-from deepenough.errors import UserError
-from deepenough.figure import Axis, Chart, FigureSpec, Line, Run, TokenText
-from deepenough.report.page import (
-    MAX_BYTES,
-    Limits,
-    Sources,
-    as_json,
-    compose,
-    make_entries,
-    read_sources,
-    thin,
-    thinned,
-)
-from deepenough.runs import Record
-
-STEPS = 40
-"""Recorded steps of the search."""
+from deepenough.figure import Axis, Chart, FigureSpec, Frame, HeatMap, Line, as_json, thin
+from deepenough.report import page
+from deepenough.report.page import compose, read_report, thinned
+from deepenough.runs import Metrics, Record
 
 
 def data_of(content: str) -> list[dict[str, Any]]:
@@ -71,8 +58,10 @@ def test_every_section_is_there_with_its_figures_and_commands(folders, tmp_path,
 
 
 def test_a_run_whose_method_is_unknown_still_shows_its_curves(tmp_path):
-    run = Run("r", [Record(i, "train", {"loss": 1.0}) for i in range(3)], path=str(tmp_path))
-    (entry,) = make_entries(Sources([run], [], []))
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    for step in range(3):
+        metrics.append(Record(step, "train", {"loss": 1.0}))
+    (entry,) = read_report([tmp_path]).entries
     assert entry.title.startswith("Training: ")
     assert [figure.command for figure in entry.section.figures] == [""]
 
@@ -84,7 +73,7 @@ def test_numbers_are_rounded_and_what_is_no_number_is_null():
 
 def test_points_are_linked_to_the_section_of_their_run(folders):
     both = (folders[::2], folders[:1])
-    linked, alone = (panel_of(compose(read_sources(some), "x"), "frontier") for some in both)
+    linked, alone = (panel_of(compose(read_report(some)), "frontier") for some in both)
     assert {point["section"] for point in linked["points"]} == {1}
     assert {point["section"] for point in alone["points"]} == {None}
     assert {point["folder"] for point in alone["points"]} == {str(folders[2])}
@@ -92,12 +81,12 @@ def test_points_are_linked_to_the_section_of_their_run(folders):
 
 def test_what_a_search_led_to_is_shown_once(folders):
     named = [folders[1], folders[1] / "derived"]
-    paths = [run.path for run in read_sources(named).runs]
+    paths = [entry.folder for entry in read_report(named).entries]
     assert paths == [str(path) for path in named]
 
 
 def test_nothing_is_loaded_and_markup_stays_text(folders, evil):
-    content = compose(read_sources(folders), evil)
+    content = compose(read_report(folders, evil))
     assert "<script>alert" not in content and "<img src=x" not in content
     assert content.count("<script") == 2
     assert not re.search(r'(src|href)="?https?:', content)
@@ -105,31 +94,20 @@ def test_nothing_is_loaded_and_markup_stays_text(folders, evil):
     assert any("onerror" in token for token in panel_of(content, "lens")["tokens"])
 
 
-def test_a_page_too_large_is_thinned_and_says_so(folders):
-    sources = read_sources(folders)
-    whole = compose(sources, "x")
-    assert len(whole.encode()) <= MAX_BYTES and "Left out" not in whole
-    small = compose(sources, "x", max_bytes=len(whole.encode()) - 4000)
-    frames = panel_of(small, "blocks")["frames"]
-    assert 2 <= len(frames) < STEPS
-    assert frames[-1]["name"].startswith(f"step {STEPS * 10}")
-    said = f"{len(frames)} of {STEPS + 1} recorded steps"
-    assert small.count(said) == 2  # at the figure, and at the end
-    assert f"/search: {said} in “Block probabilities”" in small
-    with pytest.raises(UserError, match=r"larger than 0\.01 MB"):
-        compose(read_sources(folders[2:3]), "x", max_bytes=10_000)
-
-
-def test_long_lines_and_texts_are_thinned_and_that_is_said():
+def test_long_lines_and_sliders_are_thinned_and_that_is_said(monkeypatch):
     line = Line("long", list(range(9)), list(range(9)), labels=list("abcdefghi"))
-    text = TokenText([str(n) for n in range(9)], [1] * 9, 2, "layers")
-    spec = FigureSpec("n", "t", "c", [Chart(Axis(), Axis(), [line]), text])
-    small, missing = thinned(spec, Limits(points=3, tokens=4))
+    frames = [Frame(str(n), [[0.0]]) for n in range(5)]
+    heat = HeatMap(["r"], ["c"], [[0.0]], Axis(), Axis(), Axis(low=0.0, high=1.0), frames=frames)
+    spec = FigureSpec("n", "t", "Caption.", [Chart(Axis(), Axis(), [line]), heat])
+    assert thinned(spec) == spec
+    monkeypatch.setattr(page, "MAX_POINTS", 3)
+    monkeypatch.setattr(page, "MAX_FRAMES", 2)
+    small = thinned(spec)
     assert small.panels[0].lines[0].x == [0, 4, 8]
     assert small.panels[0].lines[0].labels == ["a", "e", "i"]
-    assert small.panels[1].tokens == ["5", "6", "7", "8"]
-    assert missing == ["3 of 9 points of “long”", "the last 4 of 9 tokens"]
-    assert thinned(spec, Limits())[1] == []
+    assert [frame.name for frame in small.panels[1].frames] == ["0", "4"]
+    shown = "Shown: 3 of 9 points of “long”, 2 of 5 recorded steps."
+    assert small.caption == f"Caption. {shown}"
 
 
 def test_a_damaged_line_is_said_and_a_run_without_records_is_left_out(tmp_path, search_run, capsys):
@@ -191,7 +169,6 @@ def test_markdown_with_pictures(folders, tmp_path):
 def test_thinning_keeps_both_ends():
     assert thin(range(5), 5) == [0, 1, 2, 3, 4]
     assert thin(range(101), 3) == [0, 50, 100]
-    assert Limits().halved().frames == Limits().frames // 2
 
 
 def test_a_file_among_the_folders_is_left_out_with_a_note(search_run, tmp_path, capsys):

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from deepenough.report.page import compose, read_sources
+from deepenough.report.page import compose, read_report
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
@@ -46,7 +46,7 @@ def file(
     browser: Any, folders: list[Path], evil: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     file = tmp_path_factory.mktemp("report") / "report.html"
-    file.write_text(compose(read_sources(folders), evil))
+    file.write_text(compose(read_report(folders, evil)))
     return file
 
 

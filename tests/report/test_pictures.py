@@ -3,18 +3,10 @@
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from deepenough.figure import Diagram, LensTable, TokenText, visible
-from deepenough.report import style
-from deepenough.report.pictures import (
-    MAX_ROWS,
-    MAX_WIDTH,
-    draw_diagram,
-    draw_lens,
-    draw_tokens,
-    shorten,
-)
+from deepenough.figure import Diagram, FigureSpec, LensTable, Panel, TokenText, visible
+from deepenough.report import drawing, style
+from deepenough.report.pictures import MAX_LENS_TOKENS
 
 ODD = [
     "</script><script>alert(1)</script>", "<b>bold</b>", "a&amp;b", "%{x}", "$x^2$", "\n", "\t",
@@ -23,10 +15,11 @@ ODD = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _styled():
+def draw(panel: Panel) -> Figure:
+    ((_, figure),) = drawing.draw(FigureSpec("name", "x" * 90, "", [panel]))
     with style.applied():
-        yield
+        figure.draw_without_rendering()
+    return figure
 
 
 def lens_text(num_layers: int, tokens: list[str], words: list[str]) -> TokenText:
@@ -46,26 +39,22 @@ def lens_text(num_layers: int, tokens: list[str], words: list[str]) -> TokenText
     return TokenText([visible(t) for t in tokens], depth.tolist(), num_layers, "layer", lens)
 
 
-def draw(text: TokenText) -> Figure:
-    assert text.lens is not None
-    return draw_lens(text, text.lens)
-
-
-def test_every_cell_has_its_prediction_in_bold_where_it_agrees() -> None:
+def test_every_cell_has_its_prediction_and_a_frame_where_it_stays() -> None:
     text = lens_text(5, ["The", " capital", " of"], [" city", " a", "\n"])
     assert text.lens is not None
-    written = {t.get_position(): t for t in draw(text).axes[0].texts}
+    axes = draw(text).axes[0]
+    written = {t.get_position(): t.get_text() for t in axes.texts}
     for i, row in enumerate(text.lens.predictions):
         for j, word in enumerate(row):
-            assert written[j, i].get_text() == word
-            assert (written[j, i].get_fontweight() == "bold") == text.lens.agrees[i][j]
+            assert written[j, i] == word
+    frames = {(round(p.get_center()[0]), round(p.get_center()[1])) for p in axes.patches}
+    assert frames == {(j, row) for j, row in enumerate(text.depth) if row < 5}
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["The", "␣capital", "␣of"]
 
 
 def test_predictions_stay_in_their_cells() -> None:
-    long = [" a", " incomprehensibilities", "W" * 60, "中" * 9]
-    figure = draw(lens_text(6, [" t"] * 9, long))
-    figure.draw_without_rendering()
-    axes = figure.axes[0]
+    long = [" a", " incomprehensibilities", "n" * 60, "中" * 4]
+    axes = draw(lens_text(6, [" t"] * 9, long)).axes[0]
     for text in axes.texts:
         box, column = text.get_window_extent(), text.get_position()[0]
         left, right = axes.transData.transform([(column - 0.5, 0), (column + 0.5, 0)])[:, 0]
@@ -84,9 +73,6 @@ def test_predictions_stay_in_their_cells() -> None:
 )
 def test_any_lens_fits_its_figure(text: TokenText) -> None:
     figure = draw(text)
-    figure.draw_without_rendering()
-    assert figure.get_figwidth() <= MAX_WIDTH
-    assert len(figure.axes[0].get_yticks()) <= MAX_ROWS + 1
     box = figure.get_tightbbox()
     assert box.x0 >= 0
     assert box.x1 <= figure.get_figwidth() + 0.01
@@ -94,17 +80,15 @@ def test_any_lens_fits_its_figure(text: TokenText) -> None:
 
 
 def test_a_long_prompt_keeps_its_end_and_says_so() -> None:
-    figure = draw(lens_text(3, [f" t{i}" for i in range(300)], ["a"]))
-    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
-    assert labels[-1] == "␣t299"
-    assert f"tokens {301 - len(labels)} to 300 of 300" in figure.axes[0].get_title(loc="left")
+    axes = draw(lens_text(3, [f" t{i}" for i in range(300)], ["a"])).axes[0]
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels[-1] == "␣t299" and len(labels) == MAX_LENS_TOKENS
+    assert f"the last {MAX_LENS_TOKENS} of 300 tokens" in axes.get_title(loc="left")
 
 
 def test_tokens_of_a_text_are_shaded_and_do_not_overlap() -> None:
     tokens = [f" word{i}" for i in range(60)]
-    depth = [None, *range(1, 60)]
-    figure = draw_tokens(TokenText(tokens, depth, 60, "layers run"), "How deep")
-    figure.draw_without_rendering()
+    figure = draw(TokenText(tokens, [None, *range(1, 60)], 60, "layers run"))
     axes = figure.axes[0]
     assert len(axes.patches) == 59  # the prompt is not shaded
     boxes = [t.get_window_extent() for t in axes.texts]
@@ -115,8 +99,7 @@ def test_tokens_of_a_text_are_shaded_and_do_not_overlap() -> None:
 
 
 def test_odd_tokens_can_be_drawn() -> None:
-    text = TokenText([visible(t) for t in ODD], [1.0] * len(ODD), 2, "layers run")
-    draw_tokens(text, "x").draw_without_rendering()
+    draw(TokenText([visible(t) for t in ODD], [1.0] * len(ODD), 2, "layers run"))
 
 
 def test_a_character_without_a_glyph_is_a_sign() -> None:
@@ -134,30 +117,26 @@ def test_installed_fonts_help_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert style.families()[1:] == ("STIXGeneral",)
         assert style.drawable(beyond_dejavu) == beyond_dejavu != before
         with style.applied():
-            draw(lens_text(2, ["a"], [beyond_dejavu])).draw_without_rendering()
+            draw(lens_text(2, ["a"], [beyond_dejavu]))
     finally:
         monkeypatch.undo()
         for each in cached:
             each.cache_clear()
 
 
-def test_shorten_keeps_the_longest_beginning() -> None:
-    assert shorten("abcdef", lambda text: len(text) <= 6) == "abcdef"
-    assert shorten("abcdef", lambda text: len(text) <= 4) == "abc…"
-    assert shorten("abcdef", lambda text: False) == "…"
-
-
 KINDS = {"a": "attention", "d": "dense", "-": "identity"}
 
 
 def diagram(pattern: str) -> Figure:
-    return draw_diagram(Diagram([KINDS[letter] for letter in pattern], pattern), "x" * 90)
+    return draw(Diagram([KINDS[letter] for letter in pattern], pattern))
 
 
 def test_every_block_is_drawn_in_its_shape() -> None:
     axes = diagram("aadad-").axes[0]
-    assert sum(type(p) is FancyBboxPatch for p in axes.patches) == 3
-    assert sum(type(p) is Rectangle for p in axes.patches) == 3
+    shapes = [
+        type(t.get_bbox_patch().get_boxstyle()).__name__ for t in axes.texts if t.get_bbox_patch()
+    ]
+    assert shapes == ["Round", "Round", "Square", "Round", "Square", "Square"]
     written = [text.get_text() for text in axes.texts]
     labels = [t for t in written if t in KINDS.values()]
     assert labels == ["attention", "attention", "dense", "attention", "dense", "identity"]
@@ -167,8 +146,8 @@ def test_every_block_is_drawn_in_its_shape() -> None:
 @pytest.mark.parametrize("pattern", ["-", "-a-", "d" * 10, "d" * 12 + "-" + "a" * 11, "a" * 100])
 def test_everything_stays_inside_the_figure_and_no_text_overlaps(pattern: str) -> None:
     figure = diagram(pattern)
-    figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    texts = [text for text in figure.axes[0].texts if text.get_text()]
+    boxes = [(t.get_bbox_patch() or t).get_window_extent() for t in texts]
     width, height = figure.bbox.width, figure.bbox.height
     assert all(b.x0 >= 0 and b.y0 >= 0 and b.x1 <= width and b.y1 <= height for b in boxes)
     for i, box in enumerate(boxes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +14,12 @@ if TYPE_CHECKING:
 def _compare(config: CompareConfig) -> None:
     """Measure, print a table, and write frontier.json with its pictures."""
     from deepenough.compare.frontier import FRONTIER, run_comparison
-    from deepenough.report.figures import read_frontier
-    from deepenough.report.saving import write_frontier_figures
+    from deepenough.report.drawing import save_figures
+    from deepenough.report.figures import frontier_figure, read_frontier
     from deepenough.training.logging import reading
 
     with reading("passes") as progress:
         content = run_comparison(config, progress)
-    for note in content["notes"]:
-        print(f"deepenough: note: {note}", file=sys.stderr)
     quality = content["task"]["quality"]
     print(f"{'run':24}{'point':16}{quality:>12}{'layers':>9}{'MFLOPs':>10}{'ms':>10}  best in")
     for point in content["points"]:
@@ -35,8 +32,8 @@ def _compare(config: CompareConfig) -> None:
         f"costs are of one {content['task']['unit']}; bookkeeping took "
         f"{content['bookkeeping']:.2%} of the measured time"
     )
-    file = Path(config.out) / FRONTIER
-    print(file, *write_frontier_figures(read_frontier(file), Path(config.out)), sep="\n")
+    written = save_figures([frontier_figure(read_frontier(config.out))], config.out)
+    print(Path(config.out) / FRONTIER, *written, sep="\n")
 
 
 COMPARE = Command(

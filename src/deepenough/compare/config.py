@@ -7,9 +7,8 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepenough.config import bounded, options, resolve
-from deepenough.errors import UserError
-from deepenough.measurement import ComparedData, ComparedRun
+from deepenough.config import bounded, options
+from deepenough.measurement import ComparedData
 from deepenough.registry import METHODS
 
 
@@ -23,22 +22,14 @@ Grid: Any = _merged_grid()
 
 
 @dataclass
-class ComparisonEntry(ComparedRun):
-    """A run of a comparison, as a settings file may describe it."""
-
-    grid: Grid = field(default_factory=Grid)
-
-
-@dataclass
 class CompareConfig(ComparedData):
     """Settings of `deepenough compare`."""
 
     runs: list[str] = field(default_factory=list)
     """Folders of finished runs."""
 
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    """Runs with more to say, in a settings file: each has a run and may have name, mechanisms,
-    tuned, grid."""
+    mechanisms: list[str] | None = None
+    """Generation: which ways are measured, such as full, speculative and exit; by default all."""
 
     tuned: str | None = None
     """Generation: folder of deepenough decode tune for the same model; its drafts are measured."""
@@ -51,9 +42,6 @@ class CompareConfig(ComparedData):
 
     rounds: int = bounded(7, ge=1)
     """How often every point is timed; fewer than 6 give intervals of less than 95 %."""
-
-    warmup: int = bounded(1, ge=1)
-    """Passes before the first timed one."""
 
     threads: int | None = bounded(None, ge=1)
     """Threads of torch; by default its own choice."""
@@ -75,19 +63,3 @@ class CompareConfig(ComparedData):
                 spelt = json.dumps(value) if isinstance(value, list | bool) else str(value)
                 words.append(f"--{option.name}={spelt}")
         return shlex.join(words)
-
-    def all_entries(self) -> list[ComparisonEntry]:
-        """Return every run to compare, each with the comparison's grid where it has none."""
-        named = [ComparisonEntry(run) for run in self.runs]
-        named += [resolve(ComparisonEntry, overrides=each) for each in self.entries]
-        if not named:
-            raise UserError(
-                "There is nothing to compare: name the folders of finished runs, as in "
-                "deepenough compare runs/first runs/second."
-            )
-        for entry in named:
-            entry.tuned = entry.tuned or self.tuned
-            for name, values in vars(self.grid).items():
-                if getattr(entry.grid, name) is None:
-                    setattr(entry.grid, name, values)
-        return named

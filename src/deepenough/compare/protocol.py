@@ -1,16 +1,13 @@
 """One protocol for everything that can be measured at several operating points.
 
-A `Candidate` is a finished run. It knows its task, its operating points, how to answer the whole
-data at one of them, and how to judge the answers. Nothing else is known of it here, so that methods
-that have little in common are measured alike:
+Nothing is known of a `Candidate` here but its points, how to run one and how to judge the answers,
+so that methods that have little in common are measured alike:
 
 - all answer the same data on the same number of threads;
-- the first passes warm up, one more counts FLOPs with torch's own counter, none of them is timed;
+- a first pass warms up and is judged, one more counts FLOPs with torch's own counter, neither is
+  timed;
 - then rounds, in each of which every point is timed once, in an order drawn anew: a slow moment of
-  the machine hits no point more than another, and no point always follows the same one;
-- answers are judged once, outside of the clock.
-
-Whatever the loop itself needs is measured too: `Clock.bookkeeping`.
+  the machine hits no point more than another, and no point always follows the same one.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,95 +22,68 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepenough.compare.config import CompareConfig
-from deepenough.measurement import (
-    Candidate,
-    Interval,
-    OperatingPoint,
-    Scores,
-    median_interval,
-)
+from deepenough.measurement import Candidate, Interval, OperatingPoint, median_interval
 
 #: Hears how many passes are done, and of how many.
 Advance = Callable[[int, int], None]
 
 
-@dataclass
-class Clock:
-    """Where the time of a comparison went, in seconds."""
-
-    measured: float = 0.0
-    """In the rounds, with a candidate at work."""
-    bookkeeping: float = 0.0
-    """In the rounds, with none at work."""
-    preparing: float = 0.0
-    """Counting FLOPs, warming up, judging."""
-
-    @property
-    def share(self) -> float:
-        """Return the time spent on bookkeeping as a share of the time measured."""
-        return self.bookkeeping / self.measured if self.measured else 0.0
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One point of the chart."""
-
-    candidate: Candidate
-    point: OperatingPoint
-    judged: Scores
-    counted: float | None
-    """FLOPs of all units by torch's counter, padding included."""
-    seconds: tuple[float, ...]
-    """Of every round, over all of the data."""
-    milliseconds: Interval
-    """Of a unit."""
-    relative_time: Interval
-    """To the first point of all, round by round, in which a slow round cancels."""
-
-
 def measure(
-    candidates: Sequence[Candidate],
-    config: CompareConfig,
-    advance: Advance | None = None,
-) -> tuple[list[Measured], Clock]:
-    """Measure every operating point of every candidate; times are relative to the first one."""
+    candidates: Sequence[Candidate], config: CompareConfig, advance: Advance | None = None
+) -> tuple[list[dict[str, Any]], float]:
+    """Measure every operating point of every candidate.
+
+    Returns:
+        A row of `frontier.json` for every point, and the time that the rounds took with no model
+        at work, as a share of the rest.
+    """
     pairs = [(candidate, point) for candidate in candidates for point in candidate.points()]
     total = len(pairs) * (1 + config.rounds)
-    clock = Clock()
-    started = time.perf_counter()
     prepared = []
     for done, (candidate, point) in enumerate(pairs, start=1):
-        prepared.append(_prepare(candidate, point, config))
+        judged = candidate.judge(point, candidate.run(point))
+        counted = count_flops(candidate, point) if config.count_flops else None
+        prepared.append((judged, counted))
         if advance is not None:
             advance(done, total)
-    clock.preparing = time.perf_counter() - started
-    seconds = _rounds(pairs, config, clock, advance)
-    found = []
+    seconds: list[list[float]] = [[] for _ in pairs]
+    shuffle = random.Random(config.seed).shuffle
+    begun = time.perf_counter()
+    for number in range(1, config.rounds + 1):
+        order = list(range(len(pairs)))
+        shuffle(order)
+        if advance is not None:
+            advance(number * len(pairs), total)
+        for place in order:
+            seconds[place].append(_timed(*pairs[place]))
+    at_work = sum(map(sum, seconds))
+    bookkeeping = (time.perf_counter() - begun - at_work) / at_work
+    rows = []
     for (candidate, point), (judged, counted), own in zip(pairs, prepared, seconds, strict=True):
-        each = [1000 * value / judged.units for value in own]
+        # Round by round, in which a slow round cancels.
         ratios = [value / first for value, first in zip(own, seconds[0], strict=True)]
-        found.append(
-            Measured(
-                candidate,
-                point,
-                judged,
-                counted,
-                tuple(own),
-                median_interval(each),
-                median_interval(ratios),
-            )
+        rows.append(
+            {
+                "run": candidate.name,
+                "mechanism": point.mechanism or candidate.mechanism,
+                "name": point.name,
+                "settings": dict(point.settings),
+                "command": point.command,
+                **_ends("quality", judged.quality),
+                "units": judged.units,
+                "layers": judged.layers,
+                "flops": judged.flops / judged.units,
+                "flops_counted": None if counted is None else counted / judged.units,
+                **_ends("milliseconds", median_interval([1e3 * s / judged.units for s in own])),
+                **_ends("relative_time", median_interval(ratios)),
+                "sample": judged.sample,
+            }
         )
-    return found, clock
+    return rows, bookkeeping
 
 
-def _prepare(
-    candidate: Candidate, point: OperatingPoint, config: CompareConfig
-) -> tuple[Scores, float | None]:
-    """Warm up, judge and count; a first pass may do more than all others, so it is not counted."""
-    for _ in range(config.warmup - 1):
-        candidate.run(point)
-    judged = candidate.judge(point, candidate.run(point))
-    return judged, count_flops(candidate, point) if config.count_flops else None
+def _ends(name: str, interval: Interval) -> dict[str, float]:
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def count_flops(candidate: Candidate, point: OperatingPoint) -> float:
@@ -124,35 +93,12 @@ def count_flops(candidate: Candidate, point: OperatingPoint) -> float:
     return float(counter.get_total_flops())
 
 
-def _rounds(
-    pairs: Sequence[tuple[Candidate, OperatingPoint]],
-    config: CompareConfig,
-    clock: Clock,
-    advance: Advance | None,
-) -> list[list[float]]:
-    """Return seconds of every point in every round."""
-    seconds: list[list[float]] = [[] for _ in pairs]
-    shuffle = random.Random(config.seed).shuffle
-    begun = time.perf_counter()
-    for number in range(1, config.rounds + 1):
-        order = list(range(len(pairs)))
-        shuffle(order)
-        if advance is not None:
-            advance(number * len(pairs), len(pairs) * (1 + config.rounds))
-        for place in order:
-            candidate, point = pairs[place]
-            started = time.perf_counter()
-            answers = candidate.run(point)
-            _wait(answers)
-            took = time.perf_counter() - started
-            seconds[place].append(took)
-            clock.measured += took
-            del answers  # else the next one would be timed beside its memory
-    clock.bookkeeping = time.perf_counter() - begun - clock.measured
-    return seconds
-
-
-def _wait(_: Any) -> None:
-    """Let the device finish what it was asked for."""
+def _timed(candidate: Candidate, point: OperatingPoint) -> float:
+    """Return the seconds of one pass over all of the data."""
+    started = time.perf_counter()
+    answers = candidate.run(point)  # kept until the clock has stopped: freeing it takes time too
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+    took = time.perf_counter() - started
+    del answers
+    return took

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from deepenough.config import Command
 from deepenough.errors import UserError
@@ -30,11 +29,8 @@ class ReportConfig:
     runs: list[str] = field(default_factory=list)
     """Folders of runs, or of deepenough compare."""
 
-    out: str | None = None
+    out: str = "report.html"
     """File to write: report.html, or report.md for Markdown with pictures."""
-
-    format: Literal["html", "markdown"] | None = None
-    """By default as the name of the file ends."""
 
     title: str = ""
     """Heading; by default the names of the runs."""
@@ -47,53 +43,52 @@ def plot(config: PlotConfig) -> None:
         raise UserError("Several runs are drawn over one another; say with --out FOLDER where to.")
 
     # Here, not above: matplotlib takes a second to load, which --help need not wait for.
-    from deepenough.figure import read_runs
-    from deepenough.report.saving import write_comparison, write_figures
+    from deepenough.figure import read_run
+    from deepenough.report.drawing import save_figures
+    from deepenough.report.figures import compared_curves, run_figures
     from deepenough.runs import RunFolder
 
-    runs = read_runs(folders)
+    runs = [read_run(folder) for folder in folders]
     _print_notes([note for run in runs for note in run.notes])
-    if len(runs) > 1:
-        written = write_comparison(runs, str(config.out))
-    else:
-        written = write_figures(runs[0], config.out or RunFolder(Path(folders[0])).plots)
-    print(*written, sep="\n")
+    figures = run_figures(runs[0]) if len(runs) == 1 else compared_curves(runs)
+    if not figures:
+        raise UserError(
+            f"{', '.join(folders)}: nothing is recorded that can be drawn; name the folder of a "
+            "search, a training or an evaluation, or several of trainings."
+        )
+    print(*save_figures(figures, config.out or RunFolder(Path(folders[0])).plots), sep="\n")
 
 
 def report(config: ReportConfig) -> None:
     """Write a report and print the files written."""
     folders = _distinct(config.runs, "deepenough report runs/first --out report.html")
-    out = None if config.out is None else Path(config.out)
-    if out is not None and out.is_dir():
+    out = Path(config.out)
+    if out.is_dir():
         raise UserError(f"{out} is a folder: name a file, as in --out {out}/report.html.")
 
-    from deepenough.report.page import read_sources, write_markdown, write_page
+    from deepenough.report.page import read_report, write_markdown, write_page
 
-    sources = read_sources(folders)
-    _print_notes(sources.notes)
-    markdown = out is not None and out.suffix.lower() in (".md", ".markdown")
-    if config.format == "markdown" or (markdown and config.format is None):
-        print(*write_markdown(sources, out or "report.md", config.title), sep="\n")
+    found = read_report(folders, config.title)
+    _print_notes(found.notes)
+    if out.suffix.lower() in (".md", ".markdown"):
+        print(*write_markdown(found, out), sep="\n")
     else:
-        print(write_page(sources, out or "report.html", config.title))
+        write_page(found, out)
+        print(out)
 
 
 def _distinct(paths: list[str], example: str) -> list[str]:
-    """Return the folders without repetitions: one run twice would be a line drawn over itself."""
-    runs = [_run_of(path) for path in paths]
-    folders = list({Path(path).resolve(): path for path in runs}.values())
-    if not folders:
-        raise UserError(f"Name at least one run folder, as in {example}.")
-    return folders
-
-
-def _run_of(path: str) -> str:
-    """Return the folder of the run if `path` is the model inside of one."""
+    """Return the folders of runs without repetitions: a run's own model stands for the run."""
     from deepenough.runs import RunFolder
 
-    folder = Path(path)
-    inside = not RunFolder(folder).is_run() and folder == RunFolder(folder.parent).model
-    return str(folder.parent) if inside and RunFolder(folder.parent).is_run() else path
+    found: dict[Path, str] = {}
+    for path in map(Path, paths):
+        parent = RunFolder(path.parent)
+        folder = parent.path if path == parent.model and parent.is_run() else path
+        found.setdefault(folder.resolve(), str(folder))
+    if not found:
+        raise UserError(f"Name at least one run folder, as in {example}.")
+    return list(found.values())
 
 
 def _print_notes(notes: Sequence[str]) -> None:

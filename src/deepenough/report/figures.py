@@ -1,19 +1,12 @@
 """Figures that belong to no single method: training curves, and the frontier of a comparison.
 
-Notable choices:
-
-- The training line is smoothed in the loss, and its perplexity is the exponential of that: the
-  mean of per-batch perplexities is dominated by the worst batches and is no perplexity of
-  anything.
-- Several runs share each panel, one colour a run; a panel that no run has data for is left out.
-- A point of a comparison is Pareto-optimal when no other is at least as good in both quality and
-  cost and better in one.
+The training line is smoothed in the loss, and its perplexity is the exponential of that: the mean
+of per-batch perplexities is dominated by the worst batches and is no perplexity of anything.
 """
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,11 +30,15 @@ from deepenough.figure import (
     Scatter,
     Section,
     TokenText,
+    build_figures,
+    distinct_names,
     number,
+    numbers,
     readable,
     series,
     shortened,
 )
+from deepenough.registry import METHODS
 
 # -- training curves --------------------------------------------------------------------------
 
@@ -69,23 +66,13 @@ def smooth(steps: np.ndarray, values: np.ndarray, half_window: int) -> np.ndarra
     A moving average would lag behind the steep fall at the start and a centred mean would bend the
     two ends; a local line does neither.
     """
-    n = len(values)
-    if half_window < 1 or n < 3:
+    if half_window < 1 or len(values) < 3:
         return values
-    first = np.maximum(np.arange(n) - half_window, 0)
-    last = np.minimum(np.arange(n) + half_window + 1, n)
-    x = (steps - steps.mean()) / max(np.ptp(steps), 1.0)
-
-    def window_mean(quantity: np.ndarray) -> np.ndarray:
-        total = np.concatenate([[0.0], np.cumsum(quantity)])
-        return (total[last] - total[first]) / (last - first)
-
-    mean_x, mean_y = window_mean(x), window_mean(values)
-    variance = window_mean(x * x) - mean_x**2
-    covariance = window_mean(x * values) - mean_x * mean_y
-    # Steps too close together for a slope to mean anything get the plain mean.
-    slope = np.divide(covariance, variance, out=np.zeros(n), where=variance > 1e-12)
-    return mean_y + slope * (x - mean_x)
+    fitted = []
+    for i, step in enumerate(steps):
+        near = slice(max(0, i - half_window), i + half_window + 1)
+        fitted.append(np.polyfit(steps[near] - step, values[near], 1)[1])
+    return np.array(fitted)
 
 
 def losses(run: Run, kind: str) -> Curve:
@@ -102,20 +89,16 @@ def training_figure(*runs: Run, command: str = "") -> FigureSpec | None:
     several = len(runs) > 1
     step = Axis("step", whole=True, low=0.0)
     panels: list[Panel] = []
-    lines = [
-        line
-        for place, run in enumerate(runs)
-        for line in (_run_lines(run, place) if several else _loss_lines(run))
-    ]
+    lines = [line for place, run in enumerate(runs) for line in _loss_lines(run, place, several)]
     if lines:
         panels.append(Chart(step, Axis("loss"), lines, title="loss"))
         if any(series(run, kind, "perplexity")[0] for run in runs for kind in KINDS):
             panels.append(_perplexity_panel(step, lines))
     for name, axis in SMALL_PANELS:
         curves = [
-            Line(shortened(run.name, 32) if several else SMOOTHED, x, y, place, marker=False)
+            Line(shortened(run.name, 32) if several else SMOOTHED, *found, place, marker=False)
             for place, run in enumerate(runs)
-            if (x := (found := series(run, "train", name))[0]) and (y := found[1])
+            if (found := series(run, "train", name))[0]
         ]
         if curves:
             panels.append(Chart(step, axis, curves, title=axis.label))
@@ -126,31 +109,26 @@ def training_figure(*runs: Run, command: str = "") -> FigureSpec | None:
     return FigureSpec("training", "Training curves", caption, panels, subject, command, wide=True)
 
 
-def _loss_lines(run: Run) -> list[Line]:
-    """Return the losses of a run that is shown alone."""
-    lines = [
-        _line("train (each record)", losses(run, "train"), GREY, marker=False),
-        _line(SMOOTHED, _smoothed(run), BLUE, marker=False),
-        _line("valid", losses(run, "valid"), VERMILION, style="none"),
-        _line("test", losses(run, "test"), BLACK, style="none"),
-    ]
+def _loss_lines(run: Run, place: int, several: bool) -> list[Line]:
+    """Return the losses of a run alone, or of one of several in its own colour."""
+    curves = {kind: losses(run, kind) for kind in KINDS}
+    steps, values = curves["train"]
+    smoothed = steps, smooth(steps, values, int(SMOOTHING_SHARE * len(values)))
+    if several:
+        name = shortened(run.name, 32)
+        kind = "valid" if len(curves["valid"][0]) else "test"
+        lines = [
+            _line(name, smoothed, place, marker=False),
+            _line(f"{name}, {kind}", curves[kind], place, style="none"),
+        ]
+    else:
+        lines = [
+            _line("train (each record)", curves["train"], GREY, marker=False),
+            _line(SMOOTHED, smoothed, BLUE, marker=False),
+            _line("valid", curves["valid"], VERMILION, style="none"),
+            _line("test", curves["test"], BLACK, style="none"),
+        ]
     return [line for line in lines if line.x]
-
-
-def _run_lines(run: Run, place: int) -> list[Line]:
-    """Return the losses of one of several runs, in its own colour."""
-    name = shortened(run.name, 32)
-    kind = "valid" if len(losses(run, "valid")[0]) else "test"
-    lines = [
-        _line(name, _smoothed(run), place, marker=False),
-        _line(f"{name}, {kind}", losses(run, kind), place, style="none"),
-    ]
-    return [line for line in lines if line.x]
-
-
-def _smoothed(run: Run) -> Curve:
-    steps, values = losses(run, "train")
-    return steps, smooth(steps, values, int(SMOOTHING_SHARE * len(values)))
 
 
 def _line(name: str, curve: Curve, color: int, **look: Any) -> Line:
@@ -167,6 +145,23 @@ def _perplexity_panel(step: Axis, loss_lines: Sequence[Line]) -> Chart:
     values = [value for line in lines for value in line.y]
     wide = bool(values) and max(values) > LOG_SCALE_FACTOR * min(values)
     return Chart(step, Axis("perplexity", "log" if wide else "linear"), lines, title="perplexity")
+
+
+# -- all figures of a run ---------------------------------------------------------------------
+
+
+def run_figures(run: Run) -> list[FigureSpec]:
+    """Return every figure that the run has data for, training curves last."""
+    builders = [build for method in METHODS for build in method.load("figures", "FIGURES", ())]
+    return build_figures(run, [*builders, training_figure])
+
+
+def compared_curves(runs: Sequence[Run]) -> list[FigureSpec]:
+    """Return the training curves of several runs over one another, if there are any."""
+    names = distinct_names([run.path for run in runs])
+    named = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    figure = training_figure(*named)
+    return [] if figure is None else [figure]
 
 
 # -- comparisons ------------------------------------------------------------------------------
@@ -186,74 +181,55 @@ class Frontier:
     """A comparison as its file shows it."""
 
     name: str
-    task: Mapping[str, Any]
-    points: tuple[Mapping[str, Any], ...]
+    title: str
+    """What was measured, on which data."""
+    quality: str
+    """The name of the measure of quality."""
+    unit: str
+    """What costs are counted for: a token, an example, a sentence."""
+    points: Sequence[Mapping[str, Any]]
+    """The rows of the file that have quality and costs."""
     content: Mapping[str, Any]
     """All of the file."""
 
     def name_of(self, row: Mapping[str, Any]) -> str:
         """Return what a point is called: with its run, where there are several."""
-        name, run = str(row.get("name", "")), str(row.get("run", ""))
         several = len({point.get("run") for point in self.points}) > 1
-        return f"{run} {name}".strip() if several else name or run
-
-    @property
-    def quality(self) -> str:
-        """The name of the measure of quality."""
-        return str(self.task.get("quality", "quality"))
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Whether a greater value of quality is better."""
-        return self.task.get("higher_is_better") is True
-
-    @property
-    def unit(self) -> str:
-        """What costs are counted for: a token, an example, a sentence."""
-        return str(self.task.get("unit", "unit"))
-
-    @property
-    def title(self) -> str:
-        """What was measured, on which data."""
-        parts = (self.task.get(name, "?") for name in ("kind", "data", "split"))
-        return "{} of {} ({})".format(*parts)
+        return f"{row.get('run', '')} {row['name']}" if several else str(row["name"])
 
 
-def read_frontier(path: Path | str) -> Frontier:
-    """Read a comparison from its file or folder; points that lack a number are left out."""
-    file = Path(path) / FRONTIER_FILE if Path(path).is_dir() else Path(path)
+def read_frontier(folder: Path | str) -> Frontier:
+    """Read a comparison from its folder; points that lack a number are left out."""
+    file = Path(folder) / FRONTIER_FILE
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        task, rows = content["task"], content["points"]
+        points = [row for row in rows if numbers(row, *_NEEDED) is not None]
+        title = "{kind} of {data} ({split})".format(**task)
+        frontier = Frontier(
+            file.resolve().parent.name, title, task["quality"], task["unit"], points, content
+        )
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: make it again with deepenough compare.") from error
-    task = content.get("task") if isinstance(content, dict) else None
-    rows = content.get("points") if isinstance(content, dict) else None
-    if not isinstance(task, dict) or not isinstance(rows, list):
-        raise UserError(f"{file} is no comparison: give what deepenough compare has written.")
-    points = tuple(row for row in rows if isinstance(row, dict) and _complete(row))
     if not points:
         raise UserError(f"{file} has no point with quality and cost: compare again.")
-    return Frontier(file.resolve().parent.name, task, points, content)
-
-
-def _complete(row: Mapping[str, Any]) -> bool:
-    return all(number(row.get(name)) is not None for name in _NEEDED)
+    return frontier
 
 
 def frontier_figure(frontier: Frontier) -> FigureSpec:
     """Return quality against each cost, with intervals and the command of every point."""
     panels = [_cost_panel(frontier, cost) for cost in COSTS]
-    protocol = frontier.content.get("protocol", {})
+    rounds = frontier.content.get("protocol", {}).get("rounds", "several")
     caption = (
         "Larger and bold: no other point is at least as good and cheaper. Thin lines: intervals of "
-        f"{100 * (number(protocol.get('confidence')) or 0.95):g} %. Every point was timed "
-        f"{protocol.get('rounds', '?')} times, in random order. Choose a point to see its command."
+        f"95 %. Every point was timed {rounds} times, in random order. Choose a point to see its "
+        "command."
     )
     return FigureSpec(
         "frontier", f"{frontier.quality} against cost", caption, panels, frontier.title,
-        compare_command(frontier), choice="cost", wide=True,
+        str(frontier.content.get("command", "")), choice="cost", wide=True,
     )  # fmt: skip
 
 
@@ -268,7 +244,6 @@ def _cost_panel(frontier: Frontier, cost: str) -> Scatter:
             f"{text.format(unit=frontier.unit)}: {row[key] / divisor:.4g}"
             for key, (text, divisor) in COSTS.items()
         ]
-        optimal = row.get("optimal")
         points.append(
             Point(
                 name=frontier.name_of(row),
@@ -279,10 +254,10 @@ def _cost_panel(frontier: Frontier, cost: str) -> Scatter:
                 y_low=row["quality_low"],
                 y_high=row["quality_high"],
                 group=str(row.get("mechanism", "")),
-                optimal=isinstance(optimal, list) and cost in optimal,
+                optimal=cost in row.get("optimal", ()),
                 details=details,
-                command=str(row.get("command") or ""),
-                folder=str(row.get("folder") or row.get("run", "")),
+                command=str(row.get("command", "")),
+                folder=str(row.get("folder", "")),
             )
         )
     name = label.format(unit=frontier.unit)
@@ -294,64 +269,38 @@ def sample_figure(frontier: Frontier) -> FigureSpec | None:
     panels: list[TokenText] = []
     for row in frontier.points:
         sample = row.get("sample")
-        if not isinstance(sample, dict):
-            continue
-        tokens, depth, last = sample.get("tokens"), sample.get("depth"), sample.get("layers")
-        if not isinstance(tokens, list) or not isinstance(depth, list) or not isinstance(last, int):
-            continue
-        if len(tokens) != len(depth) or not tokens or last < 1:
+        if not sample:
             continue
         key = "" if not panels else str(len(panels) + 1)
-        texts = [readable(str(token)) for token in tokens]
-        depths = list(map(number, depth))
-        title = frontier.name_of(row)
-        panels.append(TokenText(texts, depths, last, "layers run", title=title, key=key))
+        texts = [readable(token) for token in sample["tokens"]]
+        title, layers = frontier.name_of(row), sample["layers"]
+        panels.append(TokenText(texts, sample["depth"], layers, "layers run", title=title, key=key))
     if not panels:
         return None
     caption = "What was generated; the prompt is not shaded. Bright: all layers ran."
     return FigureSpec(
         "sample", "How deep each token went", caption, panels, frontier.title,
-        compare_command(frontier), choice="setting", wide=True,
+        str(frontier.content.get("command", "")), choice="setting", wide=True,
     )  # fmt: skip
-
-
-def compare_command(frontier: Frontier) -> str:
-    """Return the command that measures the comparison again."""
-    command = frontier.content.get("command")
-    if isinstance(command, str) and command:
-        return command
-    settings = frontier.content.get("provenance", {}).get("settings", {})
-    runs = settings.get("runs") if isinstance(settings, dict) else None
-    if isinstance(runs, list) and runs:
-        words = [*map(str, runs), "--out", str(settings.get("out", ""))]
-        return "deepenough compare " + shlex.join(words)
-    return "deepenough compare --config comparison.yaml"
 
 
 def frontier_section(frontier: Frontier) -> Section:
     """Return a comparison: its chart, samples, and which setting one would choose."""
-    figures = [frontier_figure(frontier)]
-    sample = sample_figure(frontier)
-    figures += [] if sample is None else [sample]
-    return Section("Frontier", _about(frontier), [_choice(frontier)], figures)
-
-
-def _about(frontier: Frontier) -> str:
-    """Return what was measured, and where."""
-    said = f"{frontier.title[:1].upper()}{frontier.title[1:]}"
+    about = f"{frontier.title[:1].upper()}{frontier.title[1:]}"
     protocol = frontier.content.get("protocol", {})
     if protocol.get("processor"):
-        threads = protocol.get("threads", "?")
-        said += f", measured on {protocol['processor']} with {threads} thread(s)"
+        about += f", measured on {protocol['processor']} with {protocol['threads']} thread(s)"
     overhead = number(frontier.content.get("bookkeeping"))
     if overhead is not None:
-        said += f"; measuring itself took {100 * overhead:.2g} % of the time"
-    return f"{said}."
+        about += f"; measuring itself took {100 * overhead:.2g} % of the time"
+    sample = sample_figure(frontier)
+    figures = [frontier_figure(frontier)] + ([] if sample is None else [sample])
+    return Section("Frontier", f"{about}.", [_choice(frontier)], figures)
 
 
 def _choice(frontier: Frontier) -> str:
     """Name the best setting, and the fastest that the intervals do not tell from it."""
-    sign = 1.0 if frontier.higher_is_better else -1.0
+    sign = 1.0 if frontier.content["task"]["higher_is_better"] else -1.0
     best = max(frontier.points, key=lambda row: (sign * row["quality"], -row["milliseconds"]))
     alike = [
         row
@@ -363,7 +312,7 @@ def _choice(frontier: Frontier) -> str:
     first = frontier.points[0]
     if best is not first:
         ratio = first["milliseconds"] / best["milliseconds"]
-        said += f", {_times(ratio)} “{frontier.name_of(first)}”"
+        said += f", {ratio:.2f}x as fast as “{frontier.name_of(first)}”"
     if fastest is best:
         return f"{said}. No other setting of the same quality is faster."
     ratio = best["milliseconds"] / fastest["milliseconds"]
@@ -372,7 +321,3 @@ def _choice(frontier: Frontier) -> str:
         f"{fastest['quality']:.4g}) and {ratio:.2f}x as fast, with {fastest['layers']:.1f} instead "
         f"of {best['layers']:.1f} blocks per {frontier.unit}."
     )
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}x as fast as"

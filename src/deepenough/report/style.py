@@ -1,31 +1,20 @@
-"""The look of every figure: palette, fonts, sizes, and how a figure is made and saved.
+"""The look of every picture: palette, fonts, sizes, and texts that can be drawn.
 
-Notable choices:
-
-- Colours are Okabe and Ito's, which people with any common colour blindness tell apart; the scale
-  of probabilities is cividis, which looks the same to them and survives a grey print.
-- Figures are bare `Figure` objects, never pyplot's, and are drawn from matplotlib's own defaults
-  plus `RC`, so neither a user's matplotlibrc nor an earlier figure changes them, and nothing is
-  left behind.
-- No text is read as mathematics: a run called `a$b$` is shown as it is spelt.
-- The same data give the same bytes: the PDF carries no date.
+Colours are Okabe and Ito's, which people with any common colour blindness tell apart; the scale of
+probabilities is cividis, which looks the same to them and survives a grey print. No text is read as
+mathematics: a run called `a$b$` is shown as it is spelt.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib.style
 from matplotlib import colors, font_manager
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 
-from deepenough.errors import UserError
+from deepenough.figure import GREY, shortened
 
 BLACK = "#000000"
 ORANGE = "#E69F00"
@@ -36,16 +25,11 @@ BLUE = "#0072B2"
 VERMILION = "#D55E00"
 PURPLE = "#CC79A7"
 
-#: The palette in the order of `deepenough.figure`'s places, the marker of each place, and lines.
+#: The palette in the order of `deepenough.figure`'s places, and the marker of each place.
 PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 MARKERS = "os^DvPX"
-LINE_STYLES = {"solid": "-", "dashed": "--", "dotted": ":", "none": "none"}
-
-BRANCH_COLORS = {"attention": SKY, "dense": ORANGE}
 
 COLOR_SCALE = "cividis"
-#: From improbable to certain; black text has a contrast of 6:1 or more on all of it.
-TEXT_SHADES = ("#FFFFFF", "#4292C6")
 INK = "#222222"
 MUTED = "#555555"
 FAINT = "#8A8A8A"
@@ -54,16 +38,13 @@ TITLE_SIZE = 11.0
 TEXT_SIZE = 9.0
 SMALL_SIZE = 8.0
 LABEL_SIZE = 7.5
-SCREEN_DPI = 150
 
 RC: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": TEXT_SIZE,
     "axes.titlesize": TITLE_SIZE,
     "axes.titlelocation": "left",
-    "axes.labelsize": TEXT_SIZE,
     "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -72,8 +53,6 @@ RC: dict[str, Any] = {
     "grid.linewidth": 0.7,
     "text.color": INK,
     "text.parse_math": False,
-    "xtick.color": INK,
-    "ytick.color": INK,
     "xtick.labelsize": SMALL_SIZE,
     "ytick.labelsize": SMALL_SIZE,
     "legend.fontsize": SMALL_SIZE,
@@ -94,39 +73,25 @@ MORE_FONTS = (
 )  # fmt: skip
 
 
-@contextmanager
-def applied() -> Iterator[None]:
-    """Draw inside this context in the house style; every setting is restored on leaving it."""
-    with matplotlib.style.context(["default", RC | {"font.family": list(families())}]):
-        yield
+def applied() -> AbstractContextManager[None]:
+    """Return a context with matplotlib's defaults and `RC`, whatever the user's own settings."""
+    return matplotlib.style.context(["default", RC | {"font.family": list(families())}])
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """Return a figure of that size in inches, laid out without overlap, with its own canvas."""
-    # The resolution of the file, because the size of text depends on it a little: what was measured
-    # while placing a label is then what is saved.
-    figure = Figure((width, height), dpi=SCREEN_DPI, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
+def color(place: int) -> str:
+    """Return the colour of a place in the palette."""
+    return FAINT if place == GREY else PALETTE[place % len(PALETTE)]
 
 
-def freeze_layout(figure: Figure) -> None:
-    """Lay the figure out once and keep it so: text added later does not move the axes."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+def marker(place: int) -> str:
+    """Return the marker of a place in the palette."""
+    return "." if place == GREY else MARKERS[place % len(MARKERS)]
 
 
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Make `folder` and turn a failure to write into it into a sentence for the user."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise UserError(
-            f"Cannot write pictures into {folder} ({error.strerror or error}); "
-            "choose a folder that can be written with --out."
-        ) from error
+def label(name: str) -> str:
+    """Return a name as a legend shows it; matplotlib hides one that begins with `_`."""
+    text = drawable(shortened(name, 44))
+    return f" {text}" if text.startswith("_") else text
 
 
 def ink_on(background: Any) -> str:
@@ -136,9 +101,8 @@ def ink_on(background: Any) -> str:
         for c in colors.to_rgb(background)
     ]
     luminance = 0.2126 * channels[0] + 0.7152 * channels[1] + 0.0722 * channels[2]
-    contrast_black = (luminance + 0.05) / 0.05
-    contrast_white = 1.05 / (luminance + 0.05)
-    return "#000000" if contrast_black >= contrast_white else "#FFFFFF"
+    # Both contrasts are equal where (L + 0.05)^2 = 1.05 * 0.05.
+    return "#000000" if luminance > 0.179 else "#FFFFFF"
 
 
 def drawable(text: str) -> str:
@@ -158,15 +122,9 @@ def families() -> tuple[str, ...]:
 
 @functools.cache
 def _glyphs() -> frozenset[int]:
-    """Return the characters that can be drawn in both weights; a bold font may have fewer."""
-    of_weight = []
-    for weight in ("normal", "bold"):
-        found: set[int] = set()
-        for family in families():
-            path = font_manager.findfont(FontProperties(family=family, weight=weight))
-            found.update(font_manager.get_font(path).get_charmap())
-        of_weight.append(found)
-    return frozenset(of_weight[0] & of_weight[1])
+    """Return the characters that can be drawn."""
+    paths = [font_manager.findfont(family) for family in families()]
+    return frozenset().union(*(font_manager.get_font(path).get_charmap() for path in paths))
 
 
 def short_number(value: float, _position: int | None = None) -> str:
