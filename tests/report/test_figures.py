@@ -1,7 +1,6 @@
 """Training curves and comparisons as figures: what was recorded, and only that."""
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -69,12 +68,6 @@ def test_a_flat_perplexity_has_a_linear_scale_and_a_huge_loss_does_no_harm() -> 
     assert figure.panels[1].y.scale == "linear"
     names = [line.name for line in figure.panels[1].lines]
     assert names == ["train (each record)", "train (smoothed)"]
-
-
-def test_a_perplexity_alone_is_enough() -> None:
-    figure = training_figure(Run("r", [Record(1, "test", {"perplexity": math.e}, 0.0)]))
-    assert figure is not None
-    assert figure.panels[0].lines[0].y == [1.0]
 
 
 def test_several_runs_share_the_panels(make_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -212,6 +212,7 @@ def place_labels(axes: Axes, panel: Panel) -> None:
     for xy, text, optimal in sorted(named, key=lambda name: not name[2]):
         weight = "bold" if optimal else "normal"
         look: dict[str, Any] = {"fontsize": style.LABEL_SIZE, "fontweight": weight}
+        look["path_effects"] = [withStroke(linewidth=2.0, foreground="white")]
         note = axes.annotate(
             text, xy, (0, 0), textcoords="offset points", zorder=4, annotation_clip=False, **look
         )

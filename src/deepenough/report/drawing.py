@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -43,6 +43,7 @@ from deepenough.report.pictures import (
     draw_diagram,
     draw_heat,
     draw_tokens,
+    fill_cells,
     heat_size,
     lens_map,
     tokens_size,
@@ -194,8 +195,7 @@ def animate(spec: FigureSpec, panel: HeatMap) -> list[Image.Image]:
         axes, canvas = figure.axes[0], cast(FigureCanvasAgg, figure.canvas)
         images = []
         for frame in thin(panel.frames, MAX_FRAMES):
-            axes.clear()
-            draw_heat(axes, replace(panel, values=frame.values, texts=frame.texts))
+            fill_cells(axes, frame.values, frame.texts)
             axes.set_title(style.drawable(frame.name), fontsize=style.TEXT_SIZE)
             canvas.draw()
             images.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))
@@ -207,7 +207,10 @@ def save_gif(frames: Sequence[Image.Image], file: Path) -> None:
 
     One palette without dithering keeps colours from flickering, and the file small.
     """
-    first = frames[-1].quantize(128)
-    images = [frame.quantize(palette=first, dither=Image.Dither.NONE) for frame in frames]
+    greys = np.linspace(0, 1, 16)[:, None].repeat(3, axis=1)
+    shades = matplotlib.colormaps[style.COLOR_SCALE](np.linspace(0, 1, 48))[:, :3]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette((np.vstack([greys, shades]) * 255).round().astype(np.uint8).tobytes())
+    images = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     times = [FRAME_MS] * (len(images) - 1) + [LAST_FRAME_MS]
     images[0].save(file, save_all=True, append_images=images[1:], duration=times, loop=0)

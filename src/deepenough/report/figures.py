@@ -42,8 +42,6 @@ from deepenough.registry import METHODS
 
 # -- training curves --------------------------------------------------------------------------
 
-Curve = tuple[np.ndarray, np.ndarray]
-
 SMOOTHING_SHARE = 0.025
 """The smoothing looks over this share of the records to either side."""
 LOG_SCALE_FACTOR = 4.0
@@ -60,7 +58,7 @@ SMALL_PANELS = (
 )
 
 
-def smooth(steps: np.ndarray, values: np.ndarray, half_window: int) -> np.ndarray:
+def smooth(steps: Sequence[float], values: Sequence[float], half_window: int) -> Sequence[float]:
     """Replace every value by the line fitted to it and `half_window` neighbours to either side.
 
     A moving average would lag behind the steep fall at the start and a centred mean would bend the
@@ -71,17 +69,8 @@ def smooth(steps: np.ndarray, values: np.ndarray, half_window: int) -> np.ndarra
     fitted = []
     for i, step in enumerate(steps):
         near = slice(max(0, i - half_window), i + half_window + 1)
-        fitted.append(np.polyfit(steps[near] - step, values[near], 1)[1])
-    return np.array(fitted)
-
-
-def losses(run: Run, kind: str) -> Curve:
-    """Return the loss per step; a record with a perplexity alone counts by its logarithm."""
-    steps, values = map(np.array, series(run, kind, "loss"))
-    if not len(steps):
-        steps, values = map(np.array, series(run, kind, "perplexity"))
-        steps, values = steps[values > 0], np.log(values[values > 0])
-    return steps, values
+        fitted.append(float(np.polyfit(np.array(steps[near]) - step, values[near], 1)[1]))
+    return fitted
 
 
 def training_figure(*runs: Run, command: str = "") -> FigureSpec | None:
@@ -111,28 +100,23 @@ def training_figure(*runs: Run, command: str = "") -> FigureSpec | None:
 
 def _loss_lines(run: Run, place: int, several: bool) -> list[Line]:
     """Return the losses of a run alone, or of one of several in its own colour."""
-    curves = {kind: losses(run, kind) for kind in KINDS}
-    steps, values = curves["train"]
-    smoothed = steps, smooth(steps, values, int(SMOOTHING_SHARE * len(values)))
+    train, valid, test = (series(run, kind, "loss") for kind in KINDS)
+    smoothed = train[0], smooth(*train, int(SMOOTHING_SHARE * len(train[0])))
     if several:
         name = shortened(run.name, 32)
-        kind = "valid" if len(curves["valid"][0]) else "test"
+        kind, held_out = ("valid", valid) if valid[0] else ("test", test)
         lines = [
-            _line(name, smoothed, place, marker=False),
-            _line(f"{name}, {kind}", curves[kind], place, style="none"),
+            Line(name, *smoothed, place, marker=False),
+            Line(f"{name}, {kind}", *held_out, place, style="none"),
         ]
     else:
         lines = [
-            _line("train (each record)", curves["train"], GREY, marker=False),
-            _line(SMOOTHED, smoothed, BLUE, marker=False),
-            _line("valid", curves["valid"], VERMILION, style="none"),
-            _line("test", curves["test"], BLACK, style="none"),
+            Line("train (each record)", *train, GREY, marker=False),
+            Line(SMOOTHED, *smoothed, BLUE, marker=False),
+            Line("valid", *valid, VERMILION, style="none"),
+            Line("test", *test, BLACK, style="none"),
         ]
     return [line for line in lines if line.x]
-
-
-def _line(name: str, curve: Curve, color: int, **look: Any) -> Line:
-    return Line(name, curve[0].tolist(), curve[1].tolist(), color, **look)
 
 
 def _perplexity_panel(step: Axis, loss_lines: Sequence[Line]) -> Chart:

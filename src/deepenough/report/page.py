@@ -10,10 +10,11 @@ text, never as markup; the page forbids the browser to load or send anything.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -109,15 +110,14 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
     return Report(title, entries, notes)
 
 
-def _derived(place: Path, paths: Sequence[Path | str]) -> Iterator[Run]:
-    """Yield the model that a search led to, a run inside of its own, unless it is named too."""
+def _derived(place: Path, paths: Sequence[Path | str]) -> list[Run]:
+    """Return the model that a search led to, a run inside of its own, unless it is named too."""
     derived = RunFolder(place).derived
     if derived.resolve() in {Path(path).resolve() for path in paths}:
-        return
-    try:
-        yield read_run(derived)
-    except UserError:
-        return
+        return []
+    with contextlib.suppress(UserError):
+        return [read_run(derived)]
+    return []
 
 
 def run_section(run: Run) -> Section | None:

@@ -18,7 +18,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from deepenough.figure import Axis, Diagram, HeatMap, TokenText, shortened
+from deepenough.figure import Axis, Diagram, HeatMap, MaybeNumbers, TokenText, shortened
 from deepenough.report import style
 from deepenough.report.charts import from_angle, to_angle
 
@@ -69,11 +69,11 @@ def heat_size(panel: HeatMap) -> tuple[float, float]:
 
 def draw_heat(axes: Axes, panel: HeatMap) -> None:
     """Draw the cells with their texts and frames; those below the scale are hatched."""
-    table, norm = np.array(panel.values, dtype=float), _norm(panel.value)
+    table = np.array(panel.values, dtype=float)
     rows, columns = table.shape
     scale = matplotlib.colormaps[style.COLOR_SCALE].with_extremes(under=BELOW_COLOR, bad="white")
     axes.imshow(
-        table, cmap=scale, norm=norm, aspect="equal" if panel.square else "auto",
+        table, cmap=scale, norm=_norm(panel.value), aspect="equal" if panel.square else "auto",
         interpolation="nearest", origin="lower" if panel.upwards else "upper",
     )  # fmt: skip
     width, height = heat_size(panel)
@@ -100,11 +100,21 @@ def draw_heat(axes: Axes, panel: HeatMap) -> None:
         # Within its cell: frames that touched would make a frame of a cell between them.
         look = {"edgecolor": style.VERMILION, "linewidth": 1.6, "zorder": 3}
         axes.add_patch(Rectangle((column - 0.46, row - 0.41), 0.92, 0.82, fill=False, **look))
-    look = {"fontsize": style.SMALL_SIZE if rows <= 12 else style.LABEL_SIZE - 1.0, "zorder": 4}
-    for row, line in enumerate(panel.texts):
+    fill_cells(axes, panel.values, panel.texts)
+
+
+def fill_cells(axes: Axes, values: Sequence[MaybeNumbers], texts: Sequence[Sequence[str]]) -> None:
+    """Give the cells of a drawn heat map these values and texts, in place of any others."""
+    image, table = axes.images[0], np.array(values, dtype=float)
+    image.set_data(table)
+    for old in list(axes.texts):
+        old.remove()
+    look: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 4}
+    look["fontsize"] = style.SMALL_SIZE if len(table) <= 12 else style.LABEL_SIZE - 1.0
+    for row, line in enumerate(texts):
         for column, text in enumerate(line):
-            ink = style.ink_on(scale(norm(table[row, column])))
-            axes.text(column, row, text, ha="center", va="center", color=ink, **look)
+            ink = style.ink_on(image.cmap(image.norm(table[row, column])))
+            axes.text(column, row, text, color=ink, **look)
 
 
 def _norm(scale: Axis) -> colors.Normalize:
