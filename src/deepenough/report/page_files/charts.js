@@ -202,7 +202,9 @@ function drawLine(a, panel, s, row, state) {
     const upper = s.x.map((v, i) => `${a.x.place(v)},${a.y.place(s.high[i])}`), lower = s.x.map((v, i) => `${a.x.place(v)},${a.y.place(s.low[i])}`);
     a.inner.append(svg("polygon", { points: [...upper, ...lower.reverse()].join(" "), fill: ink, opacity: 0.18 }));
   }
-  if (s.style !== "none") a.inner.append(svg("path", { d: s.x.map((_, i) => `${i ? "L" : "M"}${at(i)}`).join(""), fill: "none", stroke: ink, "stroke-width": place === GREY ? 0.8 : 2, opacity: place === GREY ? 0.6 : 1, "stroke-dasharray": DASHES[s.style], "stroke-linejoin": "round" }));
+  // What a scale cannot show, as 0 on a logarithmic one, is left out.
+  const drawn = s.x.map((_, i) => i).filter(i => s.y[i] !== null && Number.isFinite(a.y.place(s.y[i])));
+  if (s.style !== "none") a.inner.append(svg("path", { d: drawn.map((i, n) => `${n ? "L" : "M"}${at(i)}`).join(""), fill: "none", stroke: ink, "stroke-width": place === GREY ? 0.8 : 2, opacity: place === GREY ? 0.6 : 1, "stroke-dasharray": DASHES[s.style], "stroke-linejoin": "round" }));
   if (place === GREY && !s.marker) return;
   if (s.labels.length) (a.taken ??= []).push(...along(a, s));
   const every = Math.max(1, Math.round(s.x.length / 20));
