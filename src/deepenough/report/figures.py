@@ -205,11 +205,13 @@ def read_frontier(folder: Path | str) -> Frontier:
 def frontier_figure(frontier: Frontier) -> FigureSpec:
     """Return quality against each cost, with intervals and the command of every point."""
     panels = [_cost_panel(frontier, cost) for cost in COSTS]
-    rounds = frontier.content.get("protocol", {}).get("rounds", "several")
+    rounds = frontier.content.get("protocol", {}).get("rounds")
+    # Of five rounds or fewer not even the slowest and the fastest enclose the median so surely.
+    few = isinstance(rounds, int) and rounds < 6
     caption = (
         "Larger and bold: no other point is at least as good and cheaper. Thin lines: intervals of "
-        f"95 %. Every point was timed {rounds} times, in random order. Choose a point to see its "
-        "command."
+        f"95 %{', of times the fastest and the slowest round' if few else ''}. Every point was "
+        f"timed {rounds or 'several'} times, in random order. Choose a point to see its command."
     )
     return FigureSpec(
         "frontier", f"{frontier.quality} against cost", caption, panels, frontier.title,
