@@ -22,9 +22,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.figures import Figure
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.shortcut.fitting import make_plan, plan_bytes
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.reading import iterate_states
+from deepenough.shortcut.statistics import statistics_bytes
 
 QUICK = False
 SEEDS = [0]
@@ -37,7 +37,7 @@ def measure(
     positions: tuple[int, ...] = (10_000, 100_000, 1_000_000), threads: int = 1
 ) -> dict[str, Any]:
     """Measure a fit at each number of positions; return peaks and shares of the statistics."""
-    statistics = plan_bytes(make_plan(NUM_LAYERS), WIDTH)
+    statistics = statistics_bytes(NUM_LAYERS, WIDTH)
     found: dict[str, Any] = {"statistics_mb": statistics / 1e6}
     for number in positions:
         model = run("model", min(number, ENOUGH_POSITIONS), threads)["peak"]

@@ -69,7 +69,7 @@ def measure(
         maps.save_pretrained(folder.path / "shortcuts")
     if steps and not maps.tuned:
         tuning = folder.path / "tuning"
-        maps = timed("tune", tune, maps, adapter, tokenizer, train, run=tuning, steps=steps)
+        maps = timed("tune", tune, maps, adapter, tokenizer, train, out=str(tuning), steps=steps)
         maps.save_pretrained(folder.path / "shortcuts")
     evaluation = timed(
         "evaluate", evaluate, adapter, tokenizer, maps, valid, positions="all", window=WINDOW

@@ -167,14 +167,12 @@ def quality(
     adapter: Adapter, tokenizer: Any, shortcuts: Shortcuts, texts: list[str], mode: str
 ) -> dict[str, dict[str, float]]:
     """Return agreement and KL by layer on held-out texts."""
-    found = evaluate(
-        adapter, tokenizer, shortcuts, texts, positions="all", modes=[mode], tables=False
-    )
+    found = evaluate(adapter, tokenizer, shortcuts, texts, positions="all")
     return {
         f"layer_{record.values['layer']}": {
             "agreement": round(record.values["precision_1"], 4),
             "kl": round(record.values["kl"], 4),
         }
         for record in found.records()
-        if record.kind == "layer"
+        if record.kind == "layer" and record.values["mode"] == mode
     }

@@ -21,15 +21,14 @@ def tokenizer(texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
 
 
 def fit(folder: Path | None = None, **options: Any) -> Shortcuts:
-    """The fit that one process and two must agree on, in two passes where a folder is given."""
+    """The fit that one process and two must agree on."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=128, n_embd=16, n_layer=3, n_head=2, n_positions=64)
     ).eval()
     texts = [f"Text {number}: " + "depth " * (number % 7) for number in range(97)]
-    if folder is not None:
-        options |= {"resume": folder, "memory_limit": 7 * 16 * 16 * 8 * 1.3 + 1}
-    return Shortcuts.fit(model, tokenizer, texts, affine=True, batch_tokens=150, **options)
+    options |= {"affine": True, "batch_tokens": 150}
+    return Shortcuts.fit(model, tokenizer, texts, resume=folder, **options)
 
 
 class Stopped(Exception):
@@ -68,11 +67,7 @@ def main() -> None:
         fit(folder / "fit", seed=5)
     except UserError as error:
         said = str(error)
-    answer = {
-        "processes": shortcuts.meta["fit"]["processes"],
-        "passes": shortcuts.meta["fit"]["passes"],
-        "said": said,
-    }
+    answer = {"processes": shortcuts.meta["fit"]["processes"], "said": said}
     (folder / f"answer-{rank}.json").write_text(json.dumps(answer))
     torch.distributed.destroy_process_group()
 

@@ -45,5 +45,5 @@ def test_two_processes_fit_as_one(tmp_path: Path) -> None:
         torch.testing.assert_close(together.cka(), alone.cka(), rtol=1e-9, atol=0)
     for rank in range(2):
         answer = json.loads((tmp_path / f"answer-{rank}.json").read_text())
-        assert (answer["processes"], answer["passes"]) == (2, 2)
+        assert answer["processes"] == 2
         assert "seed = 0 where this has 5" in answer["said"]  # every process hears it

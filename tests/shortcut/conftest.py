@@ -105,10 +105,7 @@ def score_ref() -> Callable[[Tensor, Tensor], TokenScores]:
             one, two = q.sort(descending=True).values[:2].tolist()
             rank = min(int((p > p[token]).sum()), PRECISIONS[-1])
             kl = float((p * (p.log() - q.log())).sum())
-            rows.append((token, one - two, rank, -float(p[token].log()), kl))
-        token_, gap, rank_, surprisal, kl_ = (
-            torch.tensor(column) for column in zip(*rows, strict=True)
-        )
-        return TokenScores(token_, gap, rank_, surprisal, kl_)
+            rows.append((one - two, rank, -float(p[token].log()), kl))
+        return TokenScores(*(torch.tensor(column) for column in zip(*rows, strict=True)))
 
     return score

@@ -67,7 +67,7 @@ def test_fit_leaves_maps_settings_and_a_record(run: Path, model: Path) -> None:
     maps = {path.relative_to(run).parts[0] for path in run.rglob("*.safetensors")}
     # The maps are on disk once, beside the checkpoint of the tuning.
     assert maps == {"shortcuts", "affine", "tuning"}
-    assert not list(run.rglob("pass-*")) and not (run / "tuning" / "model").exists()
+    assert not list(run.rglob("statistics-*")) and not (run / "tuning" / "model").exists()
 
 
 def test_eval_lens_and_plot(run: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,6 @@ from deepenough.shortcut import evaluation
 from deepenough.shortcut.evaluation import (
     AGREEMENTS,
     LAMBDAS,
-    SweepPoint,
     evaluate,
     fixed_exits,
     layers_saved,
@@ -224,18 +223,6 @@ def test_records(make_model: Make, words: Any, texts: list[str]) -> None:
     assert all(e["saved"] == pytest.approx(1 - e["layers_mean"] / 3) for e in exits)
 
 
-def test_chosen_modes_only(make_model: Make, words: Any, texts: list[str]) -> None:
-    model = make_model("gpt2")
-    shortcuts = fit(model, words, texts, targets="last")
-    submodules = Submodules.fit(model, words, texts, positions="all", kinds=["norms"])
-    evaluation = evaluate(
-        model, words, shortcuts, texts[:9], modes=["mat", "norms"], submodules=submodules
-    )
-    assert {mode for mode, _ in evaluation.layers} == {"mat", "norms"}
-    assert evaluation.exit_modes == ["mat"]
-    assert list(evaluation.r2) == ["mat"]
-
-
 def test_a_model_without_a_head_has_tables(make_model: Make, words: Any, texts: list[str]) -> None:
     model = make_model("encoder")
     evaluation = evaluate(model, words, fit(model, words, texts), texts[:30])
@@ -250,7 +237,6 @@ def test_progress(make_model: Make, words: Any, texts: list[str]) -> None:
         words,
         fit(model, words, texts),
         texts,
-        tables=False,
         progress=lambda done, total: seen.append((done, total)),
     )
     assert seen[-1] == (120, 120)
@@ -259,8 +245,6 @@ def test_progress(make_model: Make, words: Any, texts: list[str]) -> None:
 def test_what_cannot_be_measured_is_refused(make_model: Make, words: Any, texts: list[str]) -> None:
     model = make_model("gpt2")
     shortcuts = fit(model, words, texts)
-    with pytest.raises(UserError, match="'tuned' cannot be measured"):
-        evaluate(model, words, shortcuts, texts, modes=["tuned"])
     with pytest.raises(UserError, match="nothing to measure"):
         evaluate(model, words, shortcuts, ["", "w5"])
     with pytest.raises(UserError, match="Two of the shortcuts"):
@@ -310,9 +294,14 @@ def test_maps_of_some_layers_alone_are_measured_there(
     measured = by_place(evaluation.records())
     assert [layer for mode, layer in measured if mode == "tuned"] == [1, 3]
     assert measured["tuned", 1]["kl"] == pytest.approx(measured["id", 1]["kl"], abs=1e-5)
-    assert "tuned" not in evaluation.exit_modes and "mat" in evaluation.exit_modes
+    exits = {r.values["mode"] for r in evaluation.records() if r.kind == "exit"}
+    assert exits == {"id", "mat"}
     found = lens(model, words, shortcuts, "w5 w9 w7", "tuned").values
     assert found["layers"] == [1, 3] and len(found["words"]) == 2
+
+
+NAMES = ("lambda", "layers_mean", "saved", "agreement")
+SAVED = ("agreement", "saved", "lambda", "fixed_layer_saved")
 
 
 def sweep_ref(
@@ -321,7 +310,7 @@ def sweep_ref(
     position_N: Tensor,
     mean_length: float,
     lambdas: Sequence[float] = LAMBDAS,
-) -> list[SweepPoint]:
+) -> list[dict[str, float]]:
     """The rule as it is written, token by token and layer by layer."""
     num_layers, num_tokens = len(gap_LN) - 1, gap_LN.shape[1]
     points = []
@@ -337,7 +326,8 @@ def sweep_ref(
             layers += layer
             agreeing += bool(agrees_LN[layer, token])
         mean = layers / num_tokens
-        points.append(SweepPoint(lambda_, mean, 1 - mean / num_layers, agreeing / num_tokens))
+        values = (lambda_, mean, 1 - mean / num_layers, agreeing / num_tokens)
+        points.append(dict(zip(NAMES, values, strict=True)))
     return points
 
 
@@ -364,19 +354,19 @@ def test_a_sweep_by_hand():
     # lambda 0.5: threshold 0.55: they leave at 2, 2, 0, 0; all agree.
     # lambda 1:   threshold 1.00: all run to the end.
     low, middle, high = sweep(GAP, AGREES, POSITION, 10.0, [0.0, 0.5, 1.0])
-    assert (low.layers_mean, low.saved, low.agreement) == (0.25, 0.875, 0.75)
-    assert (middle.layers_mean, middle.saved, middle.agreement) == (1.0, 0.5, 1.0)
-    assert (high.layers_mean, high.saved, high.agreement) == (2.0, 0.0, 1.0)
+    assert low == dict(zip(NAMES, (0.0, 0.25, 0.875, 0.75), strict=True))
+    assert middle == dict(zip(NAMES, (0.5, 1.0, 0.5, 1.0), strict=True))
+    assert high == dict(zip(NAMES, (1.0, 2.0, 0.0, 1.0), strict=True))
 
 
 def test_fixed_exits_and_layers_saved_by_hand():
     fixed = fixed_exits(AGREES)
-    assert [point.agreement for point in fixed] == [0.5, 0.75, 1.0]
-    assert [point.saved for point in fixed] == [1.0, 0.5, 0.0]
+    assert [point["agreement"] for point in fixed] == [0.5, 0.75, 1.0]
+    assert [point["saved"] for point in fixed] == [1.0, 0.5, 0.0]
     points = sweep(GAP, AGREES, POSITION, 10.0, [0.0, 0.5, 1.0])
     rough, exact = layers_saved(points, fixed, [0.75, 0.9])
-    assert (rough.saved, rough.lambda_, rough.fixed_layer_saved) == (0.875, 0.0, 0.5)
-    assert (exact.saved, exact.lambda_, exact.fixed_layer_saved) == (0.5, 0.5, 0.0)
+    assert rough == dict(zip(SAVED, (0.75, 0.875, 0.0, 0.5), strict=True))
+    assert exact == dict(zip(SAVED, (0.9, 0.5, 0.5, 0.0), strict=True))
 
 
 def test_thresholds_fall_along_the_text():
@@ -391,7 +381,7 @@ def test_no_threshold_is_good_enough():
     agrees = torch.tensor([[False] * 5, [False] * 5, [True] * 5])
     points = sweep(gap, agrees, torch.full((5,), 99), 10.0, [0.0, 0.5, 1.0])
     for row in layers_saved(points, fixed_exits(agrees)):
-        assert (row.saved, row.lambda_, row.fixed_layer_saved) == (0.0, None, 0.0)
+        assert (row["saved"], row["lambda"], row["fixed_layer_saved"]) == (0.0, None, 0.0)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 9))
@@ -409,7 +399,7 @@ def test_a_higher_threshold_saves_no_more(seed: int):
     generator = torch.Generator().manual_seed(seed)
     gap = torch.rand(5, 20, generator=generator)
     points = sweep(gap, gap > 0.3, torch.arange(20), 10.0)
-    saved = [point.saved for point in points]
+    saved = [point["saved"] for point in points]
     assert saved == sorted(saved, reverse=True)
     assert all(0.0 <= share <= 1.0 for share in saved)
 
@@ -422,5 +412,5 @@ def test_the_sweep_has_35_thresholds_and_ends_with_running_all_layers():
     agrees = torch.zeros(4, 6, dtype=torch.bool)
     agrees[-1] = True
     last = sweep(sure, agrees, torch.arange(6), 3.0)[-1]
-    assert (last.saved, last.agreement) == (0.0, 1.0)
+    assert (last["saved"], last["agreement"]) == (0.0, 1.0)
     assert AGREEMENTS == (0.90, 0.95, 0.99)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from deepenough.artifacts import sha256
 from deepenough.errors import UserError
-from deepenough.shortcut import modeling
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.statistics import R2
 
@@ -243,20 +242,6 @@ def test_round_trip(saved: tuple[Shortcuts, Path], states: list[Tensor], tmp_pat
     linear = Shortcuts.fit_states([h.float() for h in states], targets="last")
     linear.save_pretrained(folder)  # in place of what was there
     assert_equal(linear, Shortcuts.from_pretrained(folder))
-    assert_equal(linear, linear.to("cpu"))
-
-
-def test_many_maps_are_spread_over_files(
-    states: list[Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(modeling, "_FILE_BYTES", 2 * 6 * 6 * 8)
-    shortcuts = Shortcuts.fit_states(states)
-    shortcuts.save_pretrained(tmp_path)
-    assert len(list(tmp_path.glob("shortcuts-0000?-of-00003.safetensors"))) == 3
-    assert_equal(shortcuts, Shortcuts.from_pretrained(tmp_path))
-    monkeypatch.undo()
-    shortcuts.save_pretrained(tmp_path)  # leaves none of the others behind
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def change_byte(path: Path) -> None:
@@ -270,13 +255,13 @@ def test_tampered_and_truncated_files(saved: tuple[Shortcuts, Path]) -> None:
     maps, index = folder / "shortcuts.safetensors", folder / "shortcuts.json"
     whole, about = maps.read_bytes(), index.read_text()
     change_byte(maps)
-    with pytest.raises(UserError, match="truncated or altered"):
+    with pytest.raises(UserError, match="not the file it describes"):
         Shortcuts.from_pretrained(folder)
     maps.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="truncated or altered"):
+    with pytest.raises(UserError, match="not the file it describes"):
         Shortcuts.from_pretrained(folder)
     maps.unlink()
-    with pytest.raises(UserError, match=r"shortcuts\.safetensors is missing"):
+    with pytest.raises(UserError, match="cannot be read"):
         Shortcuts.from_pretrained(folder)
     maps.write_bytes(whole)
     index.write_text(about[: len(about) // 2])
@@ -290,18 +275,15 @@ def test_tampered_and_truncated_files(saved: tuple[Shortcuts, Path]) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_layers": 2}, "missing or too many"),
-        ({"num_layers": 0}, "at least two layers"),
+        ({"num_layers": 2}, "has the shape"),
         ({"width": 7}, "has the shape"),
         ({"affine": False}, "missing or too many"),
         ({"targets": "last"}, "missing or too many"),
         ({"targets": "some"}, "not known"),
-        ({"cka": [["x"]]}, "does not describe"),
-        ({"meta": 3}, "does not describe"),
+        ({"meta": 3}, "cannot be read"),
         ({"format": "else"}, "format is not"),
-        ({"version": 99}, "newer deepenough"),
-        ({"files": {"../maps/shortcuts.safetensors": {"sha256": ""}}}, "missing"),
-        ({"files": []}, "cannot be read"),
+        ({"version": 99}, "version 2"),
+        ({"sha256": None}, "not the file it describes"),
     ],
 )
 def test_an_altered_index(
@@ -318,7 +300,7 @@ def test_a_file_that_is_no_safetensors_is_refused(saved: tuple[Shortcuts, Path])
     _, folder = saved
     (folder / "shortcuts.safetensors").write_bytes(b"\x80\x04cos\nsystem\n.")
     index = json.loads((folder / "shortcuts.json").read_text())
-    index["files"]["shortcuts.safetensors"]["sha256"] = sha256(folder / "shortcuts.safetensors")
+    index["sha256"] = sha256(folder / "shortcuts.safetensors")
     (folder / "shortcuts.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="damaged"):
         Shortcuts.from_pretrained(folder)
@@ -333,24 +315,3 @@ def test_places_that_hold_no_shortcuts(tmp_path: Path, states: list[Tensor]) -> 
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be written"):
         Shortcuts.fit_states(states).save_pretrained(tmp_path / "file")
-
-
-def test_push_to_hub_uploads_what_from_pretrained_reads(
-    saved: tuple[Shortcuts, Path], tmp_path: Path
-) -> None:
-    shortcuts, _ = saved
-
-    class Hub:
-        def create_repo(self, name: str, private: bool, exist_ok: bool) -> str:
-            assert (name, private, exist_ok) == ("me/maps", True, True)
-            return "https://hub/me/maps"
-
-        def upload_folder(self, folder_path: str, **options: Any) -> None:
-            assert options["repo_id"] == "me/maps"
-            Path(folder_path).rename(tmp_path / "uploaded")
-            Path(folder_path).mkdir()
-
-    assert shortcuts.push_to_hub("me/maps", private=True, api=Hub()) == "https://hub/me/maps"
-    assert_equal(shortcuts, Shortcuts.from_pretrained(tmp_path / "uploaded"))
-    card = (tmp_path / "uploaded" / "README.md").read_text()
-    assert "base_model: some/model" in card and 'from_pretrained("me/maps")' in card

@@ -1,33 +1,34 @@
 """Sums over positions: right whatever the batches, the pairs and the order."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from sklearn.linear_model import LinearRegression
 from torch import Tensor
 
 from deepenough.errors import UserError
 from deepenough.shortcut import statistics as module
-from deepenough.shortcut.fitting import (
-    make_plan,
-    num_blocks,
-    pairs_of,
-    plan_bytes,
-    split_plan,
+from deepenough.shortcut.statistics import (
+    LayerStatistics,
+    NormalEquations,
+    layer_pairs,
+    layer_targets,
+    statistics_bytes,
 )
-from deepenough.shortcut.statistics import LayerStatistics, NormalEquations, Plan
 
 
 def assert_sums(statistics: LayerStatistics, states: list[Tensor]) -> None:
-    statistics.finish()
+    statistics.flush()
     assert statistics.count == len(states[0])
-    torch.testing.assert_close(statistics.sums, torch.stack([h.sum(0) for h in states]))
-    for i, targets in statistics.plan.items():
-        torch.testing.assert_close(statistics.gram(i), states[i].T @ states[i])
-        for j in targets:
-            torch.testing.assert_close(statistics.cross(i, j), states[i].T @ states[j])
+    for i, targets in statistics.targets.items():
+        equations = statistics.equations[i]
+        own = torch.cat([states[i], *(states[j] for j in targets)], dim=1)
+        assert equations.count == len(own)
+        torch.testing.assert_close(equations.sums, own.sum(0))
+        torch.testing.assert_close(equations.gram(), states[i].T @ states[i])
+        torch.testing.assert_close(equations.cross(), states[i].T @ own[:, 6:])
 
 
 def test_one_map_by_hand() -> None:
@@ -63,21 +64,13 @@ def test_equations_are_least_squares(states: list[Tensor], affine: bool) -> None
         few.solve()
 
 
-PLANS: list[Plan] = [
-    make_plan(3, "all"),
-    make_plan(3, "last"),
-    {0: (1, 3), 2: (3,)},
-    {1: (), 0: (2, 3)},
-]
-
-
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("targets", ["all", "last"])
 @pytest.mark.parametrize("panel", [1, 4, 6, 100])
 def test_sums_of_uneven_batches(
-    states: list[Tensor], plan: Plan, panel: int, monkeypatch: pytest.MonkeyPatch
+    states: list[Tensor], targets: Any, panel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PANEL", panel)
-    statistics = LayerStatistics(3, 6, plan)
+    statistics = LayerStatistics(3, 6, targets)
     start = 0
     for size in (1, 31, 32, 0, 200, 436):  # the buffer holds 32 rows
         statistics.update([h[start : start + size] for h in states])
@@ -87,39 +80,41 @@ def test_sums_of_uneven_batches(
 
 
 def test_a_case_by_hand() -> None:
-    statistics = LayerStatistics(1, 2, make_plan(1))
+    statistics = LayerStatistics(1, 2)
     statistics.update([torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])])
     statistics.update([torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])])
-    statistics.finish()
-    assert statistics.gram(0).tolist() == [[1.0, 2.0], [2.0, 5.0]]
-    assert statistics.cross(0, 1).tolist() == [[3.0, 4.0], [7.0, 8.0]]
-    assert statistics.sums.tolist() == [[1.0, 3.0], [4.0, 4.0]]
+    statistics.flush()
+    equations = statistics.equations[0]
+    assert equations.gram().tolist() == [[1.0, 2.0], [2.0, 5.0]]
+    assert equations.cross().tolist() == [[3.0, 4.0], [7.0, 8.0]]
+    assert equations.sums.tolist() == [1.0, 3.0, 4.0, 4.0]
+    # Centred, the two rows are half their difference, once with each sign: (1, 1) and (2, 4).
+    gram, cross = equations.moments(centred=True)
+    assert gram.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert cross.tolist() == [[1.0, 2.0], [1.0, 2.0]]
 
 
 def test_a_state_goes_on_with_the_same_bits(states: list[Tensor]) -> None:
-    whole, first, second = (LayerStatistics(3, 6, make_plan(3)) for _ in range(3))
+    whole, first, second = (LayerStatistics(3, 6) for _ in range(3))
     first.update([h[:77] for h in states])
     second.load_state_dict({name: value.clone() for name, value in first.state_dict().items()})
     assert second.count == 77
     second.update([h[77:] for h in states])
     for part in (slice(0, 77), slice(77, 700)):
         whole.update([h[part] for h in states])
-    for name, value in whole.finish().state_dict().items():
-        assert torch.equal(value, second.finish().state_dict()[name]), name
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name]), name
     with pytest.raises(ValueError, match="another shape"):
-        LayerStatistics(3, 5, make_plan(3)).load_state_dict(whole.state_dict())
+        LayerStatistics(3, 5).load_state_dict(whole.state_dict())
 
 
-def test_the_buffer_is_bounded_and_given_back() -> None:
-    statistics = LayerStatistics(12, 64, make_plan(12))
-    statistics.update([torch.randn(5000, 64) for _ in range(13)])
-    assert statistics._buffer is not None
-    assert statistics._buffer.nbytes <= 0.2 * statistics.nbytes
-    assert statistics.finish()._buffer is None
+def test_the_buffer_is_bounded() -> None:
+    statistics = LayerStatistics(12, 64)
+    assert statistics._buffer.nbytes <= 0.2 * statistics_bytes(12, 64)
 
 
 def test_states_of_another_shape_are_refused(states: list[Tensor]) -> None:
-    statistics = LayerStatistics(3, 6, make_plan(3))
+    statistics = LayerStatistics(3, 6)
     for wrong, said in (
         (states[:3], "3 states of width 6 do not fit"),
         ([h[:, :5] for h in states], "width 5 do not fit"),
@@ -130,29 +125,12 @@ def test_states_of_another_shape_are_refused(states: list[Tensor]) -> None:
             statistics.update(wrong)
 
 
-def test_plans() -> None:
-    assert make_plan(2) == {0: (1, 2), 1: (2,), 2: ()}
-    assert make_plan(2, "last") == {0: (2,), 1: (2,), 2: ()}
-    assert num_blocks(make_plan(12)) == 91
-    assert plan_bytes(make_plan(12), 768) == 91 * 768 * 768 * 8
+def test_targets() -> None:
+    assert {i: list(own) for i, own in layer_targets(2).items()} == {0: [1, 2], 1: [2], 2: []}
+    assert layer_pairs(2, "last") == {(0, 2), (1, 2)}
+    assert statistics_bytes(12, 768) == 91 * 768 * 768 * 8
+    assert statistics_bytes(12, 768, "last") == 25 * 768 * 768 * 8
     with pytest.raises(UserError, match="choose 'all' or 'last'"):
-        make_plan(2, "first")  # type: ignore[arg-type]
+        layer_targets(2, "first")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="at least two layers"):
-        make_plan(0)
-
-
-@given(st.integers(1, 9), st.sampled_from(["all", "last"]), st.integers(2, 60))
-def test_passes_hold_every_pair_once_within_the_limit(layers: int, targets: str, room: int) -> None:
-    plan = make_plan(layers, targets)  # type: ignore[arg-type]
-    block = 4 * 4 * 8 * 1.3
-    passes = split_plan(plan, 4, room * block + 1)
-    assert sorted(pair for part in passes for pair in pairs_of(part)) == sorted(pairs_of(plan))
-    assert all(num_blocks(part) <= room for part in passes)
-    assert {source for part in passes for source in part} == set(plan)
-    if room >= num_blocks(plan):
-        assert passes == [plan]
-
-
-def test_a_limit_below_one_map_says_what_is_needed() -> None:
-    with pytest.raises(UserError, match=r"at least 53 MB"):
-        split_plan(make_plan(2), 1600, 3e7)
+        layer_targets(0)

@@ -30,12 +30,10 @@ from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import (
     LayerCounter,
     OutputForms,
-    last_mlp_at_one_token,
     start_at,
 )
 from deepenough.par.modeling import ParConfig, ParForCausalLM
 from deepenough.shortcut.submodules import (
-    AffineMap,
     Replacement,
     Submodules,
     SubmoduleStatistics,
@@ -145,17 +143,6 @@ def test_layers_before_the_start_do_not_run() -> None:
     assert ran == [2]
 
 
-def test_one_token_is_enough_where_one_is_read(adapter: Adapter) -> None:
-    ids, mask = batch()
-    position = torch.tensor([5, 3, 0, 2])
-    rows = torch.arange(4)
-    expected = adapter.states(ids, mask)[-1][rows, position]
-    counter = LayerCounter(adapter)
-    with counter.counting(), last_mlp_at_one_token(counter, position):
-        found = adapter.states(ids, mask)[-1]
-    torch.testing.assert_close(found[rows, position], expected)
-
-
 def test_replaced_from_the_end_on_is_the_model(adapter: Adapter) -> None:
     ids, mask = batch()
     submodules = fit(adapter)
@@ -193,29 +180,6 @@ def test_replaced_attention_mixes_no_tokens(adapter: Adapter) -> None:
             whole = adapter.states(ids, mask)[-1]
         alone = replacement.without_attention(layer, states[layer][:, 3])
         torch.testing.assert_close(alone, whole[:, 3])
-
-
-def test_folded_norms_are_replaced_norms(adapter: Adapter) -> None:
-    submodules = fit(adapter, affine=True)
-    plain, quick = Replacement(submodules, adapter), Replacement(submodules, adapter)
-    # What a norm behind a part returns (Gemma 2 has both) is also added to the stream.
-    behind = adapter.model.config.model_type in ("bert", "albert", "gemma2")
-    assert quick.fold_norms() == (not behind)
-    ids, mask = batch()
-    for layer in range(adapter.num_layers + 1):
-        with plain.replaced("norms", layer):
-            expected = adapter.states(ids, mask)[-1]
-        with quick.replaced("norms", layer):
-            found = adapter.states(ids, mask)[-1]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_norms_that_somebody_else_reads_are_not_folded() -> None:
-    adapter = make("llama")
-    mlp = adapter.layers[1].mlp
-    plain = mlp.forward
-    mlp.forward = lambda hidden: plain(hidden) + hidden  # not only its linear layers read it
-    assert not Replacement(fit(adapter), adapter).fold_norms()
 
 
 def test_a_linear_feed_forward_is_replaced_by_itself() -> None:
@@ -295,12 +259,6 @@ def test_fits_are_least_squares(adapter: Adapter) -> None:
     found = submodules.maps[place].weight.double().T
     # The maps may differ where nothing is read; what they give may not.
     torch.testing.assert_close(read @ found, read @ expected, rtol=1e-4, atol=1e-4)
-
-
-def test_fits_of_another_model_are_refused() -> None:
-    submodules = Submodules({("attention", 0, 0): AffineMap(torch.eye(16))})
-    with pytest.raises(UserError, match="another model"):
-        Replacement(submodules, make("gpt2"))
 
 
 def test_fits_of_other_weights_are_refused() -> None:

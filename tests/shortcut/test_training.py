@@ -22,21 +22,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from deepenough.config import RunConfig
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.runs import Record, RunFolder, read_records
 from deepenough.shortcut.config import TuneTrainingConfig
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.training import (
-    RecomputedStates,
-    StoredStates,
-    TuneTask,
-    TuningTexts,
-    make_source,
-    stored_bytes,
-    tune,
-)
+from deepenough.shortcut.training import TuneTask, TuningStates, tune
 from deepenough.shortcut.tuned_maps import (
     PartialHead,
     TokenSampler,
@@ -242,7 +233,8 @@ def test_the_head_of_some_words_is_a_part_of_the_head(
     before = {name: value.clone() for name, value in adapter.model.state_dict().items()}
     small = PartialHead(adapter)(ids)
     full = adapter.head(state)
-    monkeypatch.setattr(adapter, "head", None)  # the large head is not asked
+    # The large map is not asked.
+    monkeypatch.setattr(adapter.model.get_output_embeddings(), "forward", None)
     assert torch.allclose(small(state), full[:, ids], atol=1e-6)
     after = adapter.model.state_dict()
     assert before.keys() == after.keys()
@@ -258,8 +250,7 @@ def test_an_unusual_head_is_computed_in_full(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_most_probable_tokens_are_always_taken() -> None:
     words = TokenSampler(torch.tensor([1.0, 5.0, 2.0, 0.5, 1.5]), size=2, num_drawn=0)
-    assert words.draw(torch.Generator()).ids.tolist() == [1, 2]
-    assert words.share == pytest.approx(0.7)
+    assert words.draw(torch.Generator())[0].tolist() == [1, 2]
 
 
 def test_sampled_tokens_make_the_sum_over_the_vocabulary_right_in_the_mean() -> None:
@@ -279,40 +270,44 @@ def test_sampled_tokens_make_the_sum_over_the_vocabulary_right_in_the_mean() -> 
 
 
 def test_states_are_kept_as_exactly_as_the_limit_allows(
-    llama: PreTrainedModel, tokenizer: Any
+    llama: PreTrainedModel, tokenizer: Any, caplog: Any
 ) -> None:
-    texts = TuningTexts(adapt(llama), tokenizer, make_texts(0, 60), [0, 2], batch=32, seed=0)
-    white = whitening(texts.sample(10_000).states)
-    exact, half = (stored_bytes(texts, dtype) for dtype in (torch.float32, torch.bfloat16))
-    full, small, none = (
-        make_source(texts, white, 32, 0, limit) for limit in (exact, exact - 1, half - 1)
-    )
-    assert (
-        isinstance(full, StoredStates)
-        and isinstance(small, StoredStates)
-        and isinstance(none, RecomputedStates)
-    )
-    assert full.states.nbytes + full.last.nbytes == exact
-    assert torch.allclose(full.batch(3).states, small.batch(3).states, rtol=0.01)
-    # All of them see every position once in an epoch.
-    sums = [
-        sum(source.batch(index).last.double().sum(0) for index in range(num))
-        for source, num in ((full, len(full.last)), (none, len(texts.tuned_on)))
-        if not isinstance(source, StoredStates) or setattr(source, "size", 1) is None
-    ]
-    assert torch.allclose(*sums, rtol=1e-4, atol=1e-3)
+    def kept(limit: float) -> TuningStates:
+        found = TuningStates(adapt(llama), tokenizer, make_texts(0, 60), [0, 2], 32, 0)
+        found.keep(whitening(found.sample(10_000).states), limit)
+        return found
+
+    full = kept(1e9)
+    exact = full.states.nbytes + full.last.nbytes
+    assert full.states.dtype == torch.float32 and len(full.last) > 500
+    assert torch.equal(kept(exact).states, full.states)
+    half = kept(exact - 1)
+    assert half.states.dtype == torch.bfloat16 and not caplog.text
+    assert torch.allclose(full.batch(3).states, half.batch(3).states, rtol=0.01)
+    part = kept(0.4 * exact)  # of 2/3 that all of them take in bfloat16
+    assert "60 % of the text" in caplog.text
+    assert 0.5 * len(full.last) < len(part.last) < 0.7 * len(full.last)
+    assert (part.last[:, None] == full.last).all(-1).any(1).all()
+
+
+def test_an_epoch_has_every_position_once(llama: PreTrainedModel, tokenizer: Any) -> None:
+    found = TuningStates(adapt(llama), tokenizer, make_texts(0, 60), [0, 2], 1, 0)
+    found.keep(whitening(found.sample(10_000).states), 1e9)
+    total = sum(found.batch(index).last.double().sum(0) for index in range(len(found.last)))
+    torch.testing.assert_close(total, found.last.double().sum(0))
 
 
 def test_processes_share_the_text_but_not_the_sample(
     llama: PreTrainedModel, tokenizer: Any
 ) -> None:
     whole, *parts = (
-        TuningTexts(adapt(llama), tokenizer, make_texts(0, 60), [0], 32, 0, share)
+        TuningStates(adapt(llama), tokenizer, make_texts(0, 60), [0], 32, 0, share)
         for share in ((0, 1), (0, 2), (1, 2))
     )
-    assert sum(part.num_positions for part in parts) == whole.num_positions
+    read = [batch.ids.tolist() for part in parts for batch in part.tuned_on]
+    assert sorted(read) == sorted(batch.ids.tolist() for batch in whole.tuned_on)
     assert torch.equal(parts[0].sample(50).last, parts[1].sample(50).last)
-    held_out = [part.held_out_positions(20).last for part in parts]
+    held_out = [part.held_out(20).last for part in parts]
     assert torch.equal(*held_out) and len(held_out[0]) == 20
 
 
@@ -356,7 +351,7 @@ def test_records_tell_the_closed_form_and_the_end(
 ) -> None:
     """Measured on held-out text over the whole vocabulary, whatever tokens are sampled."""
     few = FEW | {"top_tokens": 6, "sampled_tokens": 2, "layers": [0, 2], "held_out": 40}
-    tune(closed_form, llama, tokenizer, make_texts(0, 40), run=tmp_path / "run", **few)
+    tune(closed_form, llama, tokenizer, make_texts(0, 40), out=str(tmp_path / "run"), **few)
     records = read_records(tmp_path / "run" / "metrics.jsonl")[0]
     assert [(r.step, r.kind) for r in records] == [
         (0, "valid"),
@@ -366,8 +361,8 @@ def test_records_tell_the_closed_form_and_the_end(
         (12, "valid"),
     ]
     assert len(records[1].values["kl"]) == 2
-    texts = TuningTexts(adapt(llama), tokenizer, make_texts(0, 40), [0, 2], batch=32, seed=0)
-    states, last = texts.held_out_positions(40)
+    texts = TuningStates(adapt(llama), tokenizer, make_texts(0, 40), [0, 2], batch=32, seed=0)
+    states, last = texts.held_out(40)
     for place, layer in enumerate((0, 2)):
         kl, agreed = closed_form_quality(llama, closed_form, states[place], last, layer)
         assert records[0].values[f"kl_{layer}"] == pytest.approx(kl, rel=1e-3)
@@ -404,20 +399,18 @@ class Killed(Exception):
     """Stands for a kill."""
 
 
-@pytest.mark.parametrize("memory", [1.0, 0.0])
 def test_a_resumed_tuning_equals_an_uninterrupted_one(
     llama: PreTrainedModel,
     tokenizer: Any,
     closed_form: Shortcuts,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    memory: float,
     records: Callable[[Path], list[Record]],
 ) -> None:
     def run(folder: str) -> Shortcuts:
-        place = RunConfig(str(tmp_path / folder), resume=True)
-        few = FEW | {"top_tokens": 6, "sampled_tokens": 4, "save_every": 5, "memory": memory}
-        return tune(closed_form, llama, tokenizer, make_texts(0, 40), run=place, **few)
+        few = FEW | {"top_tokens": 6, "sampled_tokens": 4, "save_every": 5}
+        place = {"out": str(tmp_path / folder), "resume": True}
+        return tune(closed_form, llama, tokenizer, make_texts(0, 40), **place, **few)
 
     def stop_at_eight(task: TuneTask, step: int) -> None:
         if step == 8:
@@ -439,19 +432,19 @@ def test_a_resumed_tuning_equals_an_uninterrupted_one(
 def test_another_tuning_is_not_resumed(
     llama: PreTrainedModel, tokenizer: Any, closed_form: Shortcuts, tmp_path: Path
 ) -> None:
-    run = RunConfig(str(tmp_path / "run"), resume=True)
-    tune(closed_form, llama, tokenizer, make_texts(0, 40), run=run, **FEW)
+    run = FEW | {"out": str(tmp_path / "run"), "resume": True}
+    tune(closed_form, llama, tokenizer, make_texts(0, 40), **run)
     with pytest.raises(UserError, match="texts was"):
-        tune(closed_form, llama, tokenizer, make_texts(5, 60), run=run, **FEW)
+        tune(closed_form, llama, tokenizer, make_texts(5, 60), **run)
     with pytest.raises(UserError, match=r"tune\.layers was"):
-        tune(closed_form, llama, tokenizer, make_texts(0, 40), run=run, **FEW, layers=[1])
+        tune(closed_form, llama, tokenizer, make_texts(0, 40), **run, layers=[1])
 
 
 def test_tuned_maps_are_written_with_the_shortcuts(
     llama: PreTrainedModel, tokenizer: Any, closed_form: Shortcuts, tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    tuned = tune(closed_form, llama, tokenizer, make_texts(0, 40), run=run.path, **FEW)
+    tuned = tune(closed_form, llama, tokenizer, make_texts(0, 40), out=str(run.path), **FEW)
     loaded = Shortcuts.from_pretrained(run.model)
     assert loaded.tuned.keys() == tuned.tuned.keys()
     for layer, (matrix, bias) in tuned.tuned.items():
@@ -489,7 +482,7 @@ def test_layers_that_get_worse_are_named(
         ({"layers": []}, r"tune\.layers must be some of 0 to 2"),
         ({"batch": 0}, r"tune\.batch must be at least 1"),
         ({"top_tokens": 0}, r"tune\.top_tokens must be at least 1"),
-        ({"memory": float("nan")}, r"tune\.memory must be at least 0"),
+        ({"memory": float("nan")}, r"tune\.memory must be above 0"),
         ({"steps": 0}, r"train\.steps must be at least 1"),
         ({"batch": 100_000}, "give more text or a smaller batch"),
     ],
@@ -503,7 +496,7 @@ def test_bad_settings_are_refused_before_anything_is_written(
     message: str,
 ) -> None:
     with pytest.raises(UserError, match=message):
-        tune(closed_form, llama, tokenizer, make_texts(0, 40), run=tmp_path / "run", **changes)
+        tune(closed_form, llama, tokenizer, make_texts(0, 40), out=str(tmp_path / "run"), **changes)
     assert not (tmp_path / "run").exists()
 
 

@@ -46,7 +46,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from deepenough.config import RunConfig, dump, provenance, validate
+from deepenough.config import dump, provenance, validate
 from deepenough.decoding.autotune import autotune, choice, draft_layers
 from deepenough.decoding.config import DraftHeadConfig, DraftTrainConfig, SelfGeneratedConfig
 from deepenough.decoding.draft_model import SHORTCUTS, DraftHead, DraftModel, HeadShape
@@ -585,8 +585,8 @@ def _tune_shortcuts(
     folder = run.model / SHORTCUTS
     if folder.is_dir():
         return Shortcuts.from_pretrained(folder)
-    place = RunConfig(str(run.checkpoints / "shortcuts"), resume=True)
+    place = str(run.checkpoints / "shortcuts")
     layers = draft_layers(shortcuts.num_layers)
-    tuned = tune(shortcuts, model, tokenizer, texts, run=place, layers=layers)
+    tuned = tune(shortcuts, model, tokenizer, texts, out=place, resume=True, layers=layers)
     tuned.save_pretrained(folder)
     return tuned

@@ -4,8 +4,7 @@
 - `patched_forward`: run another function in the place of a module's `forward`.
 - `StopForward`: end a forward pass early; `first_call` uses it to learn what the model calls a
   layer with (masks, rotary cos/sin, cache) without running any layer.
-- `LayerCounter`, `OutputForms`, `start_at`, `last_mlp_at_one_token`: run only a part of a model,
-  from one of its layers on.
+- `LayerCounter`, `OutputForms`, `start_at`: run only a part of a model, from one of its layers on.
 - `LayerStack`: the layers of an encoder as single steps, so that a caller decides after each one
   who goes on.
 
@@ -278,32 +277,6 @@ def start_at(
 
     layers = dict.fromkeys(counter.adapter.layers)
     with patched_forward({module: skipping(module) for module in layers}):
-        yield
-
-
-@contextmanager
-def last_mlp_at_one_token(counter: LayerCounter, position_B: Tensor) -> Iterator[None]:
-    """Run the feed-forward of the last layer at one position of each text only.
-
-    Its output `[B, 1, D]` is added to the residual stream at all positions, so the last state is
-    right at that position and nowhere else: a third to two thirds of a layer saved where only one
-    position is read. The counter must be counting.
-    """
-    last = counter.adapter.num_layers - 1
-    part = counter.adapter.submodules(last).get("feed_forward")
-    module = part[0] if isinstance(part, list) else part
-    if module is None:
-        yield
-        return
-    run = module.forward
-
-    def forward(hidden_BTD: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if counter.current == last and hidden_BTD.ndim == 3:
-            rows = torch.arange(len(hidden_BTD), device=hidden_BTD.device)
-            hidden_BTD = hidden_BTD[rows, position_B][:, None]
-        return run(hidden_BTD, *args, **kwargs)
-
-    with patched_forward({module: forward}):
         yield
 
 

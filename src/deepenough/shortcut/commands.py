@@ -11,10 +11,9 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from deepenough.config import Command, RunConfig, dump, resolve
+from deepenough.config import Command, dump, resolve
 from deepenough.errors import UserError
 from deepenough.runs import Metrics, Record, RunFolder, read_config, read_records
 from deepenough.shortcut.config import (
@@ -25,8 +24,6 @@ from deepenough.shortcut.config import (
 )
 
 if TYPE_CHECKING:
-    from deepenough.shortcut.evaluation import Evaluation
-    from deepenough.shortcut.fitting import Progress
     from deepenough.shortcut.modeling import Shortcuts
 
 #: What the table of `shortcut eval` shows of a layer: heading and value in its record.
@@ -43,21 +40,7 @@ _LENS_ROWS = 10
 
 
 def fit(config: ShortcutFitConfig) -> None:
-    """Run `deepenough shortcut fit`."""
-    from deepenough.training.distributed import is_main_process
-    from deepenough.training.logging import reading
-
-    with reading("texts") as progress:
-        shortcuts = fit_run(config, progress)
-    if is_main_process():
-        print(
-            f"{len(shortcuts.maps)} maps of {config.model.name} in {config.out}/shortcuts; next: "
-            f"deepenough shortcut eval {config.out} --data {config.data}"
-        )
-
-
-def fit_run(config: ShortcutFitConfig, progress: Progress | None = None) -> Shortcuts:
-    """Fit maps into a run folder and return them; interrupted, it goes on with `resume`."""
+    """Run `deepenough shortcut fit`; interrupted, it goes on with `resume`."""
     from deepenough.shortcut.training import tune
     from deepenough.training.distributed import is_main_process
     from deepenough.training.trainer import keep_freed_memory
@@ -70,103 +53,87 @@ def fit_run(config: ShortcutFitConfig, progress: Progress | None = None) -> Shor
     run = RunFolder.create(config.out, resume=config.resume, overwrite=config.overwrite)
     if is_main_process():
         dump(config, run.config)
+    is_affine = config.fit.maps == "affine"
+    found = {"shortcuts": _fit(config, run, model, tokenizer, texts, "shortcuts", is_affine)}
+    if config.fit.maps == "both":
+        found["affine"] = _fit(config, run, model, tokenizer, texts, "affine", True)
+    tuning = RunFolder(run.path / "tuning")
+    if config.tuned:
+        options = TuneTrainingConfig(
+            out=str(tuning.path),
+            resume=config.resume,
+            overwrite=not config.resume,
+            tune=config.tune,
+            train=config.train,
+        )
+        found["shortcuts"] = tune(found["shortcuts"], model, tokenizer, texts, options)
+    if not is_main_process():
+        return
+    for name, each in found.items():
+        each.save_pretrained(run.path / name)
+        shutil.rmtree(run.checkpoints / name, ignore_errors=True)
+    shutil.rmtree(tuning.model, ignore_errors=True)  # the maps are on disk once
+    _replace_records(run, [found["shortcuts"].record()], keep=())
+    print(
+        f"{len(found['shortcuts'].maps)} maps of {config.model.name} in {config.out}/shortcuts; "
+        f"next: deepenough shortcut eval {config.out} --data {config.data}"
+    )
 
-    def fit_maps(affine: bool, targets: Literal["all", "last"], name: str) -> Shortcuts:
-        from deepenough.shortcut.modeling import INDEX, Shortcuts
 
-        if (run.path / name / INDEX).is_file():  # finished before the run was interrupted
-            finished = Shortcuts.from_pretrained(run.path / name)
-            _check_same(finished, model, affine, targets, config, run.path / name)
-            return finished
+def _fit(
+    config: ShortcutFitConfig,
+    run: RunFolder,
+    model: Any,
+    tokenizer: Any,
+    texts: list[str],
+    name: str,
+    affine: bool,
+) -> Shortcuts:
+    """Fit the maps `shortcuts` or `affine` of a run, or read those it has fitted already."""
+    from deepenough.hf.adapter import adapt
+    from deepenough.shortcut.fitting import check_same_fit
+    from deepenough.shortcut.modeling import INDEX, Shortcuts
+    from deepenough.training.logging import reading
+
+    chosen = config.fit
+    targets = chosen.targets if name == "shortcuts" else "last"
+    folder = run.path / name
+    if (folder / INDEX).is_file():  # finished before the run was interrupted
+        finished = Shortcuts.from_pretrained(folder)
+        finished.check_model(adapt(model))
+        fitted = finished.meta.get("fit", {})
+        wanted = {
+            "affine": affine,
+            "targets": targets,
+            "positions_taken": chosen.positions,
+            "ridge": chosen.ridge,
+            "window": chosen.window or fitted.get("window"),
+        }
+        check_same_fit(folder, fitted, wanted)
+        return finished
+    with reading("texts") as progress:
         return Shortcuts.fit(
             model,
             tokenizer,
             texts,
-            config.fit.positions,
+            chosen.positions,
             targets,
             affine,
-            config.fit.ridge,
-            memory_limit=None if config.fit.memory is None else config.fit.memory * 2**30,
+            chosen.ridge,
             resume=run.checkpoints / name,
             progress=progress,
-            window=config.fit.window,
+            window=chosen.window,
         )
-
-    found = {"shortcuts": fit_maps(config.fit.maps == "affine", config.fit.targets, "shortcuts")}
-    if config.fit.maps == "both":
-        found["affine"] = fit_maps(True, "last", "affine")
-    tuning = RunConfig(str(run.path / "tuning"), config.resume, overwrite=not config.resume)
-    if config.tuned:
-        options = TuneTrainingConfig(tune=config.tune, train=config.train)
-        found["shortcuts"] = tune(found["shortcuts"], model, tokenizer, texts, options, run=tuning)
-    if is_main_process():
-        for name, each in found.items():
-            each.save_pretrained(run.path / name)
-            # The maps of a finished fit are on disk once.
-            shutil.rmtree(run.checkpoints / name, ignore_errors=True)
-        shutil.rmtree(RunFolder(run.path / "tuning").model, ignore_errors=True)
-        _replace_records(run, [found["shortcuts"].record()], keep=())
-    return found["shortcuts"]
-
-
-def _check_same(
-    shortcuts: Shortcuts,
-    model: Any,
-    affine: bool,
-    targets: str,
-    config: ShortcutFitConfig,
-    folder: Path,
-) -> None:
-    """Refuse to go on with maps that were fitted for another model or with other options."""
-    from deepenough.hf.adapter import adapt
-
-    shortcuts.check_model(adapt(model))
-    fitted = shortcuts.meta.get("fit", {})
-    wanted = {
-        "affine": affine,
-        "targets": targets,
-        "positions_taken": config.fit.positions,
-        "ridge": config.fit.ridge,
-        "window": config.fit.window or fitted.get("window"),
-    }
-    for name, now in wanted.items():
-        if fitted.get(name) != now:
-            raise UserError(
-                f"{folder} holds another fit, with {name} = {fitted.get(name)} where this has "
-                f"{now}: choose another folder."
-            )
 
 
 # -- eval ----------------------------------------------------------------------------------------
 
 
 def evaluate(config: ShortcutEvalConfig) -> None:
-    """Run `deepenough shortcut eval`."""
-    from deepenough.training.logging import reading
-
-    with reading("texts") as progress:
-        evaluation = evaluate_run(config, progress)
-    records = evaluation.records()
-    print(f"{'mode':>14} {'layer':>5}" + "".join(f"{name:>11}" for name in _COLUMNS))
-    for record in records:
-        if record.kind == "layer":
-            values = record.values
-            numbers = "".join(f"{values[key]:>11.3f}" for key in _COLUMNS.values())
-            print(f"{values['mode']:>14} {values['layer']:>5}{numbers}")
-    for record in records:
-        if record.kind == "saved":
-            values = record.values
-            print(
-                f"early exit, {values['mode']}, {values['agreement']:.0%} agreement: "
-                f"{values['saved']:.1%} of layers saved"
-            )
-    print(f"on {evaluation.positions:,} tokens; next: deepenough shortcut plot {config.run}")
-
-
-def evaluate_run(config: ShortcutEvalConfig, progress: Progress | None = None) -> Evaluation:
-    """Measure what a run has fitted, and record it in place of an earlier measurement."""
+    """Run `deepenough shortcut eval`; its records take the place of earlier ones."""
     from deepenough.shortcut.evaluation import evaluate as measure
     from deepenough.shortcut.submodules import Submodules
+    from deepenough.training.logging import reading
     from deepenough.training.trainer import keep_freed_memory
 
     keep_freed_memory()
@@ -185,36 +152,56 @@ def evaluate_run(config: ShortcutEvalConfig, progress: Progress | None = None) -
             ridge=fitted.fit.ridge,
             window=fitted.fit.window,
         )
-    evaluation = measure(
-        model,
-        tokenizer,
-        shortcuts,
-        texts,
-        positions=config.positions,
-        submodules=parts,
-        window=fitted.fit.window,
-        progress=progress,
-    )
+    with reading("texts") as progress:
+        evaluation = measure(
+            model,
+            tokenizer,
+            shortcuts,
+            texts,
+            positions=config.positions,
+            submodules=parts,
+            window=fitted.fit.window,
+            progress=progress,
+        )
     about = {
         "settings": asdict(config),
         "positions": evaluation.positions,
         "seconds": time.perf_counter() - started,
     }
-    records = [Record(0, "evaluation", about), *evaluation.records()]
-    _replace_records(run, records, keep=("fit", "lens"))
-    return evaluation
+    records = evaluation.records()
+    _replace_records(run, [Record(0, "evaluation", about), *records], keep=("fit", "lens"))
+    print(f"{'mode':>14} {'layer':>5}" + "".join(f"{name:>11}" for name in _COLUMNS))
+    for values in (record.values for record in records if record.kind == "layer"):
+        numbers = "".join(f"{values[key]:>11.3f}" for key in _COLUMNS.values())
+        print(f"{values['mode']:>14} {values['layer']:>5}{numbers}")
+    for values in (record.values for record in records if record.kind == "saved"):
+        print(
+            f"early exit, {values['mode']}, {values['agreement']:.0%} agreement: "
+            f"{values['saved']:.1%} of layers saved"
+        )
+    print(f"on {evaluation.positions:,} tokens; next: deepenough shortcut plot {config.run}")
 
 
 # -- lens ----------------------------------------------------------------------------------------
 
 
 def lens(config: ShortcutLensConfig) -> None:
-    """Run `deepenough shortcut lens`."""
+    """Run `deepenough shortcut lens`; the run keeps what was shown last."""
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
 
-    values = lens_run(config).values
+    from deepenough.shortcut.lens import lens as look
+
+    run, fitted = _open(config.run)
+    shortcuts, *others = _saved(run)
+    if config.mode == "affine" and others:
+        shortcuts = others[0]
+    model, tokenizer = fitted.model.load()
+    record = look(model, tokenizer, shortcuts, config.prompt, config.mode)
+    kinds = {kept.kind for kept in _records(run)} - {"lens"}
+    _replace_records(run, [record], keep=sorted(kinds))
+    values = record.values
     last = len(values["layers"]) - 1
     heads = [Column(Text(repr(token)[1:-1])) for token in values["tokens"]]
     table = Table("layer", *heads, box=None)
@@ -226,21 +213,6 @@ def lens(config: ShortcutLensConfig) -> None:
         table.add_row(str(values["layers"][row]), *predictions)
     Console().print(table)
     print(f"bold: the last layer's token; next: deepenough shortcut plot {config.run}")
-
-
-def lens_run(config: ShortcutLensConfig) -> Record:
-    """Return what every layer predicts at every token of a prompt; the run keeps the last one."""
-    from deepenough.shortcut.lens import lens as look
-
-    run, fitted = _open(config.run)
-    shortcuts, *others = _saved(run)
-    if config.mode == "affine" and others:
-        shortcuts = others[0]
-    model, tokenizer = fitted.model.load()
-    record = look(model, tokenizer, shortcuts, config.prompt, config.mode)
-    kinds = {kept.kind for kept in _records(run)} - {"lens"}
-    _replace_records(run, [record], keep=sorted(kinds))
-    return record
 
 
 # -- the run folder ------------------------------------------------------------------------------

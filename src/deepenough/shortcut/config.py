@@ -99,10 +99,6 @@ class MapsConfig:
     window: int | None = bounded(None, ge=2)
     """Longest piece of text in tokens; by default what the model allows, up to 1024."""
 
-    memory: float | None = bounded(None, gt=0)
-    """GiB for statistics; where they need more, the text is read several times. By default most of
-    the memory that is free."""
-
 
 @dataclass
 class TuneConfig:
@@ -124,9 +120,9 @@ class TuneConfig:
     held_out: int = bounded(512, ge=1)
     """Positions of held-out text on which progress is measured."""
 
-    memory: float = bounded(4.0, ge=0)
-    """GiB in which the states of the text may be kept; if they need more, they are computed anew
-    at every step."""
+    memory: float = bounded(4.0, gt=0)
+    """GiB in which the states of the text may be kept; where all of them need more, maps are tuned
+    on a part of the text."""
 
 
 def tuning_defaults() -> TrainingConfig:

@@ -36,8 +36,6 @@ PRECISIONS = (1, 5, 10)
 
 #: Rows of logits that are worked on at once, small enough to stay in a processor's cache.
 _ROWS = 16
-#: Columns that are reduced to their largest before the two largest of a row are looked for.
-_BLOCK = 128
 #: In the place of a logit of -inf, whose product with a probability of 0 is to be 0.
 _RULED_OUT = -1e30
 
@@ -113,13 +111,11 @@ def _decoded(tokenizer: Any, ids: list[int]) -> list[str]:
 class TokenScores(NamedTuple):
     """Scores of an early layer's predictions, `[N]` each."""
 
-    token: Tensor
-    """The token it finds likeliest."""
     gap: Tensor
     """Difference of its two largest probabilities."""
     rank: Tensor
-    """Place of the token in the last layer's order, from 0; the largest precision counted if it
-    comes later."""
+    """Place of its likeliest token in the last layer's order, from 0; the largest precision counted
+    if it comes later."""
     surprisal: Tensor
     kl: Tensor
 
@@ -132,8 +128,7 @@ class Reference:
         self.log_probs_NV = log_probs
         self.probs_NV = log_probs.exp()
         self.negentropy_N = torch.linalg.vecdot(self.probs_NV, log_probs.clamp_min(_RULED_OUT))
-        top = log_probs.topk(min(PRECISIONS[-1], log_probs.shape[-1]))
-        self.order_NK = top.indices
+        self.order_NK = log_probs.topk(min(PRECISIONS[-1], log_probs.shape[-1])).indices
 
     def scores(self) -> TokenScores:
         """Return the last layer's own scores: it agrees, but may be surprised at its choice."""
@@ -141,7 +136,7 @@ class Reference:
         two = self.log_probs_NV.gather(1, self.order_NK[:, :2]).exp()
         zero = torch.zeros_like(self.negentropy_N)
         surprisal = -self.log_probs_NV.gather(1, token[:, None])[:, 0]
-        return TokenScores(token, two[:, 0] - two[:, -1], torch.zeros_like(token), surprisal, zero)
+        return TokenScores(two[:, 0] - two[:, 1], torch.zeros_like(token), surprisal, zero)
 
     def score(self, logits_NV: Tensor) -> TokenScores:
         """Return the scores of an early layer's logits for the same tokens."""
@@ -153,7 +148,8 @@ class Reference:
 
     def _score(self, logits: Tensor, rows: slice) -> TokenScores:
         logits = logits.float()
-        largest, second, token = top_two(logits)
+        values, tokens = logits.topk(2)
+        (largest, second), token = values.unbind(1), tokens[:, 0]
         expected = torch.linalg.vecdot(logits, self.probs_NV[rows])
         if bool(expected.isnan().any()):  # tokens that are ruled out: -inf at a probability of 0
             expected = torch.linalg.vecdot(logits.clamp_min(_RULED_OUT), self.probs_NV[rows])
@@ -163,30 +159,4 @@ class Reference:
         hits = self.order_NK[rows] == token[:, None]
         rank = torch.where(hits.any(1), hits.to(torch.uint8).argmax(1), PRECISIONS[-1])
         gap = (1 - (second - largest).exp()) / total
-        return TokenScores(token, gap, rank, surprisal, kl.clamp_min(0))
-
-
-def top_two(values_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest of each row, the second largest, and the column of the first.
-
-    `torch.topk` sorts on a CPU; the largest of blocks of columns, of which then two are looked
-    into, need one pass at the speed of memory.
-    """
-    width = values_NV.shape[1]
-    blocks, rest = divmod(width, _BLOCK)
-    if blocks < 2:
-        value, index = values_NV.topk(min(2, width))
-        return value[:, 0], value[:, -1], index[:, 0]
-    maxima = values_NV[:, : width - rest].unflatten(1, (blocks, _BLOCK)).amax(-1)
-    if rest:
-        maxima = torch.cat((maxima, values_NV[:, -rest:].amax(-1, keepdim=True)), dim=1)
-    best = maxima.topk(2)
-    # The columns of the best block; the last block is short and is filled up from its end.
-    inside = torch.arange(_BLOCK, device=values_NV.device)
-    columns = (best.indices[:, :1] * _BLOCK + inside).clamp_max(width - 1)
-    found = values_NV.gather(1, columns)
-    place = found.argmax(1, keepdim=True)
-    token = columns.gather(1, place)
-    # Of the same block, without the token (which may stand several times in a filled-up one).
-    others = found.masked_fill(columns == token, -torch.inf).amax(1)
-    return found.gather(1, place)[:, 0], torch.maximum(others, best.values[:, 1]), token[:, 0]
+        return TokenScores(gap, rank, surprisal, kl.clamp_min(0))

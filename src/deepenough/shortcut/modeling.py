@@ -4,59 +4,45 @@
 tensors. `h_L` is taken before the final norm. Departures from the paper: maps may be affine, and
 may be tuned further (`tuned`) so that the prediction, and not the state, comes out right.
 
-On disk they are `shortcuts.json` and safetensors beside it, with nothing to execute. The JSON file
-says what the maps are of and names the files with their hashes, so that a truncated or altered file
-is noticed before it is used. Maps are tensors `A.i.j`, biases `b.i.j`, tuned maps `tuned.A.i` and
-`tuned.b.i`. A large set of maps is spread over several files. Tensors read back are mapped from
-disk and come into memory when they are used.
+On disk they are `shortcuts.safetensors`, and `shortcuts.json` beside it, which says what the maps
+are of and holds a checksum, so that a truncated or altered file is noticed before it is used. Maps
+are tensors `A.i.j`, biases `b.i.j`, tuned maps `tuned.A.i` and `tuned.b.i`. Tensors read back are
+mapped from disk and come into memory when they are used.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from deepenough.artifacts import load_tensors, save_tensors, sha256, write_json
+from deepenough.artifacts import load_artifact, save_artifact
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import Record
-from deepenough.shortcut.fitting import (
-    Fit,
-    FitOptions,
-    Progress,
-    Targets,
-    make_plan,
-    map_tensors,
-    pairs_of,
-    split_tensors,
-)
+from deepenough.shortcut.fitting import FitOptions, Progress, fit_maps
 from deepenough.shortcut.reading import Positions
 from deepenough.shortcut.statistics import (
     R2,
     LayerStatistics,
     Maps,
-    check_enough,
+    Targets,
     check_finite,
     check_states,
-    cka_table,
+    layer_pairs,
 )
 
-INDEX = "shortcuts.json"
-FORMAT, VERSION = "deepenough-shortcuts", 1
-_FILE_BYTES = 5_000_000_000
+INDEX, TENSORS = "shortcuts.json", "shortcuts.safetensors"
+FORMAT, VERSION = "deepenough-shortcuts", 2
 
 #: From a layer to the last: a matrix and a bias.
 Tuned = dict[int, tuple[Tensor, Tensor]]
@@ -123,29 +109,27 @@ class Shortcuts:
         ridge: float = 0.0,
         seed: int = 0,
         *,
-        memory_limit: float | None = None,
         resume: str | os.PathLike[str] | None = None,
         save_every: float = 120.0,
         progress: Progress | None = None,
         batch_tokens: int = 2048,
         window: int | None = None,
     ) -> Shortcuts:
-        """Run the model over texts and fit the maps in one pass, or in several if memory is short.
+        """Run the model over texts and fit the maps in one pass.
 
         Under `torchrun` the processes share the batches, and all of them get the same maps.
 
         Args:
             model: A Hugging Face model.
             tokenizer: Its tokenizer.
-            texts: Strings; read several times if there are several passes.
+            texts: Strings.
             positions: Whether every token of a text counts, or one drawn at random.
             targets: Map every layer to every later one ("all"), or to the last only ("last").
             affine: Whether maps have biases.
             ridge: Penalty on the squared entries of the maps.
             seed: Seed of the random positions.
-            memory_limit: Bytes for statistics; by default most of what is free.
-            resume: A folder where the fit is saved every `save_every` seconds, and from which it
-                goes on if it is there already. Maps then stay there, mapped from disk.
+            resume: A folder where the sums are saved every `save_every` seconds and at the end, and
+                from which the fit goes on if they are there already.
             save_every: Seconds.
             progress: Called with the number of texts read, and of all texts or None.
             batch_tokens: Most tokens in a batch, padding included.
@@ -154,8 +138,14 @@ class Shortcuts:
         """
         adapter = model if isinstance(model, Adapter) else adapt(model)
         options = FitOptions(positions, targets, affine, ridge, seed, batch_tokens, window)
-        fitted = Fit(adapter, tokenizer, texts, options).run(
-            memory_limit, None if resume is None else Path(resume), save_every, progress
+        fitted = fit_maps(
+            adapter,
+            tokenizer,
+            texts,
+            options,
+            Path(resume) if resume else None,
+            save_every,
+            progress,
         )
         return cls(
             adapter.num_layers,
@@ -163,7 +153,7 @@ class Shortcuts:
             fitted.maps,
             fitted.biases,
             targets=targets,
-            cka=cka_table(fitted.aligned),
+            cka=fitted.cka,
             meta=fitted.meta,
         )
 
@@ -178,24 +168,14 @@ class Shortcuts:
         """Fit maps to given states, `L + 1` tensors `[n, d]`; maps have the dtype of the states."""
         check_states(states)
         num_layers, (count, width) = len(states) - 1, states[0].shape
-        check_enough(count, width, ridge)
         check_finite(states)
-        plan = make_plan(num_layers, targets)
-        statistics = LayerStatistics(num_layers, width, plan, states[0].device)
+        statistics = LayerStatistics(num_layers, width, targets, states[0].device)
         statistics.update(states)
-        aligned = statistics.alignments()
+        cka = statistics.cka()
         dtype = states[0].dtype if states[0].dtype.itemsize > 4 else torch.float32
         maps, biases, dependent = statistics.solve(affine, ridge, dtype)
-        meta = {"positions": count, "ridge": ridge, "dependent": dependent}
-        return cls(
-            num_layers,
-            width,
-            maps,
-            biases,
-            targets=targets,
-            cka=cka_table(aligned),
-            meta={"fit": meta},
-        )
+        meta = {"fit": {"positions": count, "ridge": ridge, "dependent": dependent}}
+        return cls(num_layers, width, maps, biases, targets=targets, cka=cka, meta=meta)
 
     # -- use ---------------------------------------------------------------------------------
 
@@ -248,19 +228,6 @@ class Shortcuts:
             )
         return self.matrix(i, j), self.bias(i, j)
 
-    def to(self, device: torch.device | str) -> Shortcuts:
-        """Return the same maps on another device."""
-        return Shortcuts(
-            self.num_layers,
-            self.width,
-            {pair: matrix.to(device) for pair, matrix in self.maps.items()},
-            {pair: bias.to(device) for pair, bias in self.biases.items()},
-            targets=self.targets,
-            cka=self.table,
-            meta=self.meta,
-            tuned={i: (a.to(device), b.to(device)) for i, (a, b) in self.tuned.items()},
-        )
-
     # -- measures ----------------------------------------------------------------------------
 
     def r2(self, states: Sequence[Tensor], mode: str | None = None) -> Tensor:
@@ -311,18 +278,25 @@ class Shortcuts:
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write `shortcuts.json` and safetensors, as `from_pretrained` and the hub take them."""
-        tensors = map_tensors(self.maps, self.biases)
+        tensors = {f"A.{i}.{j}": matrix for (i, j), matrix in sorted(self.maps.items())}
+        tensors |= {f"b.{i}.{j}": bias for (i, j), bias in sorted(self.biases.items())}
         for i, (matrix, bias) in sorted(self.tuned.items()):
             tensors |= {f"tuned.A.{i}": matrix, f"tuned.b.{i}": bias}
+        if self.table is not None:
+            tensors["cka"] = self.table
         index = {
+            "format": FORMAT,
+            "version": VERSION,
             "num_layers": self.num_layers,
             "width": self.width,
             "affine": self.affine,
             "targets": self.targets,
-            "cka": None if self.table is None else _rows(self.table),
             "meta": self.meta,
         }
-        _write(Path(folder), tensors, index)
+        try:
+            save_artifact(Path(folder) / TENSORS, tensors, index)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"Shortcuts cannot be written to {folder}: {error}.") from error
 
     @classmethod
     def from_pretrained(
@@ -330,110 +304,24 @@ class Shortcuts:
     ) -> Shortcuts:
         """Read shortcuts from a folder or the hub; safetensors and JSON only."""
         folder = _find_folder(name, revision)
-        tensors, index = _read(folder)
-        try:
-            return cls(**_arguments(tensors, index))
-        except (KeyError, TypeError, ValueError) as error:
+        if not (folder / INDEX).is_file():
             raise UserError(
-                f"{folder / INDEX} does not describe the maps beside it ({error}): fit or "
-                "download the shortcuts again."
-            ) from error
-
-    def push_to_hub(
-        self, name: str, private: bool = False, revision: str | None = None, api: Any = None
-    ) -> str:
-        """Upload to the hub, with a card that says what these are, and return the address."""
-        api = api or HfApi()
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            (Path(folder) / "README.md").write_text(_card(name, self), encoding="utf-8")
-            address = api.create_repo(name, private=private, exist_ok=True)
-            api.upload_folder(
-                repo_id=name,
-                folder_path=folder,
-                revision=revision,
-                commit_message="Upload shortcuts",
+                f"{folder} holds no shortcuts: there is no {INDEX}; give the folder that "
+                "Shortcuts.save_pretrained wrote."
             )
-        return str(address)
+        try:
+            return _from_files(*load_artifact(folder / TENSORS, FORMAT, VERSION))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"The shortcuts in {folder} cannot be read, as they are damaged or of another "
+                f"version ({error}): fit or download them again."
+            ) from error
 
 
 def _name(identity: Mapping[str, Any]) -> str:
     revision = identity.get("revision")
     name = identity.get("model") or "a model without a name"
     return f"{name} (revision {revision})" if revision else str(name)
-
-
-# -- files ---------------------------------------------------------------------------------------
-
-
-def _write(folder: Path, tensors: Mapping[str, Tensor], index: Mapping[str, Any]) -> None:
-    """Write all files, the index after those it names, in place of shortcuts that are there.
-
-    The tensors may be mapped from the very files that are replaced.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = _parts(tensors)
-        files = {}
-        for number, names in enumerate(parts, start=1):
-            of = "" if len(parts) == 1 else f"-{number:05d}-of-{len(parts):05d}"
-            path = folder / f"shortcuts{of}.safetensors"
-            save_tensors(path, {name: tensors[name] for name in names})
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        content = {"format": FORMAT, "version": VERSION, **index, "files": files}
-        write_json(folder / INDEX, content)
-        for stale in folder.glob("shortcuts*.safetensors"):
-            if stale.name not in files:
-                stale.unlink()
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"Shortcuts cannot be written to {folder}: {error}.") from error
-
-
-def _parts(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names of the tensors of each file."""
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if size and size + tensor.nbytes > _FILE_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += tensor.nbytes
-    return parts
-
-
-def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors and index of a folder, if its files are as they were written."""
-    if not (folder / INDEX).is_file():
-        raise UserError(
-            f"{folder} holds no shortcuts: there is no {INDEX}; give the folder that "
-            "Shortcuts.save_pretrained wrote."
-        )
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        if not isinstance(index, dict) or index.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
-        if index["version"] > VERSION:
-            raise UserError(
-                f"{folder / INDEX} was written by a newer deepenough: upgrade this one to read it."
-            )
-        files = {str(name): str(file["sha256"]) for name, file in index["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{folder / INDEX} cannot be read ({error}): fit or download the shortcuts again."
-        ) from error
-    tensors: dict[str, Tensor] = {}
-    for name, expected in files.items():
-        path = folder / name
-        if path.name != name or not path.is_file():
-            raise UserError(f"{path} is missing: fit or download the shortcuts again.")
-        if sha256(path) != expected:
-            raise UserError(
-                f"{path} is not the file that {INDEX} describes, but was truncated or altered: "
-                "fit or download the shortcuts again."
-            )
-        tensors |= load_tensors(path)[0]
-    return tensors, index
 
 
 def _find_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -446,9 +334,7 @@ def _find_folder(name: str | os.PathLike[str], revision: str | None = None) -> P
         )
     try:
         return Path(
-            snapshot_download(
-                str(name), revision=revision, allow_patterns=[INDEX, "shortcuts*.safetensors"]
-            )
+            snapshot_download(str(name), revision=revision, allow_patterns=[INDEX, TENSORS])
         )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
@@ -457,79 +343,38 @@ def _find_folder(name: str | os.PathLike[str], revision: str | None = None) -> P
         ) from error
 
 
-def _arguments(tensors: dict[str, Tensor], index: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Shortcuts`; ValueError, KeyError or TypeError if any is missing."""
+def _from_files(tensors: Mapping[str, Tensor], index: Mapping[str, Any]) -> Shortcuts:
+    """Return the shortcuts that files hold; ValueError, KeyError or TypeError if any is missing."""
     num_layers, width = int(index["num_layers"]), int(index["width"])
-    maps, biases, others = split_tensors(tensors)
+    maps: Maps = {}
+    biases: Maps = {}
+    tuned: Tuned = {}
+    cka = None
     for name, tensor in tensors.items():
-        expected = (width, width) if ".A." in f".{name}" else (width,)
-        if tensor.shape != expected:
+        shape: tuple[int, ...] = (width,)
+        match name.split("."):
+            case ["A", i, j]:
+                maps[int(i), int(j)], shape = tensor, (width, width)
+            case ["b", i, j]:
+                biases[int(i), int(j)] = tensor
+            case ["tuned", "A", i]:
+                tuned[int(i)], shape = (tensor, tensors[f"tuned.b.{i}"]), (width, width)
+            case ["cka"]:
+                cka, shape = tensor, (num_layers + 1, num_layers + 1)
+        if tensor.shape != shape:
             raise ValueError(f"{name} has the shape {tuple(tensor.shape)}")
-    pairs = set(pairs_of(make_plan(num_layers, index["targets"])))
+    pairs = layer_pairs(num_layers, index["targets"])
     if maps.keys() != pairs or biases.keys() != (pairs if index["affine"] else set()):
         raise ValueError("maps are missing or too many")
-    tuned = {
-        int(name.removeprefix("tuned.A.")): (matrix, others[name.replace(".A.", ".b.")])
-        for name, matrix in others.items()
-        if name.startswith("tuned.A.")
-    }
-    if len(others) != 2 * len(tuned) or not all(0 <= i < num_layers for i in tuned):
-        raise ValueError("tuned maps are missing or too many")
-    return {
-        "num_layers": num_layers,
-        "width": width,
-        "maps": maps,
-        "biases": biases,
-        "targets": index["targets"],
-        "cka": None if index["cka"] is None else _table(index["cka"]),
-        "meta": dict(index["meta"]),
-        "tuned": tuned,
-    }
-
-
-def _rows(table: Tensor) -> list[list[float | None]]:
-    return [[None if math.isnan(x) else x for x in row] for row in table.tolist()]
-
-
-def _table(rows: list[list[float | None]]) -> Tensor:
-    values = [[math.nan if x is None else float(x) for x in row] for row in rows]
-    return torch.tensor(values, dtype=torch.float64)
-
-
-_CARD = """---
-library_name: deepenough
-tags: [deepenough, shortcuts, early-exit, interpretability]
-{base}---
-
-# Shortcuts{of}
-
-{kind} maps between the layers of a model ("Jump to Conclusions", arXiv 2303.09435): {pairs} pairs
-of {num_states} states of width {width}{positions}.
-
-```python
-from deepenough import Shortcuts
-
-shortcuts = Shortcuts.from_pretrained("{name}")
-hidden = shortcuts.apply(hidden, 0, {num_layers})  # from the input of the first layer to the last
-```
-"""
-
-
-def _card(name: str, shortcuts: Shortcuts) -> str:
-    """Return the README of a repository that holds `shortcuts`."""
-    model = (shortcuts.meta.get("model") or {}).get("model")
-    positions = shortcuts.meta.get("fit", {}).get("positions")
-    is_hub_name = (
-        bool(model) and str(model).count("/") == 1 and not str(model).startswith((".", "/"))
-    )
-    return _CARD.format(
-        base=f"base_model: {model}\n" if is_hub_name else "",
-        of=f" for {model}" if is_hub_name else "",
-        kind="Affine" if shortcuts.affine else "Linear",
-        pairs=len(shortcuts.maps),
-        num_states=shortcuts.num_layers + 1,
-        num_layers=shortcuts.num_layers,
-        width=shortcuts.width,
-        positions=f", fitted on {positions:,} positions" if positions else "",
-        name=name,
+    if not all(0 <= i < num_layers for i in tuned):
+        raise ValueError("tuned maps are too many")
+    return Shortcuts(
+        num_layers,
+        width,
+        maps,
+        biases,
+        targets=index["targets"],
+        cka=cka,
+        meta=dict(index["meta"]),
+        tuned=tuned,
     )

@@ -17,12 +17,11 @@ import hashlib
 import logging
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepenough.config import bounded, validate
 from deepenough.errors import UserError
@@ -95,6 +94,11 @@ class Tally:
         """Hash of the texts read so far."""
         return str(self.digest.hexdigest()[:16])
 
+    def counts(self) -> dict[str, Any]:
+        """Return what is recorded of the texts."""
+        names = ("texts", "skipped", "windowed", "fingerprint")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True)
 class ReadingConfig:
@@ -123,17 +127,13 @@ def make_reading(
     window: int | None = None,
 ) -> ReadingConfig:
     """Return how texts are read for a model; `window` is limited by what the model can read."""
-    length = _choose_window(window, adapter.max_length)
-    return validate(ReadingConfig(adapter.kind, positions, seed, batch_tokens, length))
-
-
-def _choose_window(window: int | None, max_length: int | None) -> int:
+    longest = adapter.max_length
     if window is None:
-        return min(_LONGEST, max_length or _LONGEST)
-    if window < 2 or (max_length is not None and window > max_length):
-        limit = "" if max_length is None else f" and at most {max_length}, the model's context"
+        window = min(_LONGEST, longest or _LONGEST)
+    elif window < 2 or (longest is not None and window > longest):
+        limit = "" if longest is None else f" and at most {longest}, the model's context"
         raise UserError(f"A window of {window} tokens is not possible: give at least 2{limit}.")
-    return window
+    return validate(ReadingConfig(adapter.kind, positions, seed, batch_tokens, window))
 
 
 def batches(
@@ -212,31 +212,27 @@ def _windows(
             continue
         first = special.index(0)
         last = len(special) - special[::-1].index(0)
-        parts = _cut(ids[:first], ids[first:last], ids[last:], reading.window)
+        extra = len(ids) - (last - first)  # special tokens around a text, which every window gets
+        step = reading.window - extra
+        if step < 1:
+            raise UserError(
+                f"A window of {reading.window} tokens has no room beside the special tokens: give "
+                "a longer one."
+            )
+        parts = [
+            ids[:first] + ids[start : min(start + step, last)] + ids[last:]
+            for start in range(first, last, step)
+        ]
         tally.windowed += len(parts) > 1
         draw = random.Random(f"{reading.seed} {index}")
         if reading.positions == "random":
             # One position of the whole text; of its windows only the one that holds it is run.
-            number, offset = divmod(draw.randrange(last - first), reading.window - _extra(special))
+            number, offset = divmod(draw.randrange(last - first), step)
             parts, chosen = [parts[number]], [first + offset]
         else:
-            chosen = [first + draw.randrange(len(part) - _extra(special)) for part in parts]
+            chosen = [first + draw.randrange(len(part) - extra) for part in parts]
         for part, position in zip(parts, chosen, strict=True):
             yield _window(tokenizer, reading, part, position, index)
-
-
-def _extra(special: list[int]) -> int:
-    """Return the number of special tokens around a text, which every window gets."""
-    return special.index(0) + special[::-1].index(0)
-
-
-def _cut(before: list[int], body: list[int], after: list[int], window: int) -> list[list[int]]:
-    step = window - len(before) - len(after)
-    if step < 1:
-        raise UserError(
-            f"A window of {window} tokens has no room beside the special tokens: give a longer one."
-        )
-    return [before + body[start : start + step] + after for start in range(0, len(body), step)]
 
 
 def _window(
@@ -282,26 +278,15 @@ def iterate_states(
 def run_batch(adapter: Adapter, batch: TokenBatch) -> list[Tensor]:
     """Run the model on a batch; return `h_0 ... h_L`, `[n, d]` each, at the positions wanted."""
     ids, mask = batch.inputs(adapter)
-    with _evaluating(adapter.model):
+    training = adapter.model.training
+    try:
+        adapter.model.eval()  # without dropout, also if the model is being trained
         states = adapter.states(ids, attention_mask=mask)
+    finally:
+        adapter.model.train(training)
     row, position = batch.wanted()
-    everything = len(row) == batch.ids.numel()
-    chosen = (row * batch.ids.shape[1] + position).to(ids.device)
+    row, position = row.to(ids.device), position.to(ids.device)
     for layer, state in enumerate(states):  # one by one: the full state is freed at once
-        flat = state.reshape(-1, state.shape[-1])
-        states[layer] = flat if everything else flat.index_select(0, chosen)
+        states[layer] = state[row, position]
     check_finite(states)
     return states
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, also for a model that is being trained."""
-    training = model.training
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        if training:
-            model.train()

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from deepenough.errors import UserError
-from deepenough.shortcut.fitting import Targets, make_plan, pairs_of
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.statistics import Maps
+from deepenough.shortcut.statistics import Maps, Targets, layer_pairs
 
 _NAME = re.compile(r"(\d+)_(\d+)\.pickle")
 
@@ -58,9 +57,9 @@ def import_source(folder: str | os.PathLike[str]) -> Shortcuts:
 def _targets(folder: Path, maps: Maps, num_layers: int) -> Targets:
     choices: tuple[Targets, ...] = ("all", "last")
     for targets in choices:
-        if maps.keys() == set(pairs_of(make_plan(num_layers, targets))):
+        if maps.keys() == layer_pairs(num_layers, targets):
             return targets
-    missing = min(set(pairs_of(make_plan(num_layers, "all"))) - maps.keys())
+    missing = min(layer_pairs(num_layers) - maps.keys())
     raise UserError(
         f"{folder} lacks {missing[0]}_{missing[1]}.pickle: give all pairs of layers, or those to "
         "the last layer alone."

@@ -27,8 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from typing import NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,10 +35,8 @@ from torch.nn import functional as F
 
 from deepenough.errors import UserError
 
-#: The target layers of every source layer, all later than the source.
-Plan = dict[int, tuple[int, ...]]
+Targets = Literal["all", "last"]
 Maps = dict[tuple[int, int], Tensor]
-Solver = Callable[[Tensor], Tensor]
 
 _WAITING_ROWS = 512
 """Rows of `NormalEquations` that wait until a product costs more than fetching its result."""
@@ -47,7 +44,6 @@ _BUFFER_SHARE = 0.15
 """Size of the buffer of `LayerStatistics` as a share of the statistics."""
 _MIN_ROWS, _MAX_ROWS = 32, 384
 _PANEL = 384
-_CKA_PANEL = 64
 
 
 @dataclass(frozen=True)
@@ -56,6 +52,8 @@ class AffineMap:
 
     weight: Tensor
     bias: Tensor | None = None
+    is_dependent: bool = False
+    """Whether the inputs lay in a subspace, so that of many best maps this is one of least norm."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Apply the map to rows `[..., inputs]`."""
@@ -86,88 +84,88 @@ class NormalEquations:
         self.sums = zeros(num_inputs + num_outputs)
         self.count = 0
         self._waiting: list[Tensor] = []
-        self._dtype = torch.float32
 
     def update(self, inputs_NI: Tensor, outputs_NO: Tensor) -> None:
         """Add rows: inputs `[N, num_inputs]` and outputs `[N, num_outputs]`."""
         self._waiting.append(torch.cat((inputs_NI, outputs_NO), dim=-1))
-        self._dtype = inputs_NI.dtype
         if sum(map(len, self._waiting)) >= _WAITING_ROWS:
             self.flush()
 
     def flush(self) -> None:
         """Bring the rows that wait into the sums."""
-        if not self._waiting:
-            return
-        rows = torch.cat(self._waiting).double()
-        self._waiting.clear()
-        inputs, outputs = rows[:, : self.num_inputs], rows[:, self.num_inputs :]
-        self.add_products(inputs, [(self.num_inputs, outputs)])
-        self.sums += rows.sum(0)
-        self.count += len(rows)
+        if self._waiting:
+            rows = torch.cat(self._waiting).double()
+            self._waiting.clear()
+            self.add(rows[:, : self.num_inputs], rows[:, self.num_inputs :])
 
-    def add_products(self, inputs_NI: Tensor, blocks: Iterable[tuple[int, Tensor]]) -> None:
-        """Add float64 rows to `products` alone.
-
-        Args:
-            inputs_NI: The inputs.
-            blocks: Parts of the outputs, each with the column of `products` where it begins.
-        """
+    def add(self, inputs_NI: Tensor, outputs_NO: Tensor) -> None:
+        """Add rows of float64 at once, before those that wait."""
         num = self.num_inputs
         for top in range(0, num, _PANEL):
             panel = inputs_NI[:, top : top + _PANEL].T
             self.products[top : top + _PANEL, top:num].addmm_(panel, inputs_NI[:, top:])
-        for column, outputs in blocks:
-            self.products[:, column : column + outputs.shape[1]].addmm_(inputs_NI.T, outputs)
+        self.products[:, num:].addmm_(inputs_NI.T, outputs_NO)
+        self.sums[:num] += inputs_NI.sum(0)
+        self.sums[num:] += outputs_NO.sum(0)
+        self.count += len(inputs_NI)
 
     def gram(self) -> Tensor:
         """Return `X^T X`, both halves of it."""
         upper = self.products[:, : self.num_inputs].triu()
         return upper + upper.triu(1).T
 
-    def cross(self, first: int = 0, num: int | None = None) -> Tensor:
-        """Return `X^T Y` of `num` outputs from number `first` on, as a view."""
-        start = self.num_inputs + first
-        return self.products[:, start : None if num is None else start + num]
+    def cross(self) -> Tensor:
+        """Return `X^T Y`, as a view."""
+        return self.products[:, self.num_inputs :]
 
-    def solver(
-        self, affine: bool, ridge: float, relative: bool, dtype: torch.dtype
-    ) -> tuple[Solver, bool]:
-        """Return `make_solver` of the (centred, ridged) Gram matrix."""
-        gram = self.gram()
-        penalty = ridge * gram.diagonal().clone() if relative else ridge
-        squares = gram.diagonal() + penalty
-        if affine:
-            mean = self.sums[: self.num_inputs] / self.count
-            gram.addr_(mean, mean, alpha=-self.count)
-        gram.diagonal().add_(penalty)
-        return make_solver(gram, squares, dtype)
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Return the means of `x` and `y`."""
+        mean_x, mean_y = (self.sums / max(1, self.count)).tensor_split([self.num_inputs])
+        return mean_x, mean_y
 
-    def solve(self, affine: bool = False, ridge: float = 0.0, relative: bool = False) -> AffineMap:
+    def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
+        """Return `X^T X` and `X^T Y`, of rows less their means if `centred`."""
+        gram, cross = self.gram(), self.cross()
+        if not centred:
+            return gram, cross
+        mean_x, mean_y = self.means()
+        gram.addr_(mean_x, mean_x, alpha=-self.count)
+        return gram, torch.addr(cross, mean_x, mean_y, alpha=-self.count)
+
+    def solve(
+        self,
+        affine: bool = False,
+        ridge: float = 0.0,
+        relative: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> AffineMap:
         """Return the map, in float64; the sums stay as they are.
 
         Args:
             affine: Whether the map has a bias.
             ridge: Penalty on the squared entries of the map.
             relative: Measure the penalty of each input in its own sum of squares.
+            dtype: Number format that the rows had.
 
         Raises:
             UserError: If there are too few rows to determine the map.
         """
         self.flush()
         check_enough(self.count, self.num_inputs, ridge)
-        solver, _ = self.solver(affine, ridge, relative, self._dtype)
+        gram, cross = self.moments(centred=affine)
+        squares = self.products.diagonal()
+        penalty = ridge * squares if relative else torch.full_like(squares, ridge)
+        gram.diagonal().add_(penalty)
+        solution, is_dependent = _solve(gram, squares + penalty, cross, dtype)
+        weight = solution.T
         if not affine:
-            return AffineMap(solver(self.cross()).T)
-        mean_x, mean_y = (self.sums / self.count).tensor_split([self.num_inputs])
-        weight = solver(self.cross() - self.count * torch.outer(mean_x, mean_y)).T
-        return AffineMap(weight, mean_y - weight @ mean_x)
+            return AffineMap(weight, None, is_dependent)
+        mean_x, mean_y = self.means()
+        return AffineMap(weight, mean_y - weight @ mean_x, is_dependent)
 
 
-def make_solver(
-    gram: Tensor, squares: Tensor, dtype: torch.dtype = torch.float64
-) -> tuple[Solver, bool]:
-    """Return a function that multiplies by the inverse of a Gram matrix.
+def _solve(gram: Tensor, squares: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """Multiply `right` by the inverse of a Gram matrix.
 
     The matrix is scaled first by `squares`, because a few dimensions of a language model are a
     thousand times larger than the rest. A pivot of the scaled matrix is then the share of a
@@ -177,24 +175,23 @@ def make_solver(
     Args:
         gram: The matrix, ridge included.
         squares: Sums of squares of the inputs before any centring, ridge included.
+        right: What is multiplied.
         dtype: Number format that the rows had.
 
     Returns:
-        The function, and whether it multiplies by a pseudo-inverse since the inputs lie in a
-        subspace.
+        The product, and whether it is that of a pseudo-inverse since the inputs lie in a subspace.
     """
-    finest = torch.finfo(torch.float64).eps
-    rounding = finest if dtype == torch.float64 else torch.finfo(torch.float32).eps ** 2
-    least = len(gram) * max(finest, rounding)
+    is_double = dtype == torch.float64
+    rounding = torch.finfo(dtype).eps if is_double else torch.finfo(torch.float32).eps ** 2
+    least = len(gram) * rounding
     scale = torch.where(squares > 0, squares.clamp_min(1e-300).rsqrt(), 0.0)[:, None]
     scaled = gram * scale * scale.T
     factor, info = torch.linalg.cholesky_ex(scaled)
     if int(info) == 0 and float(factor.diagonal().min()) ** 2 > least:
-        unscaled = factor.div_(scale)
-        return lambda right: torch.cholesky_solve(right, unscaled), False
+        return torch.cholesky_solve(right, factor.div_(scale)), False
     values, vectors = torch.linalg.eigh(scaled)
     inverse = torch.where(values > least, 1 / values, 0.0)[:, None]
-    return lambda right: scale * (vectors @ (inverse * (vectors.T @ (right * scale)))), True
+    return scale * (vectors @ (inverse * (vectors.T @ (right * scale)))), True
 
 
 def check_enough(count: int, width: int, ridge: float) -> None:
@@ -213,44 +210,65 @@ def check_enough(count: int, width: int, ridge: float) -> None:
 # -- all layers of a model -----------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
-    """Neighbouring layers `first ... first + num - 1` that stand side by side in a product."""
+def layer_targets(num_layers: int, targets: Targets = "all") -> dict[int, range]:
+    """Return the target layers of every source of a model of `num_layers` layers (one state more).
 
-    first: int
-    num: int
-    column: int
+    The last layer has none, but its Gram matrix is needed to compare it with the others.
+    """
+    if num_layers < 1:
+        raise UserError("Shortcuts need the states of at least two layers, h_0 and h_1.")
+    if targets not in ("all", "last"):
+        raise UserError(f"The targets {targets!r} are not known: choose 'all' or 'last'.")
+    last = num_layers
+    return {
+        source: range(source + 1 if targets == "all" else max(source + 1, last), last + 1)
+        for source in range(last + 1)
+    }
+
+
+def layer_pairs(num_layers: int, targets: Targets = "all") -> set[tuple[int, int]]:
+    """Return the pairs `(source, target)` of layers that have a map."""
+    every = layer_targets(num_layers, targets)
+    return {(source, target) for source, own in every.items() for target in own}
+
+
+def statistics_bytes(num_layers: int, width: int, targets: Targets = "all") -> int:
+    """Return the size of the products of `LayerStatistics`."""
+    every = layer_targets(num_layers, targets).values()
+    return sum(1 + len(own) for own in every) * width * width * torch.float64.itemsize
 
 
 class LayerStatistics:
-    """Sums over positions of text for the pairs of layers in a plan.
+    """Sums over positions of text for all layers of a model and their targets.
 
     Rows are gathered in a buffer of bounded size, where they become float64, and multiplied into
     the sums when it is full: small batches then cost no more than large ones.
     """
 
     def __init__(
-        self, num_layers: int, width: int, plan: Plan, device: torch.device | str = "cpu"
+        self,
+        num_layers: int,
+        width: int,
+        targets: Targets = "all",
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.num_layers, self.width, self.plan = num_layers, width, dict(plan)
+        self.num_layers, self.width = num_layers, width
+        self.targets = layer_targets(num_layers, targets)
         self.equations = {
-            source: NormalEquations(width, len(targets) * width, device)
-            for source, targets in plan.items()
+            source: NormalEquations(width, len(own) * width, device)
+            for source, own in self.targets.items()
         }
-        self.sums = torch.zeros(num_layers + 1, width, dtype=torch.float64, device=device)
-        self._count = 0
-        self._runs = {source: _runs(targets) for source, targets in plan.items()}
-        self._buffer: Tensor | None = None
+        row_bytes = (num_layers + 1) * width * torch.float64.itemsize
+        num_rows = int(_BUFFER_SHARE * statistics_bytes(num_layers, width, targets) / row_bytes)
+        num_rows = min(max(num_rows, _MIN_ROWS), _MAX_ROWS)
+        shape = (num_rows, num_layers + 1, width)
+        self._buffer = torch.empty(shape, dtype=torch.float64, device=device)
         self._filled = 0
 
     @property
     def count(self) -> int:
         """Number of positions."""
-        return self._count + self._filled
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the products."""
-        return sum(equations.products.nbytes for equations in self.equations.values())
+        return self.equations[self.num_layers].count + self._filled
 
     def update(self, states: Sequence[Tensor]) -> None:
         """Add `n` positions: `L + 1` tensors `[n, d]`, row `r` of each the same position."""
@@ -260,91 +278,59 @@ class LayerStatistics:
                 f"{len(states)} states of width {states[0].shape[1]} do not fit: these are "
                 f"statistics of {self.num_layers + 1} states of width {self.width}."
             )
-        buffer = self._rows()
         num, start = len(states[0]), 0
         while start < num:
-            taken = min(num - start, len(buffer) - self._filled)
+            taken = min(num - start, len(self._buffer) - self._filled)
+            rows = self._buffer[self._filled : self._filled + taken]
             for layer, state in enumerate(states):
-                buffer[self._filled : self._filled + taken, layer].copy_(
-                    state[start : start + taken]
-                )
+                rows[:, layer].copy_(state[start : start + taken])
             self._filled += taken
             start += taken
-            if self._filled == len(buffer):
+            if self._filled == len(self._buffer):
                 self.flush()
 
     def flush(self) -> None:
         """Bring the rows of the buffer into the sums."""
-        if self._buffer is None or self._filled == 0:
-            return
         rows = self._buffer[: self._filled]
-        self.sums += rows.sum(0)
-        flat, d = rows.view(self._filled, -1), self.width
-        for source, equations in self.equations.items():
-            blocks = (
-                (run.column * d, flat[:, run.first * d : (run.first + run.num) * d])
-                for run in self._runs[source]
-            )
-            equations.add_products(flat[:, source * d : (source + 1) * d], blocks)
-        self._count += self._filled
+        for source, targets in self.targets.items():
+            self.equations[source].add(rows[:, source], rows[:, targets.start :].flatten(1))
         self._filled = 0
-
-    def finish(self) -> LayerStatistics:
-        """Bring in what is left, give the buffer's memory back, and return these statistics."""
-        self.flush()
-        self._buffer = None
-        for source, equations in self.equations.items():
-            equations.sums = self.sums[[source, *self.plan[source]]].flatten()
-            equations.count = self._count
-        return self
-
-    def gram(self, source: int) -> Tensor:
-        """Return `H_i^T H_i`, both halves of it."""
-        return self.equations[source].gram()
-
-    def cross(self, source: int, target: int) -> Tensor:
-        """Return `H_i^T H_j`, as a view."""
-        first = self.plan[source].index(target) * self.width
-        return self.equations[source].cross(first, self.width)
 
     def all_reduce(self) -> None:
         """Sum over all processes, for all of them."""
         self.flush()
-        count = torch.tensor(self._count, device=self.sums.device)
-        products = [equations.products for equations in self.equations.values()]
-        for tensor in (*products, self.sums, count):
-            torch.distributed.all_reduce(tensor)
-        self._count = int(count)
+        count = torch.tensor(self.count, device=self._buffer.device)
+        torch.distributed.all_reduce(count)
+        for equations in self.equations.values():
+            torch.distributed.all_reduce(equations.products)
+            torch.distributed.all_reduce(equations.sums)
+            equations.count = int(count)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all there is, rows still in the buffer too, so that going on gives the same."""
-        state = {f"product.{i}": equations.products for i, equations in self.equations.items()}
-        state |= {"sums": self.sums, "count": torch.tensor(self._count)}
-        if self._buffer is not None and self._filled:
-            state["rows"] = self._buffer[: self._filled]
+        count = self.equations[self.num_layers].count
+        state = {"count": torch.tensor(count), "rows": self._buffer[: self._filled]}
+        for source, equations in self.equations.items():
+            state |= {f"products.{source}": equations.products, f"sums.{source}": equations.sums}
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` returned; ValueError if it is of other pairs or widths."""
-        own = self.state_dict()
-        own.pop("rows", None)
-        for name, tensor in own.items():
+        self._filled = len(state["rows"])
+        for name, tensor in self.state_dict().items():
             if name not in state or state[name].shape != tensor.shape:
                 raise ValueError(f"{name} is missing or of another shape")
             tensor.copy_(state[name])
-        self._count = int(state["count"])
-        self._filled = 0
-        if "rows" in state:
-            self._filled = len(state["rows"])
-            self._rows()[: self._filled].copy_(state["rows"])
+        for equations in self.equations.values():
+            equations.count = int(state["count"])
 
     def solve(
         self, affine: bool = False, ridge: float = 0.0, dtype: torch.dtype = torch.float64
     ) -> tuple[Maps, Maps, list[int]]:
         """Solve for all maps; one factor of each source's Gram matrix serves all its targets.
 
-        The statistics are used up: maps are solved in their place, and each source's are given back
-        when it is done, so that all this needs little more memory than they did.
+        The statistics are used up: each source's are given back when it is done, so that all this
+        needs little more memory than they did.
 
         Args:
             affine: Whether maps have biases.
@@ -354,70 +340,44 @@ class LayerStatistics:
         Returns:
             Maps, biases (none if linear), and the sources whose states lie in a subspace.
         """
-        self.finish()
-        check_enough(self.count, self.width, ridge)
-        means = self.sums / self.count
+        self.flush()
+        del self._buffer
         maps: Maps = {}
         biases: Maps = {}
         dependent = []
-        for source, targets in self.plan.items():
-            if targets:
-                solver, is_dependent = self.equations[source].solver(affine, ridge, False, dtype)
-                if is_dependent:
-                    dependent.append(source)
-            for target in targets:
-                block = self.cross(source, target)
-                if affine:
-                    block.addr_(means[source], means[target], alpha=-self.count)
-                solution = solver(block)
-                if affine:
-                    biases[source, target] = (means[target] - means[source] @ solution).to(dtype)
-                # In float64 the map is a view of the statistics themselves.
-                maps[source, target] = block.copy_(solution).T.to(dtype)
-            del self.equations[source]
+        for source, targets in self.targets.items():
+            equations = self.equations.pop(source)
+            if not targets:
+                continue
+            solved = equations.solve(affine, ridge, dtype=dtype)
+            if solved.is_dependent:
+                dependent.append(source)
+            for target, matrix in zip(targets, solved.weight.split(self.width), strict=True):
+                maps[source, target] = matrix.to(dtype)
+            if solved.bias is not None:
+                for target, bias in zip(targets, solved.bias.split(self.width), strict=True):
+                    biases[source, target] = bias.to(dtype)
         return maps, biases, dependent
 
-    def alignments(self) -> Tensor:
-        """Return `||H_i^T H_j||^2` of centred states for the pairs there are, NaN elsewhere."""
+    def cka(self) -> Tensor:
+        """Return the table `[L + 1, L + 1]` of linear CKA; NaN for pairs that are not summed.
+
+        With centred states, `K = H_i H_i^T` and `M = H_j H_j^T` (Kornblith et al., 1905.00414),
+
+            CKA = <K, M> / (||K|| ||M||) = ||H_i^T H_j||^2 / (||H_i^T H_i|| ||H_j^T H_j||)
+
+        in Frobenius norms. The left form needs a matrix of positions x positions, the right form
+        only what the statistics hold. NaN also where a layer's states never vary.
+        """
         self.flush()
-        num, d, count = self.num_layers + 1, self.width, max(1, self.count)
-        table = torch.full((num, num), float("nan"), dtype=torch.float64)
-        means = self.sums / count
-        for source, targets in self.plan.items():
-            blocks = {source: self.gram(source)}
-            blocks |= {target: self.cross(source, target) for target in targets}
-            for target, block in blocks.items():
-                total = torch.zeros((), dtype=torch.float64, device=block.device)
-                for top in range(0, d, _CKA_PANEL):  # by panels, for the memory of the difference
-                    rows = slice(top, top + _CKA_PANEL)
-                    centred = torch.addr(
-                        block[rows], means[source][rows], means[target], alpha=-count
-                    )
-                    total += centred.square_().sum()
-                table[source, target] = table[target, source] = total.cpu()
-        return table
-
-    def _rows(self) -> Tensor:
-        if self._buffer is None:
-            row_bytes = self.sums.numel() * self.sums.element_size()
-            num = int(_BUFFER_SHARE * self.nbytes / row_bytes)
-            num = min(max(num, _MIN_ROWS), _MAX_ROWS)
-            self._buffer = self.sums.new_empty(num, *self.sums.shape)
-        return self._buffer
-
-
-def cka_table(aligned: Tensor) -> Tensor:
-    """Return linear CKA of all pairs from `LayerStatistics.alignments`.
-
-    With centred states, `K = H_i H_i^T` and `M = H_j H_j^T` (Kornblith et al. 2019, 1905.00414),
-
-        CKA = <K, M> / (||K|| ||M||) = ||H_i^T H_j||^2 / (||H_i^T H_i|| ||H_j^T H_j||)
-
-    in Frobenius norms. The left form needs a matrix of positions x positions, the right form only
-    what the statistics hold. NaN where a layer's states never vary.
-    """
-    own = aligned.diagonal().sqrt()
-    return aligned / (own[:, None] * own)
+        aligned = torch.full((self.num_layers + 1,) * 2, float("nan"), dtype=torch.float64)
+        for source, targets in self.targets.items():
+            gram, cross = self.equations[source].moments(centred=True)
+            aligned[source, source] = gram.square().sum()
+            for target, block in zip(targets, cross.split(self.width, dim=1), strict=False):
+                aligned[source, target] = aligned[target, source] = block.square().sum()
+        own = aligned.diagonal().sqrt()
+        return aligned / (own[:, None] * own)
 
 
 # -- how much of a layer a map explains ----------------------------------------------------------
@@ -516,12 +476,3 @@ def check_finite(states: Sequence[Tensor]) -> None:
                 f"The states of layer {layer} hold {what}: run the model in float32, or look at "
                 "its weights and inputs."
             )
-
-
-def _runs(targets: Sequence[int]) -> list[_Run]:
-    """Group neighbouring targets; the first block of a product is the source's own."""
-    runs = []
-    for _, members in groupby(enumerate(targets, 1), key=lambda item: item[1] - item[0]):
-        (column, first), *others = members
-        runs.append(_Run(first, 1 + len(others), column))
-    return runs

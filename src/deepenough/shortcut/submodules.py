@@ -11,22 +11,17 @@ What a part is, is said in `deepenough.hf.layouts`: it stands between residual c
 are not part of it. Attention replaced by such a map mixes no tokens any more, so each token can be
 run by itself.
 
-`W (A x) = (W A) x`: where a replaced norm is read by linear layers only, as in pre-norm blocks, its
-map costs nothing if those layers carry the product (`fold_norms`). Who reads a norm is seen in a
-short pass; that nobody else does is not seen, so the result is compared with plain replacement.
-
-Shapes: B texts, T tokens, N chosen tokens, D width, O outputs.
+Shapes: B texts, T tokens, N chosen tokens, D width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
@@ -39,7 +34,6 @@ from deepenough.hf.intercept import (
     hidden_input,
     hidden_output,
     hooked,
-    last_mlp_at_one_token,
     patched_forward,
     start_at,
 )
@@ -120,9 +114,9 @@ class SubmoduleStatistics:
 class Submodules:
     """Linear stand-ins for the parts of every block of one model."""
 
-    def __init__(self, maps: dict[Place, AffineMap], meta: dict[str, Any] | None = None) -> None:
-        self.maps = maps
-        self.meta = meta or {}
+    def __init__(self, maps: dict[Place, AffineMap], identity: dict[str, Any]) -> None:
+        """Take maps and `Adapter.identity()` of the model that they are of."""
+        self.maps, self.identity = maps, identity
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -171,24 +165,18 @@ class Submodules:
             raise UserError("There is no position to fit on: give texts of two tokens or more.")
         maps = {}
         for place, equations in statistics.equations.items():
-            solved = equations.solve(affine, ridge)
+            solved = equations.solve(affine, ridge, dtype=parameter.dtype)
             bias = None if solved.bias is None else solved.bias.to(parameter)
             maps[place] = AffineMap(solved.weight.to(parameter), bias)
-        return cls(maps, {"identity": adapter.identity(), "affine": affine, "ridge": ridge})
+        return cls(maps, adapter.identity())
 
     def check_model(self, adapter: Adapter) -> None:
         """Refuse a model whose parts are not those that were fitted."""
-        fitted = self.meta.get("identity", {}).get("fingerprint")
-        if fitted is not None and fitted != adapter.identity()["fingerprint"]:
-            name = self.meta["identity"]["model"] or "another model"
+        if self.identity["fingerprint"] != adapter.identity()["fingerprint"]:
+            name = self.identity["model"] or "another model"
             raise UserError(
                 f"These fits of sub-modules are of {name} with other weights: fit them for the "
                 "model that is measured."
-            )
-        if parts_of(adapter, self.kinds).keys() != self.maps.keys():
-            raise UserError(
-                f"These fits are of the parts of another model than {type(adapter.model).__name__}:"
-                " fit them for the model that is measured."
             )
 
 
@@ -201,30 +189,6 @@ class Replacement:
         self.counter = LayerCounter(adapter)
         self.forms = OutputForms(adapter)
         self._parts = parts_of(adapter, submodules.kinds)
-        self._readers: dict[nn.Module, list[nn.Module]] = {}
-        self._folded: dict[tuple[nn.Module, int], AffineMap] = {}
-
-    def fold_norms(self) -> bool:
-        """Multiply the maps of norms into the layers that read them, where that is the same.
-
-        For speed: it costs the memory of those layers' weights once more. Returns whether they are
-        folded now.
-        """
-        norms = {chain[0]: place for place, chain in self._parts.items() if place[0] == "norms"}
-        readers = _readers_of(self.adapter, list(norms))
-        if not norms or not all(readers.values()):
-            return False
-        ids = torch.arange(1, 4, device=self.adapter.model.device)[None]
-
-        def last_state() -> Tensor:
-            with self.replaced("norms", 0):
-                return self.adapter.states(ids, torch.ones_like(ids))[-1]
-
-        expected = last_state()
-        self._readers = readers
-        if not bool((last_state() - expected).norm() <= 1e-4 * expected.norm()):
-            self._readers, self._folded = {}, {}
-        return bool(self._readers)
 
     @contextmanager
     def replaced(self, kind: str, layer: int) -> Iterator[None]:
@@ -233,16 +197,12 @@ class Replacement:
         With `layer` the number of layers, the model is as it was.
         """
         uses: dict[Chain, dict[int, AffineMap]] = {}
-        for (part_kind, part_layer, number), chain in self._parts.items():
-            if part_kind == kind and part_layer >= layer:
-                found = self.submodules.maps[part_kind, part_layer, number]
-                uses.setdefault(chain, {})[part_layer] = found
+        for place, chain in self._parts.items():
+            if place[0] == kind and place[1] >= layer:
+                uses.setdefault(chain, {})[place[1]] = self.submodules.maps[place]
         forwards: dict[nn.Module, Forward] = {}
         for chain, maps in uses.items():
-            if readers := self._readers.get(chain[0]) if kind == "norms" else None:
-                forwards |= self._folded_forwards(chain[0], readers, maps)
-            else:
-                forwards |= self._forwards(chain, maps)
+            forwards |= self._forwards(chain, maps)
         with self.counter.counting(), patched_forward(forwards):
             yield
 
@@ -262,17 +222,12 @@ class Replacement:
         hidden_BTD: Tensor,
         ids_BT: Tensor,
         mask_BT: Tensor | None = None,
-        position_B: Tensor | None = None,
     ) -> Tensor:
-        """Return the last state `[B, T, D]` of texts from their inputs of block `layer`.
-
-        If `position_B` is given, the state is right at that position of each text only.
-        """
-        with ExitStack() as stack:
-            stack.enter_context(self.replaced(kind, layer))
-            stack.enter_context(start_at(self.counter, self.forms, layer, hidden_BTD))
-            if position_B is not None:
-                stack.enter_context(last_mlp_at_one_token(self.counter, position_B))
+        """Return the last state `[B, T, D]` of texts from their inputs of block `layer`."""
+        with (
+            self.replaced(kind, layer),
+            start_at(self.counter, self.forms, layer, hidden_BTD),
+        ):
             return self.adapter.states(ids_BT, attention_mask=mask_BT)[-1]
 
     def _forwards(self, chain: Chain, maps: dict[int, AffineMap]) -> dict[nn.Module, Forward]:
@@ -302,65 +257,3 @@ class Replacement:
             return forward
 
         return {module: exchanged(module) for module in chain}
-
-    def _folded_forwards(
-        self, norm: nn.Module, readers: list[nn.Module], maps: dict[int, AffineMap]
-    ) -> dict[nn.Module, Forward]:
-        """Return forwards where the norm hands on what it reads and its readers apply both maps."""
-
-        def exchanged(module: nn.Module) -> Forward:
-            run = module.forward
-
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                layer = self.counter.current
-                if layer not in maps:
-                    return run(*args, **kwargs)
-                hidden = hidden_input(args, kwargs)
-                if module is norm:
-                    return self.forms.wrap(norm, hidden)
-                if (module, layer) not in self._folded:
-                    self._folded[module, layer] = _folded(module, maps[layer])
-                return self._folded[module, layer](hidden)
-
-            return forward
-
-        return {module: exchanged(module) for module in (norm, *readers)}
-
-
-def _readers_of(adapter: Adapter, norms: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """Return the linear layers that read exactly what each norm returns."""
-    outputs: dict[nn.Module, Tensor] = {}
-    readers: dict[nn.Module, list[nn.Module]] = {norm: [] for norm in norms}
-
-    def returned(norm: nn.Module, _: Any, output: Any) -> None:
-        outputs[norm] = hidden_output(output)
-
-    def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = hidden_input(args, kwargs)
-        for norm, output in outputs.items():
-            if hidden is output and module not in readers[norm]:
-                readers[norm].append(module)
-
-    linear = [
-        module
-        for layer in dict.fromkeys(adapter.layers)
-        for module in layer.modules()
-        if type(module) in (nn.Linear, Conv1D)
-    ]
-    before, after = dict.fromkeys(linear, read), dict.fromkeys(readers, returned)
-    with hooked(before.items(), after.items()):
-        ids = torch.ones(1, 2, dtype=torch.long, device=adapter.model.device)
-        adapter.states(ids, torch.ones_like(ids))
-    return readers
-
-
-@torch.no_grad()
-def _folded(reader: nn.Module, norm: AffineMap) -> AffineMap:
-    """Return the map of a linear layer after that of the norm it reads."""
-    assert isinstance(reader, nn.Linear | Conv1D)
-    weight_OD = reader.weight.T if isinstance(reader, Conv1D) else reader.weight
-    bias: Tensor | None = reader.bias
-    if norm.bias is not None:
-        shift = weight_OD @ norm.bias
-        bias = shift if bias is None else bias + shift
-    return AffineMap(weight_OD @ norm.weight, bias)

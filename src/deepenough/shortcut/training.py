@@ -8,7 +8,7 @@ elsewhere, is on the whole vocabulary.
 
 A text's states cost a forward pass, and every step needs some. Kept are the states of the tuned
 layers and of the last one, in float32 if that fits the memory limit, else in bfloat16 (whitened,
-where all coordinates are of one size, which suits it); beyond that, nothing is kept but tokens. A
+where all coordinates are of one size, which suits it); beyond that, those of a part of the texts. A
 part of the texts is held out, to see how the maps do on text they are not tuned on.
 """
 
@@ -19,17 +19,17 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from deepenough.config import RunConfig, validate
+from deepenough.config import validate
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import read_records
@@ -46,7 +46,7 @@ from deepenough.shortcut.tuned_maps import (
     divergences,
     whitening,
 )
-from deepenough.training.config import TrainingConfig, seed_at
+from deepenough.training.config import seed_at
 from deepenough.training.distributed import is_main_process, make_accelerator
 from deepenough.training.logging import reading
 from deepenough.training.task import BatchLoss, Task
@@ -61,7 +61,6 @@ SAMPLE_PER_WIDTH = 8
 MAPS = "maps"
 _ROWS = 128
 """Positions that are projected to the whole vocabulary at once."""
-_GIB = 2**30
 
 
 def tune(
@@ -70,8 +69,6 @@ def tune(
     tokenizer: Any,
     texts: Iterable[str],
     config: TuneTrainingConfig | None = None,
-    *,
-    run: RunConfig | str | os.PathLike[str] | None = None,
     **changes: Any,
 ) -> Shortcuts:
     """Return the same shortcuts with tuned maps to the last layer, `tuned[i] = (A, b)`.
@@ -81,34 +78,34 @@ def tune(
         model: The model they were fitted for, with a language-model head.
         tokenizer: Its tokenizer.
         texts: Strings to tune on.
-        config: Options of tuning and training.
-        run: The folder for records, checkpoints and, as `model`, the result, or a `RunConfig` that
-            also says whether to resume what is there. Without one, nothing is left on disk.
-        changes: Fields of `TuneConfig` (batch, top_tokens, layers ...) and of `TrainingConfig`
-            (steps, lr, seed ...) that differ from `config`.
+        config: Options of tuning and training, and the folder for records, checkpoints and, as
+            `model`, the result. Without a folder, nothing is left on disk.
+        changes: Fields of `TuneConfig` (batch, top_tokens, layers ...), of `TrainingConfig` (steps,
+            lr, seed ...) and of `RunConfig` (out, resume, overwrite) that differ from `config`.
     """
     config = _merge(config or TuneTrainingConfig(), changes)
-    if run is None and not config.out:
+    if not config.out:
         with tempfile.TemporaryDirectory(prefix="deepenough-tune-") as folder:
-            return tune(shortcuts, model, tokenizer, texts, config, run=Path(folder) / "run")
-    if isinstance(run, str | os.PathLike):
-        config = replace(config, out=os.fspath(run))
-    elif run is not None:
-        config = replace(config, out=run.out, resume=run.resume, overwrite=run.overwrite)
+            config = replace(config, out=os.path.join(folder, "run"))
+            return tune(shortcuts, model, tokenizer, texts, config)
     adapter = model if isinstance(model, Adapter) else adapt(model)
     layers = _check(shortcuts, adapter, config)
     accelerator = make_accelerator(config.train, may_skip=False)
     check_folder(config, accelerator)
     adapter.model.to(accelerator.device)
-    task = _make_task(shortcuts, adapter, tokenizer, texts, layers, config, accelerator)
+    task = TuneTask(shortcuts, adapter, tokenizer, texts, layers, config, accelerator)
     with training(config, task, accelerator) as trainer:
         _train(trainer, task)
-    return _with_tuned(shortcuts, task, config)
+    return task.shortcuts()
 
 
 def _merge(config: TuneTrainingConfig, changes: dict[str, Any]) -> TuneTrainingConfig:
-    own = {name: changes.pop(name) for name in list(changes) if name in asdict(config.tune)}
-    return replace(config, tune=replace(config.tune, **own), train=replace(config.train, **changes))
+    def changed(part: Any) -> Any:
+        names = [field.name for field in fields(part) if field.name in changes]
+        return replace(part, **{name: changes.pop(name) for name in names})
+
+    tune, train = changed(config.tune), changed(config.train)
+    return replace(config, tune=tune, train=train, **changes)
 
 
 def _check(shortcuts: Shortcuts, adapter: Adapter, config: TuneTrainingConfig) -> list[int]:
@@ -132,77 +129,10 @@ def _check(shortcuts: Shortcuts, adapter: Adapter, config: TuneTrainingConfig) -
     return layers
 
 
-def _make_task(
-    shortcuts: Shortcuts,
-    adapter: Adapter,
-    tokenizer: Any,
-    texts: Iterable[str],
-    layers: list[int],
-    config: TuneTrainingConfig,
-    accelerator: Accelerator,
-) -> TuneTask:
-    own, seed, last = config.tune, config.train.seed, adapter.num_layers
-    batch = max(1, own.batch // accelerator.num_processes)
-    share = (accelerator.process_index, accelerator.num_processes)
-    window = shortcuts.meta.get("fit", {}).get("window")  # text is read as it was for the fit
-    found = TuningTexts(adapter, tokenizer, texts, layers, batch, seed, share, window)
-    sample = found.sample(SAMPLE_PER_WIDTH * adapter.width)
-    matrices = torch.stack([shortcuts.matrix(i, last).float().cpu() for i in layers])
-    biases = torch.zeros(len(layers), adapter.width)
-    for place, layer in enumerate(layers):
-        if (bias := shortcuts.bias(layer, last)) is not None:
-            biases[place] = bias
-    white = whitening(sample.states)
-    held_out = found.held_out_positions(own.held_out)
-    return TuneTask(
-        model=TunedMaps(matrices, biases, white, closed_form_error(matrices, biases, *sample)),
-        layers=layers,
-        adapter=adapter,
-        source=make_source(found, white, batch, seed, own.memory * _GIB),
-        held_out=LayerStates(white(held_out.states), held_out.last),
-        sampler=_make_sampler(adapter, sample.last, own),
-        train=config.train,
-        identity=_identity(adapter, found, matrices, layers, config),
-        save=lambda task, folder: _with_tuned(shortcuts, task, config).save_pretrained(folder),
-    )
-
-
-@torch.no_grad()
-def _make_sampler(adapter: Adapter, last_ND: Tensor, config: TuneConfig) -> TokenSampler | None:
-    """Return a sampler of tokens by their total probability, or None if all tokens are wanted."""
-    if config.top_tokens is None:
-        return None
-    parts = last_ND.to(adapter.model.device).split(256)
-    mass_V = torch.stack([adapter.logits(part).float().softmax(-1).sum(0) for part in parts]).sum(0)
-    if config.top_tokens >= len(mass_V):
-        return None
-    return TokenSampler(mass_V.cpu(), config.top_tokens, config.sampled_tokens)
-
-
-def _identity(
-    adapter: Adapter,
-    texts: TuningTexts,
-    matrices: Tensor,
-    layers: list[int],
-    config: TuneTrainingConfig,
-) -> dict[str, Any]:
-    """Return what a checkpoint must share with the run that goes on from it."""
-    names = ("batch", "top_tokens", "sampled_tokens")
-    own = {name: getattr(config.tune, name) for name in names}
-    start = hashlib.blake2b(matrices.numpy().tobytes(), digest_size=8).hexdigest()
-    return {
-        "model": adapter.identity()["fingerprint"],
-        "texts": texts.tally.fingerprint,
-        "tune": own | {"layers": layers, "start": start},
-        "train": config.train.identity(),
-    }
-
-
 def _train(trainer: Trainer, task: TuneTask) -> None:
     """Train, with the closed form measured first; say which layers it did not help."""
     if trainer.first == 0:
         trainer.recorder.record(0, "valid", task.evaluate(trainer.accelerator, "valid"))
-    log.info("states are %s", task.source.kind)
     trainer.fit()
     if not trainer.accelerator.is_main_process:
         return
@@ -216,19 +146,6 @@ def _train(trainer: Trainer, task: TuneTask) -> None:
         )
 
 
-def _with_tuned(shortcuts: Shortcuts, task: TuneTask, config: TuneTrainingConfig) -> Shortcuts:
-    matrices, biases = task.maps.matrices_and_biases()
-    result = copy.copy(shortcuts)
-    result.tuned = dict(shortcuts.tuned)
-    for layer, matrix, bias in zip(task.layers, matrices, biases, strict=True):
-        result.tuned[layer] = (matrix, bias)
-    texts = task.identity()["texts"]
-    result.meta = shortcuts.meta | {
-        "tune": asdict(config.tune) | asdict(config.train) | {"texts": texts}
-    }
-    return result
-
-
 # -- the task ------------------------------------------------------------------------------------
 
 
@@ -240,33 +157,36 @@ class TuneTask(Task):
 
     def __init__(
         self,
-        model: TunedMaps,
-        layers: Sequence[int],
+        shortcuts: Shortcuts,
         adapter: Adapter,
-        source: StateSource,
-        held_out: LayerStates,
-        sampler: TokenSampler | None,
-        train: TrainingConfig,
-        identity: dict[str, Any],
-        save: Callable[[TuneTask, Path], None],
+        tokenizer: Any,
+        texts: Iterable[str],
+        layers: Sequence[int],
+        config: TuneTrainingConfig,
+        accelerator: Accelerator,
     ) -> None:
-        """Take the maps and what they are trained on.
-
-        Args:
-            model: The maps.
-            layers: The layers they map from.
-            adapter: The model whose predictions are the target.
-            source: Where a step's states come from.
-            held_out: States to measure on, whitened as those of `source` are.
-            sampler: Which tokens are in a step's softmax; None for all.
-            train: Options of the training loop.
-            identity: What a checkpoint must share with the run that goes on from it.
-            save: Writes the result into a folder.
-        """
-        self.model = self.maps = model
-        self.layers, self.adapter = list(layers), adapter
-        self.source, self.held_out, self.sampler = source, held_out, sampler
-        self.train, self._identity, self._save = train, identity, save
+        """Start from the closed-form maps of `layers`, and read the texts they are tuned on."""
+        self.adapter, self.layers, self.config = adapter, list(layers), config
+        self.train = config.train
+        self._start = shortcuts
+        own, seed, last = config.tune, config.train.seed, adapter.num_layers
+        batch = max(1, own.batch // accelerator.num_processes)
+        share = (accelerator.process_index, accelerator.num_processes)
+        window = shortcuts.meta.get("fit", {}).get("window")  # text is read as it was for the fit
+        self.states = TuningStates(adapter, tokenizer, texts, layers, batch, seed, share, window)
+        sample = self.states.sample(SAMPLE_PER_WIDTH * adapter.width)
+        matrices = torch.stack([shortcuts.matrix(i, last).float().cpu() for i in layers])
+        biases = torch.zeros(len(layers), adapter.width)
+        for place, layer in enumerate(layers):
+            if (bias := shortcuts.bias(layer, last)) is not None:
+                biases[place] = bias
+        white = whitening(sample.states)
+        error = closed_form_error(matrices, biases, *sample)
+        self.model = self.maps = TunedMaps(matrices, biases, white, error)
+        held_out = self.states.held_out(own.held_out)
+        self.held_out = LayerStates(white(held_out.states), held_out.last)
+        self.sampler = _make_sampler(adapter, sample.last, own)
+        self.states.keep(white, own.memory * 2**30)
         self._head = PartialHead(adapter)
         self._latest: list[float] = []
 
@@ -278,7 +198,7 @@ class TuneTask(Task):
         """Return the KL of a batch: the sum over layers to minimise, their mean to record."""
         index = step * self.train.accumulate + micro
         device = self.maps.change.device
-        states, last = (tensor.to(device) for tensor in self.source.batch(index))
+        states, last = (tensor.to(device) for tensor in self.states.batch(index))
         logits, log_weight = self._tokens(index)
         with torch.no_grad():
             log_p = (logits(last).float() + log_weight).log_softmax(-1)
@@ -293,9 +213,9 @@ class TuneTask(Task):
         if self.sampler is None:
             return self.adapter.logits, torch.zeros((), device=device)
         generator = torch.Generator().manual_seed(seed_at(self.train.seed, "words", index))
-        chosen = self.sampler.draw(generator)
-        head = self._head(chosen.ids.to(device))
-        return lambda state: head(self.adapter.final_norm(state)), chosen.log_weight.to(device)
+        ids, log_weight = self.sampler.draw(generator)
+        head = self._head(ids.to(device))
+        return lambda state: head(self.adapter.final_norm(state)), log_weight.to(device)
 
     def train_values(self) -> dict[str, Any]:
         """Return the KL of every layer in the latest batch."""
@@ -327,11 +247,42 @@ class TuneTask(Task):
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint must share with the run that goes on from it."""
-        return self._identity
+        names = ("batch", "top_tokens", "sampled_tokens")
+        own = {name: getattr(self.config.tune, name) for name in names}
+        start = hashlib.blake2b(self.maps.matrices.numpy().tobytes(), digest_size=8).hexdigest()
+        return {
+            "model": self.adapter.identity()["fingerprint"],
+            "texts": self.states.tally.fingerprint,
+            "tune": own | {"layers": self.layers, "start": start},
+            "train": self.train.identity(),
+        }
+
+    def shortcuts(self) -> Shortcuts:
+        """Return the shortcuts that tuning began with, and the tuned maps."""
+        result = copy.copy(self._start)
+        tuned = zip(*self.maps.matrices_and_biases(), strict=True)
+        result.tuned = self._start.tuned | dict(zip(self.layers, tuned, strict=True))
+        settings = asdict(self.config.tune) | asdict(self.train)
+        result.meta = self._start.meta | {
+            "tune": settings | {"texts": self.states.tally.fingerprint}
+        }
+        return result
 
     def save(self, folder: Path) -> None:
         """Write the shortcuts with their tuned maps."""
-        self._save(self, folder)
+        self.shortcuts().save_pretrained(folder)
+
+
+@torch.no_grad()
+def _make_sampler(adapter: Adapter, last_ND: Tensor, config: TuneConfig) -> TokenSampler | None:
+    """Return a sampler of tokens by their total probability, or None if all tokens are wanted."""
+    if config.top_tokens is None:
+        return None
+    parts = last_ND.to(adapter.model.device).split(256)
+    mass_V = torch.stack([adapter.logits(part).float().softmax(-1).sum(0) for part in parts]).sum(0)
+    if config.top_tokens >= len(mass_V):
+        return None
+    return TokenSampler(mass_V.cpu(), config.top_tokens, config.sampled_tokens)
 
 
 # -- the states ----------------------------------------------------------------------------------
@@ -344,8 +295,8 @@ class LayerStates(NamedTuple):
     last: Tensor
 
 
-class TuningTexts:
-    """Batches of tokens, and the states they give when they are run."""
+class TuningStates:
+    """The states of texts at all positions: held out, or kept in memory to be tuned on."""
 
     def __init__(
         self,
@@ -365,8 +316,8 @@ class TuningTexts:
             tokenizer: Its tokenizer.
             texts: Strings.
             layers: Layers whose states are wanted.
-            batch: Most tokens in a batch.
-            seed: Seed of samples.
+            batch: Positions in a step, and most tokens in a batch of text.
+            seed: Seed of samples and of the order of positions.
             share: `(k, n)`: of `n` processes, number `k` tunes on its share of the text.
             window: Longest stretch of text that is run at once.
         """
@@ -383,35 +334,69 @@ class TuningTexts:
         every = min(HELD_OUT_EVERY, len(found))
         self._held_out = found[every - 1 :: every]
         del found[every - 1 :: every]
-        self._all, self._seed = found, seed
+        self._all, self._batch, self._seed = found, batch, seed
         self.tuned_on = found[rank::world_size]
-
-    @property
-    def num_positions(self) -> int:
-        """Number of positions to tune on, in this process."""
-        return sum(len(window.ids) for batch in self.tuned_on for window in batch.windows)
-
-    def run(self, batch: TokenBatch) -> LayerStates:
-        """Return the states of a batch."""
-        states = run_batch(self.adapter, batch)
-        return LayerStates(
-            torch.stack([states[layer].float() for layer in self.layers]), states[-1].float()
-        )
 
     def sample(self, num: int) -> LayerStates:
         """Return about `num` positions of the text of all processes, the same for each."""
         return self._sample(self._all, num)
 
-    def held_out_positions(self, num: int) -> LayerStates:
+    def held_out(self, num: int) -> LayerStates:
         """Return about `num` positions of text that is not tuned on."""
         return self._sample(self._held_out, num)
+
+    def keep(self, white: Whitening, limit: float) -> None:
+        """Run the texts that are tuned on, and keep their states, whitened, in `limit` bytes."""
+        num = _num_positions(self.tuned_on)
+        dtype = (
+            torch.float32 if num * self._position_bytes(torch.float32) <= limit else torch.bfloat16
+        )
+        share = limit / (num * self._position_bytes(dtype))
+        if share < 1:
+            of = len(self.tuned_on)
+            fewer = max(1, int(share * of))
+            self.tuned_on = [self.tuned_on[place * of // fewer] for place in range(fewer)]
+            log.warning(
+                "The states of %d %% of the text fill tune.memory, and maps are tuned on no more.",
+                100 * share,
+            )
+            num = _num_positions(self.tuned_on)
+        self.states = torch.empty(len(self.layers), num, self.adapter.width, dtype=dtype)
+        self.last = torch.empty(num, self.adapter.width)
+        done = 0
+        with reading("positions") as show:
+            for tokens in self.tuned_on:
+                states, last = self._run(tokens)
+                rows = slice(done, done := done + len(last))
+                self.states[:, rows], self.last[rows] = white(states), last
+                if is_main_process():
+                    show(done, num)
+
+    def batch(self, index: int) -> LayerStates:
+        """Return the states of one step, whitened; an epoch is a random order of all positions."""
+        num = len(self.last)
+        size = min(self._batch, num)
+        epoch, turn = divmod(index, num // size)
+        generator = torch.Generator().manual_seed(seed_at(self._seed, "positions", epoch))
+        chosen = torch.randperm(num, generator=generator)[turn * size : (turn + 1) * size]
+        return LayerStates(self.states[:, chosen].float(), self.last[chosen])
+
+    def _position_bytes(self, dtype: torch.dtype) -> int:
+        """Return the memory that one position takes; the last state is always kept exactly."""
+        return self.adapter.width * (len(self.layers) * dtype.itemsize + torch.float32.itemsize)
+
+    def _run(self, batch: TokenBatch) -> LayerStates:
+        states = run_batch(self.adapter, batch)
+        return LayerStates(
+            torch.stack([states[layer].float() for layer in self.layers]), states[-1].float()
+        )
 
     def _sample(self, among: Sequence[TokenBatch], num: int) -> LayerStates:
         generator = torch.Generator().manual_seed(seed_at(self._seed, "sample"))
         found: list[LayerStates] = []
         missing = num
         for index in torch.randperm(len(among), generator=generator).tolist():
-            states, last = self.run(among[index])
+            states, last = self._run(among[index])
             found.append(LayerStates(states[:, :missing].cpu(), last[:missing].cpu()))
             missing -= len(found[-1].last)
             if not missing:
@@ -421,72 +406,5 @@ class TuningTexts:
         )
 
 
-class StateSource(Protocol):
-    """Where a step's states come from, whitened; the same for the same step."""
-
-    kind: str
-
-    def batch(self, index: int) -> LayerStates:
-        """Return the states of one batch."""
-        ...
-
-
-class StoredStates:
-    """All positions in memory; an epoch is a random order of them."""
-
-    def __init__(
-        self, texts: TuningTexts, white: Whitening, batch: int, seed: int, dtype: torch.dtype
-    ) -> None:
-        self.kind = f"kept in {str(dtype).removeprefix('torch.')}"
-        num, width, self.seed = texts.num_positions, texts.adapter.width, seed
-        self.size = min(batch, num)
-        self.states = torch.empty(len(texts.layers), num, width, dtype=dtype)
-        self.last = torch.empty(num, width)
-        done = 0
-        with reading("positions") as show:
-            for tokens in texts.tuned_on:
-                states, last = texts.run(tokens)
-                rows = slice(done, done := done + len(last))
-                self.states[:, rows], self.last[rows] = white(states), last
-                if is_main_process():
-                    show(done, num)
-
-    def batch(self, index: int) -> LayerStates:
-        """Return the states of one batch."""
-        epoch, turn = divmod(index, len(self.last) // self.size)
-        generator = torch.Generator().manual_seed(seed_at(self.seed, "positions", epoch))
-        order = torch.randperm(len(self.last), generator=generator)
-        chosen = order[turn * self.size : (turn + 1) * self.size]
-        return LayerStates(self.states[:, chosen].float(), self.last[chosen])
-
-
-class RecomputedStates:
-    """Nothing in memory: every step runs the model on one batch of text."""
-
-    kind = "recomputed"
-
-    def __init__(self, texts: TuningTexts, white: Whitening, seed: int) -> None:
-        self.texts, self.white, self.seed = texts, white, seed
-
-    def batch(self, index: int) -> LayerStates:
-        """Return the states of one batch."""
-        epoch, turn = divmod(index, len(self.texts.tuned_on))
-        generator = torch.Generator().manual_seed(seed_at(self.seed, "texts", epoch))
-        order = torch.randperm(len(self.texts.tuned_on), generator=generator)
-        states, last = self.texts.run(self.texts.tuned_on[int(order[turn])])
-        return LayerStates(self.white(states), last)
-
-
-def stored_bytes(texts: TuningTexts, dtype: torch.dtype) -> int:
-    """Return the memory that `StoredStates` take."""
-    return texts.num_positions * texts.adapter.width * (len(texts.layers) * dtype.itemsize + 4)
-
-
-def make_source(
-    texts: TuningTexts, white: Whitening, batch: int, seed: int, limit: float
-) -> StateSource:
-    """Return states that are stored as exactly as a limit in bytes allows, or else recomputed."""
-    for dtype in (torch.float32, torch.bfloat16):
-        if stored_bytes(texts, dtype) <= limit:
-            return StoredStates(texts, white, batch, seed, dtype)
-    return RecomputedStates(texts, white, seed)
+def _num_positions(found: Sequence[TokenBatch]) -> int:
+    return sum(len(window.ids) for batch in found for window in batch.windows)

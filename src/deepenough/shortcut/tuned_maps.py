@@ -20,15 +20,16 @@ Shapes: L layers, N positions, D width, V tokens.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from deepenough.hf.adapter import Adapter, copied_path, replace_child
+from deepenough.hf.adapter import Adapter
+from deepenough.hf.intercept import patched_forward
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -156,13 +157,6 @@ def divergences(
 # -- a part of the vocabulary -------------------------------------------------------------------
 
 
-class SoftmaxTokens(NamedTuple):
-    """Some tokens of the vocabulary, and what to add to their logits before a softmax over them."""
-
-    ids: Tensor
-    log_weight: Tensor
-
-
 class TokenSampler:
     """Chooses the `size` tokens with most mass, and `num_drawn` others for the rest."""
 
@@ -170,17 +164,15 @@ class TokenSampler:
         order = mass_V.argsort(descending=True, stable=True)
         self.kept, self.others = order[:size].sort().values, order[size:].sort().values
         self.num_drawn = min(num_drawn, len(self.others))
-        self.share = float(mass_V[self.kept].sum() / mass_V.sum())
-        """Share of the mass on the tokens that are always taken."""
 
-    def draw(self, generator: torch.Generator) -> SoftmaxTokens:
-        """Return the tokens of one batch."""
+    def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return the tokens of one batch, and what to add to their logits before a softmax."""
         drawn = torch.randperm(len(self.others), generator=generator)[: self.num_drawn]
         ids = torch.cat([self.kept, self.others[drawn]])
         log_weight = torch.zeros(len(ids))
         if self.num_drawn:
             log_weight[len(self.kept) :] = math.log(len(self.others) / self.num_drawn)
-        return SoftmaxTokens(ids, log_weight)
+        return ids, log_weight
 
 
 class PartialHead:
@@ -188,51 +180,35 @@ class PartialHead:
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
-        self._is_divisible = _is_divisible(adapter)
+        self._last_map = adapter.model.get_output_embeddings()
+        if not isinstance(self._last_map, nn.Linear) or not self._is_divisible():
+            self._last_map = None
 
     def __call__(self, ids: Tensor) -> Logits:
         """Return the head for the tokens `ids`."""
-        small = _small_adapter(self.adapter, ids) if self._is_divisible else None
-        if small is not None:
-            return small.head
-        return lambda normed: self.adapter.head(normed)[..., ids]
+        last_map = self._last_map
+        if last_map is None:
+            return lambda normed: self.adapter.head(normed)[..., ids]
+        weight = last_map.weight.detach()[ids]
+        bias = None if last_map.bias is None else last_map.bias.detach()[ids]
 
+        def head(normed: Tensor) -> Tensor:
+            with patched_forward({last_map: lambda hidden: F.linear(hidden, weight, bias)}):
+                return self.adapter.head(normed)
 
-def _small_adapter(adapter: Adapter, ids: Tensor) -> Adapter | None:
-    """Return the same model, weights shared, with fewer rows in the last map of its head."""
-    model = adapter.model
-    last_map = model.get_output_embeddings()
-    paths = [name for name, module in model.named_modules() if module is last_map]
-    if not isinstance(last_map, nn.Linear) or not paths:
-        return None
-    rows = copy.copy(last_map)
-    rows._parameters = {
-        name: None if value is None else nn.Parameter(value[ids], requires_grad=False)
-        for name, value in last_map._parameters.items()
-    }
-    small = copy.copy(adapter)
-    small.model = copy.copy(model)
-    if adapter.trunk is model:
-        small.trunk = small.model
-    *way, last = paths[0].split(".")
-    replace_child(copied_path(small.model, way), last, rows)
-    return small
+        return head
 
-
-@torch.no_grad()
-def _is_divisible(adapter: Adapter) -> bool:
-    """Return, by trying, whether the rows of the head's last map can be taken alone."""
-    generator = torch.Generator().manual_seed(0)
-    state = torch.randn(1, adapter.width, generator=generator).to(adapter.model.device)
-    normed = adapter.final_norm(state)
-    expected = adapter.head(normed)
-    ids = torch.arange(0, expected.shape[-1], 7, device=expected.device)
-    small = _small_adapter(adapter, ids)
-    if small is None:
-        return False
-    try:
-        found = small.head(normed)
-    except (RuntimeError, IndexError, AttributeError):
-        return False
-    wanted = expected[..., ids]
-    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-3, atol=1e-4)
+    @torch.no_grad()
+    def _is_divisible(self) -> bool:
+        """Return, by trying, whether the rows of the head's last map can be taken alone."""
+        generator = torch.Generator().manual_seed(0)
+        state = torch.randn(1, self.adapter.width, generator=generator)
+        normed = self.adapter.final_norm(state.to(self.adapter.model.device))
+        expected = self.adapter.head(normed)
+        ids = torch.arange(0, expected.shape[-1], 7, device=expected.device)
+        try:
+            found = self(ids)(normed)
+        except (RuntimeError, IndexError, AttributeError):
+            return False
+        wanted = expected[..., ids]
+        return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-3, atol=1e-4)
