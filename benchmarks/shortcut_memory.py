@@ -23,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.figures import Figure
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.reading import iterate_states
+from deepenough.shortcut.reading import batches, make_reading, run_batch
 from deepenough.shortcut.statistics import statistics_bytes
 
 QUICK = False
@@ -95,8 +95,8 @@ def peak(what: str, positions: int) -> dict[str, int]:
     """Return how large this process becomes when it runs the model, or fits."""
     adapter, texts = make_adapter(), Texts(positions // LENGTH)
     if what == "model":
-        found = iterate_states(adapter, tokenizer, texts)
-        count = sum(len(states[0]) for _, states in found)
+        read = batches(tokenizer, texts, make_reading(adapter))
+        count = sum(len(run_batch(adapter, batch)[0]) for batch in read)
     else:
         count = Shortcuts.fit(adapter, tokenizer, texts).meta["fit"]["positions"]
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

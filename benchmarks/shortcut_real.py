@@ -75,9 +75,8 @@ def measure(
         "evaluate", evaluate, adapter, tokenizer, maps, valid, positions="all", window=WINDOW
     )
     records = evaluation.records()
-    shown = [lens(adapter, tokenizer, maps, PROMPT, mode) for mode in ("id", "mat")]
     metrics = Metrics(folder.metrics)
-    for record in [maps.record(), *records, *shown]:
+    for record in [maps.record(), *records, lens(adapter, tokenizer, maps, PROMPT)]:
         metrics.append(record)
     layers: dict[str, Any] = {}
     saved: dict[str, Any] = {}

@@ -1,7 +1,8 @@
 """Tiny models, tokenizers and texts."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from deepenough.hf.adapter import Adapter
 from deepenough.shortcut.lens import PRECISIONS, TokenScores
+from deepenough.shortcut.reading import TokenBatch, batches, make_reading, run_batch
 
 WORDS = [f"w{number}" for number in range(90)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -109,3 +112,16 @@ def score_ref() -> Callable[[Tensor, Tensor], TokenScores]:
         return TokenScores(*(torch.tensor(column) for column in zip(*rows, strict=True)))
 
     return score
+
+
+@pytest.fixture(scope="session")
+def iterate_states() -> Callable[..., Iterator[tuple[TokenBatch, list[Tensor]]]]:
+    """Every batch of texts with its states; options are those of `make_reading`."""
+
+    def iterate(
+        adapter: Adapter, tokenizer: Any, texts: Any, tally: Any = None, **options: Any
+    ) -> Iterator[tuple[TokenBatch, list[Tensor]]]:
+        for batch in batches(tokenizer, texts, make_reading(adapter, **options), tally):
+            yield batch, run_batch(adapter, batch)
+
+    return iterate

@@ -11,14 +11,12 @@ from deepenough.figure import Run
 from deepenough.runs import Record
 from deepenough.shortcut.figures import (
     FIGURES,
-    Lens,
     cka_figure,
     exit_figure,
     layers_figure,
     lens_figure,
-    lenses,
+    lens_panel,
     r2_figure,
-    read_lens,
     section,
     submodules_figure,
 )
@@ -90,10 +88,10 @@ def test_the_tables_are_shown_as_recorded_mat_beside_id() -> None:
     recorded = {r.values["mode"]: r.values["table"] for r in run.records if r.kind == "r2"}
     for panel, mode in zip(figure.panels, ("mat", "id", "affine"), strict=True):
         assert panel.values == recorded[mode]
-    assert "Hatched: below 0" in figure.caption
+    assert "Below 0 (hatched)" in figure.caption
     positive = [r for r in run.records if r.values.get("mode") == "mat"]
     figure = r2_figure(Run("r", positive))
-    assert figure is not None and "Hatched" not in figure.caption
+    assert figure is not None and "hatched" not in figure.caption
 
 
 def test_maps_to_the_last_layer_alone_become_curves() -> None:
@@ -104,7 +102,7 @@ def test_maps_to_the_last_layer_alone_become_curves() -> None:
     assert figure is not None
     (line,) = figure.panels[0].lines
     assert (line.x, line.y) == ([0, 1, 2, 3, 4], [0.2, 0.4, 0.6, 0.8, 1.0])
-    assert figure.panels[0].y.label == "r² of layer 4"
+    assert figure.panels[0].y.label == "r², layer 4"
     both_ways = np.where(np.isnan(table), table.T, table).tolist()
     figure = cka_figure(Run("r", [Record(0, "cka", {"table": both_ways}, 0.0)]))
     assert figure is not None
@@ -120,14 +118,6 @@ def test_what_is_no_table_is_not_shown(table: Any) -> None:
     run = shortcut_run(4, kinds=("r2", "cka"))
     assert r2_figure(replaced(run, "r2", table=table)) is None
     assert cka_figure(replaced(run, "cka", table=table)) is None
-
-
-def test_tables_of_an_earlier_model_are_left_out() -> None:
-    old, new = shortcut_run(6, kinds=("r2",)), shortcut_run(4, kinds=("r2",))
-    newest = [record for record in new.records if record.values["mode"] == "mat"]
-    figure = r2_figure(Run("r", [*old.records, *newest]))
-    assert figure is not None
-    assert [len(panel.values) for panel in figure.panels] == [5]
 
 
 def test_every_quantity_has_its_panel_and_every_mode_its_line() -> None:
@@ -198,23 +188,22 @@ def test_exits_stand_against_fixed_layers() -> None:
 
 
 def test_what_was_not_reached_is_a_dash() -> None:
-    figure = exit_figure(shortcut_run(12, kinds=("saved",)))
+    figure = exit_figure(shortcut_run(12))
     assert figure is not None
-    (chart,) = figure.panels
+    chart = figure.panels[1]
     assert [bars.texts for bars in chart.bars[:2]] == [
         ["25.0", "15.0", "–"],
         ["32.5", "22.5", "14.5"],
     ]
     assert chart.bars[0].values[2] == 0.0
-    assert "threshold" not in figure.caption and "Dotted" not in figure.caption
 
 
-@pytest.mark.parametrize("kind", ["r2", "cka", "layer", "exit", "saved", "fit"])
+@pytest.mark.parametrize("kind", ["r2", "cka", "layer", "exit", "fit"])
 def test_a_run_with_one_kind_of_record_shows_what_it_has(kind: str) -> None:
     run = shortcut_run(6, kinds=(kind,))
-    expected = {"r2": {"r2"}, "cka": {"cka"}, "layer": {"layers", "submodules"}, "fit": set()}
+    expected = {"layer": {"layers", "submodules"}, "exit": {"early_exit"}, "fit": set()}
     found = {figure.name for build in FIGURES if (figure := build(run)) is not None}
-    assert found == expected.get(kind, {"early_exit"})
+    assert found == expected.get(kind, {kind})
     assert (section(run) is None) == (kind == "fit")
 
 
@@ -249,12 +238,6 @@ def lens_values(tokens: tuple[str, ...] = ("one", " two", " three")) -> dict[str
     }  # fmt: skip
 
 
-def read(values: dict[str, Any]) -> Lens:
-    lens = read_lens(values)
-    assert lens is not None
-    return lens
-
-
 def lens_run(*values: dict[str, Any]) -> Run:
     return Run("jumps", [Record(0, "lens", v, 0.0) for v in values])
 
@@ -269,46 +252,34 @@ def test_a_lens_is_shown_as_recorded() -> None:
     assert text.lens.agrees == values["agrees"]
 
 
-def test_known_from_is_where_the_agreement_no_longer_breaks() -> None:
+def test_a_token_is_known_where_the_agreement_no_longer_breaks() -> None:
     agrees = [[1, 0, 0], [0, 0, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1]]
-    lens = read(lens_values() | {"agrees": [[bool(v) for v in row] for row in agrees]})
-    assert lens.known_from().tolist() == [2, 2, 4]
+    panel = lens_panel(lens_values() | {"agrees": agrees, "layers": [0, 2, 4, 6, 8]})
+    assert panel is not None and panel.depth == [4, 4, 8]
 
 
-def test_the_latest_lens_comes_first_and_one_of_a_kind_is_kept() -> None:
-    first, second = lens_values(("one",)), lens_values(("two",))
-    again = first | {"words": [["x"], ["y"], ["z"], ["z"], ["z"]]}
-    kept = lenses(lens_run(first, second, again, again | {"mode": "id"}))
-    assert [(lens.prompt, lens.mode) for lens in kept] == [
-        ("one", "id"), ("one", "mat"), ("two", "mat"),
-    ]  # fmt: skip
-    figure = lens_figure(lens_run(first, second, again, lens_values(("four",)), again))
+def test_the_latest_lens_is_shown() -> None:
+    figure = lens_figure(lens_run(lens_values(("one",)), lens_values(("two",)) | {"mode": "id"}))
     assert figure is not None
-    assert [panel.title.split()[0] for panel in figure.panels] == ["one", "four", "two"]
-    assert [panel.key for panel in figure.panels] == ["", "2", "3"]
-    assert figure.panels[0].lens.predictions[1] == ["y"]
+    assert [panel.title for panel in figure.panels] == ["two · id (no map)"]
+    assert "--prompt two --mode id" in figure.command
 
 
 def test_a_missing_probability_leaves_the_prediction() -> None:
     values = lens_values(("a", "b"))
     values["probability"][1] = [None, float("nan")]
     values["probability"][2] = [7.0, 0.5]
-    known = np.isnan(read(values).probability).tolist()
-    assert known[1:3] == [[True, True], [True, False]]
-    assert np.isnan(read(values | {"probability": None}).probability).all()
-
-
-def test_agreement_and_layers_that_were_not_recorded_follow_from_the_texts() -> None:
-    values = lens_values(("a",)) | {"words": [["x"], ["y"], ["y"]], "agrees": None, "layers": None}
-    lens = read(values)
-    assert lens.agrees.tolist() == [[False], [True], [True]]
-    assert lens.layers == (0, 1, 2)
+    panel = lens_panel(values)
+    assert panel is not None and panel.lens is not None
+    assert panel.lens.probability[1:3] == [[None, None], [None, 0.5]]
+    assert panel.lens.predictions == values["words"]
 
 
 @pytest.mark.parametrize(
     "broken",
-    [{"tokens": []}, {"tokens": None}, {"tokens": [1]}, {"words": []}, {"words": [["a", "b"]]},
-     {"words": "abc"}, {"words": [[None]]}],
+    [{"tokens": []}, {"tokens": None}, {"words": []}, {"words": [["a", "b"]]}, {"words": "abc"},
+     {"words": [["a"], ["b", "c"]]}, {"agrees": None}, {"layers": None}, {"probability": 3}],
 )  # fmt: skip
 def test_a_broken_lens_is_left_out(broken: dict[str, Any]) -> None:
     assert lens_figure(lens_run(lens_values(("a",)) | broken)) is None
+    assert lens_figure(lens_run()) is None

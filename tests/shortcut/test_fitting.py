@@ -16,7 +16,6 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.shortcut import fitting
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.reading import iterate_states
 from deepenough.shortcut.statistics import LayerStatistics
 
 
@@ -32,7 +31,7 @@ def assert_same(one: Shortcuts, two: Shortcuts) -> None:
 @pytest.mark.parametrize("positions", ["all", "random"])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_fit_is_fit_states_on_what_is_collected(
-    name: str, positions: Any, request: pytest.FixtureRequest, texts: list[str]
+    name: str, positions: Any, request: pytest.FixtureRequest, texts: list[str], iterate_states: Any
 ) -> None:
     model = request.getfixturevalue(name).double()
     tokenizer = request.getfixturevalue("plain" if name == "gpt2" else "wrapped")

@@ -162,7 +162,7 @@ def test_r2_of_dimensions_that_never_vary() -> None:
     """As scikit-learn: 1 where the constant is met, 0 where it is missed."""
     start = torch.tensor([[1.0, 5.0, 0.0], [2.0, 5.0, 0.0], [4.0, 5.0, 0.0]]).double()
     target = torch.tensor([[2.0, 7.0, 0.0], [3.0, 7.0, 0.0], [4.0, 7.0, 0.0]]).double()
-    stream = R2([(0, 1)], lambda i, j: None)
+    stream = R2([(0, 1)], lambda hidden, i, j: hidden)
     stream.update([start, target])
     expected = r2_score(target.numpy(), start.numpy())
     assert float(stream.table()[0, 1]) == pytest.approx(expected)
@@ -307,11 +307,9 @@ def test_a_file_that_is_no_safetensors_is_refused(saved: tuple[Shortcuts, Path])
 
 
 def test_places_that_hold_no_shortcuts(tmp_path: Path, states: list[Tensor]) -> None:
-    for name in (tmp_path, tmp_path / "none", "./nowhere", "a/b/c/d"):
-        with pytest.raises(UserError, match=r"holds no shortcuts|There is no folder"):
+    for name in (tmp_path, tmp_path / "none", "someone/maps"):
+        with pytest.raises(UserError, match="holds no shortcuts"):
             Shortcuts.from_pretrained(name)
-    with pytest.raises(UserError, match="neither a folder here nor shortcuts that the hub gives"):
-        Shortcuts.from_pretrained("someone/maps")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be written"):
         Shortcuts.fit_states(states).save_pretrained(tmp_path / "file")

@@ -16,7 +16,6 @@ from deepenough.shortcut.reading import (
     Tally,
     TokenBatch,
     batches,
-    iterate_states,
     make_reading,
     run_batch,
 )
@@ -35,7 +34,9 @@ def gathered(
     }
 
 
-def test_all_positions_of_a_causal_model(gpt2: Any, plain: Any, texts: list[str]) -> None:
+def test_all_positions_of_a_causal_model(
+    gpt2: Any, plain: Any, texts: list[str], iterate_states: Any
+) -> None:
     tally = Tally()
     found = list(iterate_states(adapt(gpt2), plain, texts, batch_tokens=100, tally=tally))
     short = [text for text in texts if len(text.split()) < 2]
@@ -56,7 +57,7 @@ def test_all_positions_of_a_causal_model(gpt2: Any, plain: Any, texts: list[str]
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_random_positions_depend_on_the_seed_and_the_text_alone(
-    name: str, request: pytest.FixtureRequest, texts: list[str]
+    name: str, request: pytest.FixtureRequest, texts: list[str], iterate_states: Any
 ) -> None:
     adapter = adapt(request.getfixturevalue(name))
     tokenizer = request.getfixturevalue("plain" if name == "gpt2" else "wrapped")
@@ -72,7 +73,7 @@ def test_random_positions_depend_on_the_seed_and_the_text_alone(
 
 
 def test_a_causal_text_is_cut_where_nothing_later_matters(
-    gpt2: Any, plain: Any, texts: list[str]
+    gpt2: Any, plain: Any, texts: list[str], iterate_states: Any
 ) -> None:
     reading = ReadingConfig("causal", "random", window=32)
     everything = gathered(list(iterate_states(adapt(gpt2), plain, texts)))
@@ -120,7 +121,7 @@ def test_windows_hold_the_whole_text(plain: Any, wrapped: Any) -> None:
 
 
 def test_long_texts_are_windowed_and_it_is_said_once(
-    gpt2: Any, plain: Any, texts: list[str], caplog: pytest.LogCaptureFixture
+    gpt2: Any, plain: Any, texts: list[str], caplog: pytest.LogCaptureFixture, iterate_states: Any
 ) -> None:
     with caplog.at_level(logging.WARNING, "deepenough"):
         list(iterate_states(adapt(gpt2), plain, texts * 6))
@@ -147,7 +148,9 @@ def test_pools_change_the_batches_but_not_the_windows(
     assert windows() == whole
 
 
-def test_dropout_is_off_and_training_goes_on(gpt2: Any, plain: Any, texts: list[str]) -> None:
+def test_dropout_is_off_and_training_goes_on(
+    gpt2: Any, plain: Any, texts: list[str], iterate_states: Any
+) -> None:
     quiet = gathered(list(iterate_states(adapt(gpt2), plain, texts)))
     gpt2.train()
     noisy = gathered(list(iterate_states(adapt(gpt2), plain, texts)))
@@ -155,7 +158,7 @@ def test_dropout_is_off_and_training_goes_on(gpt2: Any, plain: Any, texts: list[
     assert all(torch.equal(noisy[place], state) for place, state in quiet.items())
 
 
-def test_bad_input(gpt2: Any, bert: Any, plain: Any, texts: list[str]) -> None:
+def test_bad_input(gpt2: Any, bert: Any, plain: Any, texts: list[str], iterate_states: Any) -> None:
     for text, said in (
         ("one string", "a single string"),
         ([b"bytes"], "A text is a bytes"),
@@ -192,7 +195,7 @@ def plain_with_ends() -> Any:
 
 @pytest.mark.parametrize(("value", "said"), [(math.nan, "hold NaN"), (math.inf, "layer 2 hold")])
 def test_the_layer_that_breaks_is_named(
-    gpt2: Any, plain: Any, texts: list[str], value: float, said: str
+    gpt2: Any, plain: Any, texts: list[str], value: float, said: str, iterate_states: Any
 ) -> None:
     with torch.no_grad():
         gpt2.transformer.h[1].mlp.c_proj.bias[3] = value

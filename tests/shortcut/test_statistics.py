@@ -22,7 +22,7 @@ from deepenough.shortcut.statistics import (
 def assert_sums(statistics: LayerStatistics, states: list[Tensor]) -> None:
     statistics.flush()
     assert statistics.count == len(states[0])
-    for i, targets in statistics.targets.items():
+    for i, targets in statistics.target_layers.items():
         equations = statistics.equations[i]
         own = torch.cat([states[i], *(states[j] for j in targets)], dim=1)
         assert equations.count == len(own)

@@ -360,7 +360,6 @@ def test_records_tell_the_closed_form_and_the_end(
         (12, "train"),
         (12, "valid"),
     ]
-    assert len(records[1].values["kl"]) == 2
     texts = TuningStates(adapt(llama), tokenizer, make_texts(0, 40), [0, 2], batch=32, seed=0)
     states, last = texts.held_out(40)
     for place, layer in enumerate((0, 2)):
@@ -462,14 +461,6 @@ def test_masked_models_and_affine_maps_can_be_tuned(tokenizer: Any, affine: bool
     start = Shortcuts.fit(model, tokenizer, texts, targets="last", affine=affine)
     tuned = tune(start, model, tokenizer, texts, **FEW)
     assert sorted(tuned.tuned) == [0, 1, 2]
-
-
-def test_layers_that_get_worse_are_named(
-    llama: PreTrainedModel, tokenizer: Any, closed_form: Shortcuts, caplog: Any
-) -> None:
-    with caplog.at_level("WARNING", logger="deepenough"):
-        tune(closed_form, llama, tokenizer, make_texts(0, 20), **FEW | {"lr": 1.0})
-    assert "0, 1, 2 are no better than the closed form" in caplog.text
 
 
 # -- what is refused -------------------------------------------------------------------------

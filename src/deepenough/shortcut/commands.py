@@ -73,7 +73,7 @@ def fit(config: ShortcutFitConfig) -> None:
         each.save_pretrained(run.path / name)
         shutil.rmtree(run.checkpoints / name, ignore_errors=True)
     shutil.rmtree(tuning.model, ignore_errors=True)  # the maps are on disk once
-    _replace_records(run, [found["shortcuts"].record()], keep=())
+    _replace_records(run, [found["shortcuts"].record()])
     print(
         f"{len(found['shortcuts'].maps)} maps of {config.model.name} in {config.out}/shortcuts; "
         f"next: deepenough shortcut eval {config.out} --data {config.data}"
@@ -169,7 +169,7 @@ def evaluate(config: ShortcutEvalConfig) -> None:
         "seconds": time.perf_counter() - started,
     }
     records = evaluation.records()
-    _replace_records(run, [Record(0, "evaluation", about), *records], keep=("fit", "lens"))
+    _replace_records(run, [Record(0, "evaluation", about), *records])
     print(f"{'mode':>14} {'layer':>5}" + "".join(f"{name:>11}" for name in _COLUMNS))
     for values in (record.values for record in records if record.kind == "layer"):
         numbers = "".join(f"{values[key]:>11.3f}" for key in _COLUMNS.values())
@@ -199,8 +199,7 @@ def lens(config: ShortcutLensConfig) -> None:
         shortcuts = others[0]
     model, tokenizer = fitted.model.load()
     record = look(model, tokenizer, shortcuts, config.prompt, config.mode)
-    kinds = {kept.kind for kept in _records(run)} - {"lens"}
-    _replace_records(run, [record], keep=sorted(kinds))
+    _replace_records(run, [record])
     values = record.values
     last = len(values["layers"]) - 1
     heads = [Column(Text(repr(token)[1:-1])) for token in values["tokens"]]
@@ -239,13 +238,11 @@ def _saved(run: RunFolder) -> list[Shortcuts]:
     return [Shortcuts.from_pretrained(folder) for folder in folders if folder.is_dir()]
 
 
-def _records(run: RunFolder) -> list[Record]:
-    return read_records(run.metrics)[0] if run.metrics.exists() else []
-
-
-def _replace_records(run: RunFolder, records: Sequence[Record], keep: Sequence[str]) -> None:
-    """Write records in place of all that are not of the kinds to keep."""
-    kept = [record for record in _records(run) if record.kind in keep]
+def _replace_records(run: RunFolder, records: Sequence[Record]) -> None:
+    """Write records in place of earlier ones of the same kinds."""
+    kinds = {record.kind for record in records}
+    earlier = read_records(run.metrics)[0] if run.metrics.exists() else []
+    kept = [record for record in earlier if record.kind not in kinds]
     part = run.metrics.with_suffix(".part")
     part.unlink(missing_ok=True)
     metrics = Metrics(part)

@@ -7,7 +7,6 @@ scores, and for the first four also r^2 and early exit.
 
 The model runs once over each text. What is replaced from layer `l` on starts from the state `h_l`
 of that run; with attention replaced, tokens do not see each other and only the chosen ones are run.
-The head runs at chosen positions only, on blocks of rows of bounded size.
 
 Early exit: a token exits at the first layer `l` whose prediction has a gap between its two largest
 probabilities of more than (Confident Adaptive Language Modeling, arXiv 2207.07061)
@@ -26,6 +25,7 @@ Shapes: L+1 layers, N tokens.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +41,7 @@ from deepenough.runs import Record
 from deepenough.shortcut.fitting import Progress
 from deepenough.shortcut.lens import PRECISIONS, Reference, TokenScores
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.reading import Positions, Tally, TokenBatch, batches, make_reading
+from deepenough.shortcut.reading import Positions, TokenBatch, batches, make_reading
 from deepenough.shortcut.statistics import check_finite
 from deepenough.shortcut.submodules import KINDS, Replacement, Submodules
 
@@ -92,13 +92,12 @@ def evaluate(
     given = [shortcuts] if isinstance(shortcuts, Shortcuts) else list(shortcuts)
     for each in given:
         each.check_model(adapter)
-    replacement = Replacement(submodules, adapter) if submodules else None
     evaluation = Evaluation(adapter.num_layers)
-    measuring = _Measuring(adapter, _by_mode(given), replacement, evaluation)
+    measuring = _Measuring(adapter, _by_mode(given), submodules, evaluation)
     reading = make_reading(adapter, positions, seed, batch_tokens, window)
     total = len(texts) if isinstance(texts, Sequence) else None
     with fused_gelu(adapter.model):
-        for batch in batches(tokenizer, texts, reading, evaluation.tally):
+        for batch in batches(tokenizer, texts, reading):
             measuring.add(batch)
             if progress is not None:
                 progress(batch.texts, total)
@@ -133,17 +132,18 @@ class _Measuring:
         self,
         adapter: Adapter,
         shortcuts: dict[str, Shortcuts],
-        replacement: Replacement | None,
+        submodules: Submodules | None,
         evaluation: Evaluation,
     ) -> None:
-        self.adapter, self.shortcuts, self.replacement = adapter, shortcuts, replacement
-        self.kinds = replacement.submodules.kinds if replacement else ()
-        self.evaluation = evaluation
-        self.streams = {m: each.r2_stream(m) for m, each in shortcuts.items() if m != "tuned"}
+        self.adapter, self.shortcuts, self.evaluation = adapter, shortcuts, evaluation
         self.has_head = adapter.kind != "encoder"
+        self.kinds: tuple[str, ...] = ()
+        if submodules and self.has_head:
+            self.kinds, self.replacement = submodules.kinds, Replacement(submodules, adapter)
+        self.streams = {m: each.r2_stream(m) for m, each in shortcuts.items() if m != "tuned"}
         vocabulary = adapter.model.config.get_text_config().vocab_size
         self._rows = max(16, _LOGIT_BYTES // (4 * vocabulary))
-        self._waiting: dict[tuple[str, int], list[Tensor]] = {}
+        self._waiting: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
         self._num_waiting = 0
 
     def add(self, batch: TokenBatch) -> None:
@@ -154,14 +154,13 @@ class _Measuring:
         rows = [state[row, position] for state in states]
         check_finite(rows)
         for layer, chosen in enumerate(rows):
-            self._waiting.setdefault(("", layer), []).append(chosen)
-        if self.replacement and self.has_head:
-            for kind in self.kinds:
-                if kind == "attention":  # needs no text, so it waits for the head
-                    continue
-                for layer, state in enumerate(states[:-1]):
-                    last = self.replacement.last_state(kind, layer, state, ids, mask)
-                    self._waiting.setdefault((kind, layer), []).append(last[row, position])
+            self._waiting["", layer].append(chosen)
+        for kind in self.kinds:
+            if kind == "attention":  # needs no text, so it waits for the head
+                continue
+            for layer, state in enumerate(states[:-1]):
+                last = self.replacement.last_state(kind, layer, state, ids, mask)
+                self._waiting[kind, layer].append(last[row, position])
         self.evaluation.position.append(position.cpu())
         self.evaluation.lengths += [window.length for window in batch.windows]
         self._num_waiting += len(row)
@@ -173,7 +172,8 @@ class _Measuring:
         if not self._num_waiting:
             return
         waiting = {place: torch.cat(pieces) for place, pieces in self._waiting.items()}
-        self._waiting, num, self._num_waiting = {}, self._num_waiting, 0
+        self._waiting.clear()
+        num, self._num_waiting = self._num_waiting, 0
         for stream in self.streams.values():
             stream.update([waiting["", layer] for layer in range(self.adapter.num_layers + 1)])
         if self.has_head:
@@ -194,13 +194,11 @@ class _Measuring:
                 mapped = shortcuts.apply(block["", layer], layer, last, mode)
                 keep(mode, layer, reference.score(self.adapter.logits(mapped)))
             for kind in self.kinds:
-                hidden = self._replaced(kind, layer, block)
-                keep(kind, layer, reference.score(self.adapter.logits(hidden)))
-
-    def _replaced(self, kind: str, layer: int, block: dict[tuple[str, int], Tensor]) -> Tensor:
-        if kind == "attention" and self.replacement is not None:
-            return self.replacement.without_attention(layer, block["", layer])
-        return block[kind, layer]
+                if kind == "attention":
+                    replaced = self.replacement.without_attention(layer, block["", layer])
+                else:
+                    replaced = block[kind, layer]
+                keep(kind, layer, reference.score(self.adapter.logits(replaced)))
 
 
 # -- what was measured ---------------------------------------------------------------------------
@@ -218,8 +216,6 @@ class Evaluation:
     """Number of tokens of every text."""
     r2: dict[str, Tensor] = field(default_factory=dict)
     cka: Tensor | None = None
-    tally: Tally = field(default_factory=Tally)
-    """Texts read and skipped."""
 
     @property
     def positions(self) -> int:

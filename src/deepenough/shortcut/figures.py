@@ -8,9 +8,8 @@ quantity is absent, and of two measurements of the same thing the later counts.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +52,8 @@ MODES = {
     "feed_forward": ("feed-forward made linear", GREEN, "dashed"),
     "norms": ("norms made linear", PURPLE, "dotted"),
 }
-"""Mode: its name, colour and line, in the order of drawing."""
+"""Mode: its name, colour and line."""
+CKA = "linear CKA"
 SUBMODULES = ("attention", "feed_forward", "norms")
 """Modes that replace parts of the blocks; the others jump from a layer to the last."""
 
@@ -64,11 +64,12 @@ QUANTITIES = {
     "surprisal": "surprisal (nats)",
     "kl": "KL to the last layer (nats)",
 }
+UNBOUNDED = ("layer", "surprisal", "kl")
+"""Values that are not shares of 1."""
 LOG_SCALE_FACTOR = 10.0
 """A quantity that reaches this many times its median needs a logarithmic scale."""
 LEAST_NATS = 0.01
 """Fewer nats than this are as good as none and would stretch that scale down without end."""
-MAX_LENSES = 3
 
 Curve = tuple[np.ndarray, np.ndarray]
 
@@ -92,23 +93,9 @@ def square(value: Any) -> np.ndarray | None:
 
 
 def r2_tables(run: Run) -> dict[str, np.ndarray]:
-    """Return r^2 [from, to] by mode; only tables as large as the last, which is of one model."""
-    tables: dict[str, np.ndarray] = {}
-    for record in run.of_kind("r2"):
-        table = square(record.values.get("table"))
-        if table is not None:
-            tables.pop(_mode(record.values), None)
-            tables[_mode(record.values)] = table
-    if not tables:
-        return {}
-    size = len(list(tables.values())[-1])
-    return _in_order({mode: t for mode, t in tables.items() if len(t) == size})
-
-
-def cka_table(run: Run) -> np.ndarray | None:
-    """Return the last table of linear CKA between layers."""
-    tables = [square(record.values.get("table")) for record in run.of_kind("cka")]
-    return next((table for table in reversed(tables) if table is not None), None)
+    """Return r^2 [from, to] by mode."""
+    tables = {_mode(r.values): square(r.values.get("table")) for r in run.of_kind("r2")}
+    return {mode: table for mode, table in tables.items() if table is not None}
 
 
 def measured(run: Run, kind: str, key: str) -> dict[str, dict[float, Mapping[str, Any]]]:
@@ -118,137 +105,82 @@ def measured(run: Run, kind: str, key: str) -> dict[str, dict[float, Mapping[str
         at = number(record.values.get(key))
         if at is not None:
             found.setdefault(_mode(record.values), {})[at] = record.values
-    return _in_order({mode: dict(sorted(at.items())) for mode, at in found.items()})
+    return {mode: dict(sorted(at.items())) for mode, at in found.items()}
+
+
+def curves(run: Run, kind: str, key: str, x: str, y: str) -> dict[str, Curve]:
+    """Return two values of the records of a kind by mode, by rising `key`.
+
+    A point with a value that is missing or out of range is left out, and so is a mode without any.
+    """
+
+    def value(values: Mapping[str, Any], name: str) -> float | None:
+        return (number if name in UNBOUNDED else share)(values.get(name))
+
+    found = {}
+    for mode, by_key in measured(run, kind, key).items():
+        points = [(value(values, x), value(values, y)) for values in by_key.values()]
+        known = [point for point in points if None not in point]
+        if known:
+            first, second = np.array(known, dtype=float).T
+            found[mode] = (first, second)
+    return found
 
 
 def layer_curves(run: Run, name: str) -> dict[str, Curve]:
-    """Return layers and values of one quantity by mode; a mode without a value is left out."""
-    check = share if name.startswith("precision") else number
-    by_mode = measured(run, "layer", "layer")
-    return _curves(
-        {m: [(x, check(v.get(name))) for x, v in at.items()] for m, at in by_mode.items()}
-    )
-
-
-def exit_curves(run: Run) -> dict[str, Curve]:
-    """Return the share of layers saved and the agreement by mode, by rising threshold."""
-    by_mode = measured(run, "exit", "lambda")
-    return _curves(
-        {
-            mode: [(share(v.get("saved")), share(v.get("agreement"))) for v in at.values()]
-            for mode, at in by_mode.items()
-        }
-    )
-
-
-def _curves(points: Mapping[str, Sequence[tuple[float | None, float | None]]]) -> dict[str, Curve]:
-    curves = {}
-    for mode, own in points.items():
-        known = [point for point in own if None not in point]
-        if known:
-            x, y = np.array(known, dtype=float).T
-            curves[mode] = (x, y)
-    return curves
-
-
-def fixed_exit_curves(run: Run) -> dict[str, Curve]:
-    """Return the same for leaving always at one layer: saved 1 - layer / L, precision@1."""
-    curves = layer_curves(run, "precision_1")
-    last = max((layers.max() for layers, _ in curves.values()), default=0.0)
-    if last <= 0:
-        return {}
-    return {mode: (1 - layers / last, values) for mode, (layers, values) in curves.items()}
+    """Return layers and values of one quantity by mode."""
+    return curves(run, "layer", "layer", "layer", name)
 
 
 def fitted_model(run: Run) -> str:
     """Return the name of the model that the shortcuts are for, or nothing."""
-    names = [record.values.get("model") for record in run.of_kind("fit")]
-    return next((name for name in reversed(names) if isinstance(name, str)), "")
+    return str(_latest(run, "fit").get("model") or "")
+
+
+def _latest(run: Run, kind: str) -> Mapping[str, Any]:
+    """Return the values of the latest record of a kind, empty if there is none."""
+    return next((record.values for record in reversed(run.of_kind(kind))), {})
 
 
 def _mode(values: Mapping[str, Any]) -> str:
     return str(values.get("mode") or "mat")
 
 
-def _in_order(by_mode: dict[str, Any]) -> dict[str, Any]:
-    """Return the known modes first, in the order of drawing, then the others by name."""
-    order = {mode: i for i, mode in enumerate(MODES)}
-    return {mode: by_mode[mode] for mode in sorted(by_mode, key=lambda m: (order.get(m, 99), m))}
+def lens_panel(values: Mapping[str, Any]) -> TokenText | None:
+    """Return the prompt of a lens record and what every layer predicts at each of its tokens.
 
-
-@dataclass(frozen=True)
-class Lens:
-    """One prompt seen through one mode; rows are layers, the last layer last."""
-
-    prompt: str
-    mode: str
-    tokens: tuple[str, ...]
-    layers: tuple[int, ...]
-    predictions: tuple[tuple[str, ...], ...]
-    """[layer][token], the likeliest next token, or the token in place of a mask."""
-    probability: np.ndarray
-    """[layer, token], NaN where it was not recorded."""
-    agrees: np.ndarray
-    """[layer, token], whether the prediction is the last layer's."""
-
-    def known_from(self) -> np.ndarray:
-        """Return for each token the first row from which on every layer agrees with the last."""
-        later_agree = np.logical_and.accumulate(self.agrees[::-1], axis=0)
-        return np.minimum(len(self.layers) - later_agree.sum(axis=0), len(self.layers) - 1)
-
-    def depth(self) -> list[int]:
-        """Return for each token the layer from which on every layer agrees with the last."""
-        return [self.layers[row] for row in self.known_from().tolist()]
-
-
-def lenses(run: Run) -> list[Lens]:
-    """Return every lens of the run, the latest first; of one prompt and mode only the latest."""
-    found: dict[tuple[str, str], Lens] = {}
-    for record in run.of_kind("lens"):
-        lens = read_lens(record.values)
-        if lens is not None:
-            found.pop((lens.prompt, lens.mode), None)
-            found[lens.prompt, lens.mode] = lens
-    return list(found.values())[::-1]
-
-
-def read_lens(values: dict[str, Any]) -> Lens | None:
-    """Return the lens in a record, or None if its parts do not fit together."""
-    tokens, rows = values.get("tokens"), values.get("words")
-    if not _texts(tokens) or not isinstance(rows, list) or not rows:
+    None if the parts of the record do not fit together. A token's depth is the layer from which on
+    every layer predicts what the last one does.
+    """
+    try:
+        tokens, layers = list(map(str, values["tokens"])), list(map(int, values["layers"]))
+        predictions = np.array(values["words"], dtype=str)
+        probability = np.array(values["probability"], dtype=float)
+        agrees = np.array(values["agrees"], dtype=bool)
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    if not all(_texts(row) and len(row) == len(tokens) for row in rows):
+    shape = (len(layers), len(tokens))
+    if 0 in shape or any(grid.shape != shape for grid in (predictions, probability, agrees)):
         return None
-    shape = (len(rows), len(tokens))
-    recorded = values.get("layers")
-    layers = [number(layer) for layer in (recorded if isinstance(recorded, list) else [])]
-    known = [int(layer) for layer in layers if layer is not None]
-    agrees, sure = _grid(values.get("agrees"), shape), _grid(values.get("probability"), shape)
-    probability = np.full(shape, np.nan)
-    if sure is not None:
-        probability = np.where((sure >= -1e-5) & (sure <= 1 + 1e-5), sure.clip(0, 1), np.nan)
-    return Lens(
-        prompt=str(values.get("prompt") or "".join(tokens)),
-        mode=_mode(values),
-        tokens=tuple(tokens),
-        layers=tuple(known if len(known) == len(rows) else range(len(rows))),
-        predictions=tuple(map(tuple, rows)),
-        probability=probability,
-        # If agreement was not recorded, equal texts agree.
-        agrees=np.array(rows) == np.array(rows[-1]) if agrees is None else agrees == 1.0,
+    num_agreeing = np.logical_and.accumulate(agrees[::-1], axis=0).sum(axis=0)
+    first_rows = np.minimum(len(layers) - num_agreeing, len(layers) - 1)
+    return TokenText(
+        [readable(token) for token in tokens],
+        [layers[row] for row in first_rows],
+        max(1, layers[-1]),
+        "layer from which the prediction stays the same",
+        LensTable(
+            layers,
+            [[visible(text) for text in row] for row in predictions.tolist()],
+            [[share(value) for value in row] for row in probability.tolist()],
+            agrees.tolist(),
+        ),
+        title=f"{_prompt(values)} · {mode_name(_mode(values))}",
     )
 
 
-def _texts(value: Any) -> TypeGuard[list[str]]:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
-
-
-def _grid(value: Any, shape: tuple[int, int]) -> np.ndarray | None:
-    try:
-        grid = np.array(value, dtype=float)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return grid if grid.shape == shape else None
+def _prompt(values: Mapping[str, Any]) -> str:
+    return shortened(readable(str(values.get("prompt"))), 60)
 
 
 # -- figures ----------------------------------------------------------------------------------
@@ -260,7 +192,7 @@ def mode_name(mode: str) -> str:
 
 
 def _line(mode: str, curve: Curve, **options: Any) -> Line:
-    name, color, style = MODES.get(mode, (mode_name(mode), None, "dotted"))
+    name, color, style = MODES.get(mode, (mode_name(mode), None, "solid"))
     x, y = curve
     return Line(
         **({"name": name, "color": color, "style": style} | options), x=x.tolist(), y=y.tolist()
@@ -274,66 +206,50 @@ def r2_figure(run: Run) -> FigureSpec | None:
         return None
     # The maps first, beside them what is reached without a map.
     tables = {mode: found[mode] for mode in ("mat", "id") if mode in found} | found
-    target = _only_target(tables)
     caption = "How much of a layer's states the states of an earlier layer explain, with each map."
-    if target is not None:
-        panels: list[Panel] = [_to_one_layer(tables, target, f"r² of layer {target}")]
-    else:
-        axes = (Axis("to layer"), Axis("from layer"), Axis("r²", low=0.0, high=1.0))
-        panels = [_heat(mode_name(mode), table, *axes) for mode, table in tables.items()]
-        if any((table[np.isfinite(table)] < 0).any() for table in tables.values()):
-            caption += " Hatched: below 0, worse than predicting the mean."
+    panels = _pair_panels(tables, Axis("r²", low=0.0, high=1.0))
+    if any((table < 0).any() for table in tables.values()):
+        caption += " Below 0 (hatched), a map is worse than predicting the mean."
     return _figure(run, "r2", "Maps between layers", caption, panels, wide=len(panels) > 1)
 
 
 def cka_figure(run: Run) -> FigureSpec | None:
     """Return linear CKA between all pairs of layers."""
-    table = cka_table(run)
+    table = square(_latest(run, "cka").get("table"))
     if table is None:
         return None
-    upper = {"mat": np.where(np.tri(len(table), k=-1, dtype=bool), np.nan, table)}
-    target = _only_target(upper)
-    if target is not None:
-        panels: list[Panel] = [_to_one_layer(upper, target, f"CKA with layer {target}", "CKA")]
-    else:
-        axes = (Axis("layer"), Axis("layer"), Axis("linear CKA", low=0.0, high=1.0))
-        panels = [_heat("", table, *axes)]
+    panels = _pair_panels({CKA: table}, Axis("linear CKA", low=0.0, high=1.0))
     caption = "How similar the states of two layers are, up to rotation and scale (linear CKA)."
     return _figure(run, "cka", "Similarity of layers", caption, panels)
 
 
-def _heat(title: str, table: np.ndarray, x: Axis, y: Axis, value: Axis) -> HeatMap:
-    layers = [str(layer) for layer in range(len(table))]
-    values = [[None if np.isnan(cell) else float(cell) for cell in row] for row in table]
-    return HeatMap(layers, layers, values, x, y, value, square=True, title=title)
-
-
-def _only_target(tables: Mapping[str, np.ndarray]) -> int | None:
-    """Return the one layer that all maps lead to, those of a layer to itself aside, or None."""
-    known = np.sum([np.isfinite(table) for table in tables.values()], axis=0)
-    np.fill_diagonal(known, 0)
-    targets = np.flatnonzero(known.any(axis=0))
-    return int(targets[0]) if len(targets) == 1 and len(known) > 2 else None
-
-
-def _to_one_layer(
-    tables: Mapping[str, np.ndarray], target: int, label: str, name: str = ""
-) -> Chart:
-    lines = []
+def _pair_panels(tables: Mapping[str, np.ndarray], value: Axis) -> list[Panel]:
+    """Return a heat map for each table [from, to], or curves if all are about the last layer."""
+    known = np.isfinite(next(iter(tables.values())))
+    last = len(known) - 1
+    if last > 1 and not known[0, 1:last].any():
+        lines = []
+        for mode, table in tables.items():
+            layers = np.flatnonzero(np.isfinite(table[:, last]))
+            lines.append(_line(mode, (layers.astype(float), table[layers, last])))
+        lowest = min(0.0, *(min(line.y) for line in lines))
+        # Far below 0 nothing is to be told apart, and the part above would become a flat line.
+        y = Axis(f"{value.label}, layer {last}", low=max(lowest - 0.05, -1.0), high=1.03)
+        return [Chart(Axis("from layer", whole=True), y, lines)]
+    names = [str(layer) for layer in range(last + 1)]
+    x, y = Axis("to layer"), Axis("from layer")
+    panels: list[Panel] = []
     for mode, table in tables.items():
-        values = table[: target + 1, target]
-        layers = np.flatnonzero(np.isfinite(values))
-        options = {"name": name} if name else {}
-        lines.append(_line(mode, (layers.astype(float), values[layers]), **options))
-    lowest = min(min(line.y, default=0.0) for line in lines)
-    # Far below 0 nothing is to be told apart, and the part above would become a flat line.
-    y = Axis(label, low=max(min(lowest, 0.0) - 0.05, -1.0), high=1.03)
-    return Chart(Axis("from layer", whole=True), y, lines)
+        values = [[None if np.isnan(cell) else float(cell) for cell in row] for row in table]
+        panels.append(
+            HeatMap(names, names, values, x, y, value, square=True, title=mode_name(mode))
+        )
+    return panels
 
 
 def layers_figure(run: Run) -> FigureSpec | None:
     """Return what a prediction from each layer shares with the model's own, by kind of map."""
-    panels = _layer_panels(run, lambda mode: mode not in SUBMODULES, "prediction from layer")
+    panels = _layer_panels(run, SUBMODULES, "prediction from layer")
     if not panels:
         return None
     caption = "Precision@k: how often a layer's most likely token is among the k most likely ones "
@@ -343,24 +259,22 @@ def layers_figure(run: Run) -> FigureSpec | None:
 
 def submodules_figure(run: Run) -> FigureSpec | None:
     """Return the same with parts of the blocks replaced by linear maps."""
-    modes = {mode for name in QUANTITIES for mode in layer_curves(run, name)}
-    if not modes & set(SUBMODULES):
+    if not measured(run, "layer", "layer").keys() & set(SUBMODULES):
         return None
-    compared = ("id", "mat", *SUBMODULES)
-    panels = _layer_panels(run, lambda mode: mode in compared, "replaced from layer")
+    panels = _layer_panels(run, ("affine", "tuned"), "replaced from layer")
     caption = "From a layer on, attention, feed-forward or norms are replaced by linear maps; "
     caption += "for comparison, all blocks are replaced by one map (mat) or left out (id)."
     title = "Parts of the blocks made linear"
     return _figure(run, "submodules", title, caption, panels, wide=True)
 
 
-def _layer_panels(run: Run, wanted: Callable[[str], bool], label: str) -> list[Panel]:
+def _layer_panels(run: Run, left_out: Sequence[str], label: str) -> list[Panel]:
     panels: list[Panel] = []
     for name, title in QUANTITIES.items():
-        curves = {m: curve for m, curve in layer_curves(run, name).items() if wanted(m)}
-        if not curves:
+        shown = {m: curve for m, curve in layer_curves(run, name).items() if m not in left_out}
+        if not shown:
             continue
-        values = np.concatenate([values for _, values in curves.values()])
+        values = np.concatenate([values for _, values in shown.values()])
         if name.startswith("precision"):
             y = Axis(title, percent=True, low=0.0, high=1.03)
         elif values.max() > LOG_SCALE_FACTOR * max(np.median(values), LEAST_NATS):
@@ -368,35 +282,32 @@ def _layer_panels(run: Run, wanted: Callable[[str], bool], label: str) -> list[P
         else:
             # Rounding may leave a divergence of zero a little below it.
             y = Axis(title, low=0.0 if values.min() > -1e-3 else None)
-        lines = [_line(mode, curve) for mode, curve in curves.items()]
+        lines = [_line(mode, curve) for mode, curve in shown.items()]
         panels.append(Chart(Axis(label, whole=True), y, lines, title=title))
     return panels
 
 
 def exit_figure(run: Run) -> FigureSpec | None:
     """Return layers saved against agreement, and what is saved at fixed levels of agreement."""
-    curves, fixed = exit_curves(run), fixed_exit_curves(run)
-    levels_by_mode = {m: at for m, at in measured(run, "saved", "agreement").items() if at}
-    panels: list[Panel] = []
-    parts = []
-    if curves:
-        lines = [_line(mode, curve, style="solid") for mode, curve in curves.items()]
-        for mode in curves:
-            if mode in fixed:
-                name = f"{mode_name(mode)}, one layer for all"
-                lines.append(_line(mode, fixed[mode], name=name, style="dotted"))
-        x = Axis("layers saved", percent=True, low=-0.02, high=1.02)
-        y = Axis("agreement with the last layer", percent=True, high=1.02)
-        panels.append(Chart(x, y, lines, title="every threshold"))
-        parts.append("A token leaves once the gap between its two most likely tokens is large.")
-        if any(mode in fixed for mode in curves):
-            parts.append("Dotted: all tokens leave at the same layer.")
-    if levels_by_mode:
-        panels.append(_saved_bars(levels_by_mode))
-        parts.append("Bars: layers saved while so much agreement is kept.")
-    if not panels:
+    swept = curves(run, "exit", "lambda", "saved", "agreement")
+    if not swept:
         return None
-    return _figure(run, "early_exit", "Early exit", " ".join(parts), panels, columns=2, wide=True)
+    lines = [_line(mode, curve, style="solid") for mode, curve in swept.items()]
+    for mode, (layers, agreement) in layer_curves(run, "precision_1").items():
+        if mode in swept and layers.max() > 0:
+            name = f"{mode_name(mode)}, one layer for all"
+            fixed = (1 - layers / layers.max(), agreement)
+            lines.append(_line(mode, fixed, name=name, style="dotted"))
+    x = Axis("layers saved", percent=True, low=-0.02, high=1.02)
+    y = Axis("agreement with the last layer", percent=True, high=1.02)
+    panels = [Chart(x, y, lines, title="every threshold")]
+    if levels_by_mode := measured(run, "saved", "agreement"):
+        panels.append(_saved_bars(levels_by_mode))
+    caption = (
+        "A token leaves once the gap between its two most likely tokens is large. Dotted: all "
+        "tokens leave at the same layer. Bars: layers saved while so much agreement is kept."
+    )
+    return _figure(run, "early_exit", "Early exit", caption, panels, columns=2, wide=True)
 
 
 def _saved_bars(by_mode: Mapping[str, Mapping[float, Mapping[str, Any]]]) -> Chart:
@@ -423,35 +334,19 @@ def _saved_bars(by_mode: Mapping[str, Mapping[float, Mapping[str, Any]]]) -> Cha
 
 
 def lens_figure(run: Run) -> FigureSpec | None:
-    """Return the latest prompts, with what every layer predicts at each of their tokens."""
-    found = lenses(run)[:MAX_LENSES]
-    if not found:
+    """Return the latest prompt, with what every layer predicts at each of its tokens."""
+    values = _latest(run, "lens")
+    panel = lens_panel(values)
+    if panel is None:
         return None
-    panels = [
-        TokenText(
-            [readable(token) for token in lens.tokens],
-            lens.depth(),
-            max(1, lens.layers[-1]),
-            "layer from which the prediction stays the same",
-            LensTable(
-                list(lens.layers),
-                [[visible(text) for text in row] for row in lens.predictions],
-                [[None if np.isnan(p) else float(p) for p in row] for row in lens.probability],
-                lens.agrees.tolist(),
-            ),
-            title=f"{shortened(readable(lens.prompt), 60)} · {mode_name(lens.mode)}",
-            key="" if place == 0 else str(place + 1),
-        )
-        for place, lens in enumerate(found)
-    ]
-    words = [run.path, "--prompt", found[0].prompt, "--mode", found[0].mode]
+    words = [run.path, "--prompt", str(values.get("prompt")), "--mode", _mode(values)]
     caption = (
         "The prompt. A token's shade: the layer from which on every layer predicts the same next "
         "token as the last one. Choose a token to see what every layer predicts."
     )
     return FigureSpec(
-        "lens", "Token by token", caption, panels, _subject(run),
-        f"deepenough shortcut lens {shlex.join(words)}", choice="prompt", wide=True,
+        "lens", "Token by token", caption, [panel], _subject(run),
+        f"deepenough shortcut lens {shlex.join(words)}", wide=True,
     )  # fmt: skip
 
 
@@ -477,15 +372,12 @@ def _subject(run: Run) -> str:
 
 
 def _eval_command(run: Run) -> str:
-    about = next((record.values for record in reversed(run.of_kind("evaluation"))), {})
-    settings = about.get("settings")
+    settings = _latest(run, "evaluation").get("settings") or {}
+    chosen = {**(settings.get("dataset") or {}), **settings}
     words = [run.path]
-    if isinstance(settings, dict):
-        nested = settings.get("text") or settings.get("dataset")
-        chosen = {**(nested if isinstance(nested, dict) else {}), **settings}
-        for name in ("data", "split", "lines", "positions", "seed"):
-            if isinstance(chosen.get(name), str | int):
-                words += [f"--{name}", str(chosen[name])]
+    for name in ("data", "split", "lines", "positions"):
+        if chosen.get(name) is not None:
+            words += [f"--{name}", str(chosen[name])]
     return f"deepenough shortcut eval {shlex.join(words)}"
 
 
@@ -508,15 +400,15 @@ def section(run: Run) -> Section | None:
 
 
 def _saved_findings(run: Run) -> list[str]:
-    best: tuple[float, float, str] | None = None
-    for mode, by_level in measured(run, "saved", "agreement").items():
-        for level, values in by_level.items():
-            saved = share(values.get("saved"))
-            if saved is not None and (best is None or (level, saved) > best[:2]):
-                best = (level, saved, mode)
-    if best is None:
+    found = [
+        (level, saved, mode)
+        for mode, by_level in measured(run, "saved", "agreement").items()
+        for level, values in by_level.items()
+        if (saved := share(values.get("saved"))) is not None
+    ]
+    if not found:
         return []
-    level, saved, mode = best
+    level, saved, mode = max(found, key=lambda row: row[:2])
     return [
         f"Early exit by confidence saves {100 * saved:.1f} % of the layers while {100 * level:g} "
         f"% of the tokens stay the last layer's ({mode_name(mode)})."
@@ -524,8 +416,12 @@ def _saved_findings(run: Run) -> list[str]:
 
 
 def _lens_findings(run: Run) -> list[str]:
+    values = _latest(run, "lens")
+    panel = lens_panel(values)
+    if panel is None:
+        return []
+    mean = float(np.mean([depth for depth in panel.depth if depth is not None]))
     return [
-        f"On “{shortened(lens.prompt, 60)}” the next token is known after "
-        f"{float(np.mean(lens.depth())):.1f} of {lens.layers[-1]} layers on average."
-        for lens in lenses(run)[:1]
+        f"On “{_prompt(values)}” the next token is known after {mean:.1f} of {panel.last} layers "
+        "on average."
     ]

@@ -1,7 +1,7 @@
-"""Fit maps for a model: one pass over the text, statistics, maps.
+"""Collect the statistics of a model: one pass over the text, from which all maps follow.
 
-Whatever the number of processes, or of kills and resumptions in between, the maps are the same. A
-fit that is given a folder goes on where it was killed: each process keeps there its sums so far,
+Whatever the number of processes, or of kills and resumptions in between, they are the same. A fit
+that is given a folder goes on where it was killed: each process keeps there its sums so far,
 `statistics-RANK.safetensors`, whose header says what is fitted and how far it has come in which
 texts. Texts are not kept: those that were read already are read again, without running the model,
 and must be the same.
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor
 
 from deepenough.artifacts import load_tensors, save_tensors
 from deepenough.config import provenance
@@ -34,7 +33,7 @@ from deepenough.shortcut.reading import (
     make_reading,
     run_batch,
 )
-from deepenough.shortcut.statistics import LayerStatistics, Maps, Targets, statistics_bytes
+from deepenough.shortcut.statistics import LayerStatistics, Targets, statistics_bytes
 
 Progress = Callable[[int, int | None], None]
 
@@ -55,17 +54,7 @@ class FitOptions:
     window: int | None = None
 
 
-@dataclass
-class FitResult:
-    """The maps of a fit, CKA between all layers, and how they were made."""
-
-    maps: Maps
-    biases: Maps
-    cka: Tensor
-    meta: dict[str, Any]
-
-
-def fit_maps(
+def collect(
     adapter: Adapter,
     tokenizer: Any,
     texts: Iterable[str],
@@ -73,9 +62,11 @@ def fit_maps(
     folder: Path | None = None,
     save_every: float = 120.0,
     progress: Progress | None = None,
-) -> FitResult:
-    """Fit all maps in one pass over texts; the arguments are those of `Shortcuts.fit`."""
-    began = time.perf_counter()
+) -> tuple[LayerStatistics, dict[str, Any]]:
+    """Return the statistics of texts, and how they were made.
+
+    Arguments are those of `Shortcuts.fit`. All processes get the statistics of all of them.
+    """
     rank, world = init_distributed()
     reading = make_reading(
         adapter, options.positions, options.seed, options.batch_tokens, options.window
@@ -91,23 +82,15 @@ def fit_maps(
     tally = _accumulate(adapter, tokenizer, texts, reading, statistics, checkpoint, progress)
     if world > 1:
         statistics.all_reduce()
-    count, cka = statistics.count, statistics.cka()
-    is_double = adapter.model.dtype == torch.float64
-    maps, biases, dependent = statistics.solve(
-        options.affine, options.ridge, torch.float64 if is_double else torch.float32
-    )
     chosen = asdict(options)
     fit = {
         "positions_taken": chosen.pop("positions"),
         **chosen,
         "window": reading.window,
         "processes": world,
-        "seconds": round(time.perf_counter() - began, 3),
-        "positions": count,
-        "dependent": dependent,
     }
-    meta = {"model": identity, "data": tally.counts(), "fit": fit, "made_with": provenance()}
-    return FitResult(maps, biases, cka, meta)
+    data = {name: getattr(tally, name) for name in ("texts", "skipped", "windowed", "fingerprint")}
+    return statistics, {"model": identity, "data": data, "fit": fit, "made_with": provenance()}
 
 
 def _accumulate(

@@ -13,13 +13,12 @@ mapped from disk and come into memory when they are used.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,7 +28,7 @@ from deepenough.artifacts import load_artifact, save_artifact
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.runs import Record
-from deepenough.shortcut.fitting import FitOptions, Progress, fit_maps
+from deepenough.shortcut.fitting import FitOptions, Progress, collect
 from deepenough.shortcut.reading import Positions
 from deepenough.shortcut.statistics import (
     R2,
@@ -136,26 +135,14 @@ class Shortcuts:
             window: Longest stretch of text that is run at once; by default what the model allows,
                 up to 1024 tokens.
         """
+        began = time.perf_counter()
         adapter = model if isinstance(model, Adapter) else adapt(model)
         options = FitOptions(positions, targets, affine, ridge, seed, batch_tokens, window)
-        fitted = fit_maps(
-            adapter,
-            tokenizer,
-            texts,
-            options,
-            Path(resume) if resume else None,
-            save_every,
-            progress,
-        )
-        return cls(
-            adapter.num_layers,
-            adapter.width,
-            fitted.maps,
-            fitted.biases,
-            targets=targets,
-            cka=fitted.cka,
-            meta=fitted.meta,
-        )
+        folder = Path(resume) if resume else None
+        statistics, meta = collect(adapter, tokenizer, texts, options, folder, save_every, progress)
+        shortcuts = cls._from_statistics(statistics, affine, ridge, adapter.model.dtype, meta)
+        shortcuts.meta["fit"]["seconds"] = round(time.perf_counter() - began, 3)
+        return shortcuts
 
     @classmethod
     def fit_states(
@@ -167,15 +154,36 @@ class Shortcuts:
     ) -> Shortcuts:
         """Fit maps to given states, `L + 1` tensors `[n, d]`; maps have the dtype of the states."""
         check_states(states)
-        num_layers, (count, width) = len(states) - 1, states[0].shape
         check_finite(states)
-        statistics = LayerStatistics(num_layers, width, targets, states[0].device)
+        width = states[0].shape[1]
+        statistics = LayerStatistics(len(states) - 1, width, targets, states[0].device)
         statistics.update(states)
-        cka = statistics.cka()
-        dtype = states[0].dtype if states[0].dtype.itemsize > 4 else torch.float32
+        meta = {"fit": {"ridge": ridge}}
+        return cls._from_statistics(statistics, affine, ridge, states[0].dtype, meta)
+
+    @classmethod
+    def _from_statistics(
+        cls,
+        statistics: LayerStatistics,
+        affine: bool,
+        ridge: float,
+        dtype: torch.dtype,
+        meta: dict[str, Any],
+    ) -> Shortcuts:
+        """Solve for all maps, in float32 at least; `dtype` is that of the states."""
+        count, cka = statistics.count, statistics.cka()
+        dtype = dtype if dtype == torch.float64 else torch.float32
         maps, biases, dependent = statistics.solve(affine, ridge, dtype)
-        meta = {"fit": {"positions": count, "ridge": ridge, "dependent": dependent}}
-        return cls(num_layers, width, maps, biases, targets=targets, cka=cka, meta=meta)
+        meta["fit"] |= {"positions": count, "dependent": dependent}
+        return cls(
+            statistics.num_layers,
+            statistics.width,
+            maps,
+            biases,
+            targets=statistics.targets,
+            cka=cka,
+            meta=meta,
+        )
 
     # -- use ---------------------------------------------------------------------------------
 
@@ -239,7 +247,7 @@ class Shortcuts:
 
     def r2_stream(self, mode: str | None = None) -> R2:
         """Return r^2 over states that come batch by batch: `update(states)`, then `table()`."""
-        return R2(self.pairs, lambda i, j: None if mode == "id" else self._map(i, j, mode))
+        return R2(self.pairs, lambda hidden, i, j: self.apply(hidden, i, j, mode))
 
     def cka(self) -> Tensor:
         """Return the `(L + 1, L + 1)` table of linear CKA over the states of the fit."""
@@ -277,7 +285,7 @@ class Shortcuts:
     # -- files -------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write `shortcuts.json` and safetensors, as `from_pretrained` and the hub take them."""
+        """Write `shortcuts.json` and safetensors, as `from_pretrained` takes them."""
         tensors = {f"A.{i}.{j}": matrix for (i, j), matrix in sorted(self.maps.items())}
         tensors |= {f"b.{i}.{j}": bias for (i, j), bias in sorted(self.biases.items())}
         for i, (matrix, bias) in sorted(self.tuned.items()):
@@ -299,14 +307,12 @@ class Shortcuts:
             raise UserError(f"Shortcuts cannot be written to {folder}: {error}.") from error
 
     @classmethod
-    def from_pretrained(
-        cls, name: str | os.PathLike[str], revision: str | None = None
-    ) -> Shortcuts:
-        """Read shortcuts from a folder or the hub; safetensors and JSON only."""
-        folder = _find_folder(name, revision)
+    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Shortcuts:
+        """Read shortcuts from a folder; safetensors and JSON only."""
+        folder = Path(folder)
         if not (folder / INDEX).is_file():
             raise UserError(
-                f"{folder} holds no shortcuts: there is no {INDEX}; give the folder that "
+                f"{folder} holds no shortcuts: there is no {INDEX}; give a folder that "
                 "Shortcuts.save_pretrained wrote."
             )
         try:
@@ -314,7 +320,7 @@ class Shortcuts:
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"The shortcuts in {folder} cannot be read, as they are damaged or of another "
-                f"version ({error}): fit or download them again."
+                f"version ({error}): fit them again."
             ) from error
 
 
@@ -322,25 +328,6 @@ def _name(identity: Mapping[str, Any]) -> str:
     revision = identity.get("revision")
     name = identity.get("model") or "a model without a name"
     return f"{name} (revision {revision})" if revision else str(name)
-
-
-def _find_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """Return a folder of shortcuts: on this disk, or downloaded from the hub."""
-    if Path(name).exists():
-        return Path(name)
-    if os.path.isabs(name) or str(name).startswith(".") or str(name).count("/") > 1:
-        raise UserError(
-            f"There is no folder {name}: give one that Shortcuts.save_pretrained wrote."
-        )
-    try:
-        return Path(
-            snapshot_download(str(name), revision=revision, allow_patterns=[INDEX, TENSORS])
-        )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"{name} is neither a folder here nor shortcuts that the hub gives "
-            f"({type(error).__name__}): give a folder, or look at the name and the network."
-        ) from error
 
 
 def _from_files(tensors: Mapping[str, Tensor], index: Mapping[str, Any]) -> Shortcuts:

@@ -7,8 +7,6 @@
   so its text is cut there. A masked model gets `[MASK]` there, also if all positions are wanted:
   it then sees one `[MASK]` in every window, as it did in training.
 - Texts of a pool are sorted by length before they are batched, so that little is padded.
-
-No states are stored on the way: they come batch by batch.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ class TokenBatch(NamedTuple):
 
     ids: Tensor
     """`[B, T]`"""
-    mask: Tensor | None
-    """`[B, T]`, 1 for a token, 0 for padding; None if no row is padded."""
+    mask: Tensor
+    """`[B, T]`, 1 for a token, 0 for padding."""
     windows: list[Window]
     texts: int = 0
     """Number of texts that have been read after this batch."""
@@ -63,8 +61,7 @@ class TokenBatch(NamedTuple):
         """Return row and position of every token whose state is wanted, in the order of states."""
         if self.windows[0].position is not None:
             return torch.arange(len(self.windows)), torch.tensor([w.position for w in self.windows])
-        mask = torch.ones_like(self.ids) if self.mask is None else self.mask
-        row, position = mask.nonzero(as_tuple=True)
+        row, position = self.mask.nonzero(as_tuple=True)
         return row, position
 
     def inputs(self, adapter: Adapter) -> tuple[Tensor, Tensor | None]:
@@ -74,8 +71,7 @@ class TokenBatch(NamedTuple):
         faster.
         """
         device = adapter.model.device
-        mask = None if self.mask is None or adapter.kind == "causal" else self.mask.to(device)
-        return self.ids.to(device), mask
+        return self.ids.to(device), None if adapter.kind == "causal" else self.mask.to(device)
 
 
 @dataclass
@@ -93,11 +89,6 @@ class Tally:
     def fingerprint(self) -> str:
         """Hash of the texts read so far."""
         return str(self.digest.hexdigest()[:16])
-
-    def counts(self) -> dict[str, Any]:
-        """Return what is recorded of the texts."""
-        names = ("texts", "skipped", "windowed", "fingerprint")
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -232,46 +223,22 @@ def _windows(
         else:
             chosen = [first + draw.randrange(len(part) - extra) for part in parts]
         for part, position in zip(parts, chosen, strict=True):
-            yield _window(tokenizer, reading, part, position, index)
-
-
-def _window(
-    tokenizer: Any, reading: ReadingConfig, ids: list[int], position: int, text: int
-) -> Window:
-    length = len(ids)
-    if reading.kind == "masked":
-        ids = [*ids[:position], tokenizer.mask_token_id, *ids[position + 1 :]]
-    if reading.positions == "all":
-        return Window(ids, None, length, text)
-    if reading.kind == "causal":
-        ids = ids[: position + 1]
-    return Window(ids, position, length, text)
+            length = len(part)
+            if reading.kind == "masked":
+                part[position] = tokenizer.mask_token_id
+            if reading.positions == "all":
+                yield Window(part, None, length, index)
+            else:
+                seen = part[: position + 1] if reading.kind == "causal" else part
+                yield Window(seen, position, length, index)
 
 
 def _pad(windows: list[Window], padding: int, texts: int) -> TokenBatch:
     lengths = torch.tensor([len(window.ids) for window in windows])
     longest = int(lengths.max())
     ids = torch.tensor([w.ids + [padding] * (longest - len(w.ids)) for w in windows])
-    mask = None
-    if int(lengths.min()) < longest:
-        mask = (torch.arange(longest) < lengths[:, None]).long()
+    mask = (torch.arange(longest) < lengths[:, None]).long()
     return TokenBatch(ids, mask, windows, texts)
-
-
-# -- states ------------------------------------------------------------------------------------
-
-
-def iterate_states(
-    adapter: Adapter,
-    tokenizer: Any,
-    texts: Iterable[str],
-    tally: Tally | None = None,
-    **options: Any,
-) -> Iterator[tuple[TokenBatch, list[Tensor]]]:
-    """Yield every batch of texts with its states; `options` are those of `make_reading`."""
-    reading = make_reading(adapter, **options)
-    for batch in batches(tokenizer, texts, reading, tally):
-        yield batch, run_batch(adapter, batch)
 
 
 @torch.no_grad()
@@ -284,8 +251,7 @@ def run_batch(adapter: Adapter, batch: TokenBatch) -> list[Tensor]:
         states = adapter.states(ids, attention_mask=mask)
     finally:
         adapter.model.train(training)
-    row, position = batch.wanted()
-    row, position = row.to(ids.device), position.to(ids.device)
+    row, position = (place.to(ids.device) for place in batch.wanted())
     for layer, state in enumerate(states):  # one by one: the full state is freed at once
         states[layer] = state[row, position]
     check_finite(states)

@@ -46,23 +46,17 @@ def import_source(folder: str | os.PathLike[str]) -> Shortcuts:
             "the first: give a folder of one model."
         )
     num_layers = max(target for _, target in maps)
-    targets = _targets(Path(folder), maps, num_layers)
+    targets: Targets = "all" if maps.keys() == layer_pairs(num_layers) else "last"
+    if maps.keys() != layer_pairs(num_layers, targets):
+        source, target = min(layer_pairs(num_layers) - maps.keys())
+        raise UserError(
+            f"{folder} lacks {source}_{target}.pickle: give all pairs of layers, or those to the "
+            "last layer alone."
+        )
     if biases and biases.keys() != maps.keys():
         raise UserError(f"Some maps of {folder} have an intercept and some have none.")
     return Shortcuts(
         num_layers, width, maps, biases, targets=targets, meta={"imported": Path(folder).name}
-    )
-
-
-def _targets(folder: Path, maps: Maps, num_layers: int) -> Targets:
-    choices: tuple[Targets, ...] = ("all", "last")
-    for targets in choices:
-        if maps.keys() == layer_pairs(num_layers, targets):
-            return targets
-    missing = min(layer_pairs(num_layers) - maps.keys())
-    raise UserError(
-        f"{folder} lacks {missing[0]}_{missing[1]}.pickle: give all pairs of layers, or those to "
-        "the last layer alone."
     )
 
 

@@ -252,11 +252,11 @@ class LayerStatistics:
         targets: Targets = "all",
         device: torch.device | str = "cpu",
     ) -> None:
-        self.num_layers, self.width = num_layers, width
-        self.targets = layer_targets(num_layers, targets)
+        self.num_layers, self.width, self.targets = num_layers, width, targets
+        self.target_layers = layer_targets(num_layers, targets)
         self.equations = {
             source: NormalEquations(width, len(own) * width, device)
-            for source, own in self.targets.items()
+            for source, own in self.target_layers.items()
         }
         row_bytes = (num_layers + 1) * width * torch.float64.itemsize
         num_rows = int(_BUFFER_SHARE * statistics_bytes(num_layers, width, targets) / row_bytes)
@@ -292,7 +292,7 @@ class LayerStatistics:
     def flush(self) -> None:
         """Bring the rows of the buffer into the sums."""
         rows = self._buffer[: self._filled]
-        for source, targets in self.targets.items():
+        for source, targets in self.target_layers.items():
             self.equations[source].add(rows[:, source], rows[:, targets.start :].flatten(1))
         self._filled = 0
 
@@ -345,7 +345,7 @@ class LayerStatistics:
         maps: Maps = {}
         biases: Maps = {}
         dependent = []
-        for source, targets in self.targets.items():
+        for source, targets in self.target_layers.items():
             equations = self.equations.pop(source)
             if not targets:
                 continue
@@ -371,7 +371,7 @@ class LayerStatistics:
         """
         self.flush()
         aligned = torch.full((self.num_layers + 1,) * 2, float("nan"), dtype=torch.float64)
-        for source, targets in self.targets.items():
+        for source, targets in self.target_layers.items():
             gram, cross = self.equations[source].moments(centred=True)
             aligned[source, source] = gram.square().sum()
             for target, block in zip(targets, cross.split(self.width, dim=1), strict=False):
@@ -391,17 +391,17 @@ class R2:
         1 - sum (h_j[k] - predicted[k])^2 / sum (h_j[k] - mean[k])^2
 
     as scikit-learn's `r2_score` with its uniform average: a dimension that never varies counts 1 if
-    it is predicted exactly and 0 otherwise. Predictions are made in the precision of states and
-    maps and summed in float64: with float32 states the table agrees with float64 to 1e-6.
+    it is predicted exactly and 0 otherwise. Float32 states are predicted in float32, all others in
+    float64, where all sums are made: the tables of both agree to 1e-6.
     """
 
     def __init__(
         self,
         pairs: Iterable[tuple[int, int]],
-        find: Callable[[int, int], tuple[Tensor, Tensor | None] | None],
+        predict: Callable[[Tensor, int, int], Tensor],
     ) -> None:
-        """Start without states; `find` returns a pair's matrix and bias, None for the identity."""
-        self.pairs, self.find = list(pairs), find
+        """Start without states; `predict(hidden, i, j)` takes states of layer `i` to layer `j`."""
+        self.pairs, self.predict = list(pairs), predict
         self.residuals: dict[tuple[int, int], Tensor] = {}
         self.count = 0
 
@@ -437,16 +437,9 @@ class R2:
             shifted = state - self.shift[layer]
             self.sums[layer] += shifted.sum(0)
             self.squares[layer] += shifted.square_().sum(0)
+        rows = states if states[0].dtype == torch.float32 else exact
         for (i, j), residual in self.residuals.items():
-            match self.find(i, j):
-                case None:
-                    left = exact[j] - exact[i]
-                case matrix, bias:
-                    is_single = matrix.dtype == states[i].dtype == torch.float32
-                    rows = states if is_single else exact
-                    left = torch.addmm(rows[j], rows[i], matrix.to(rows[i]).T, alpha=-1)
-                    if bias is not None:
-                        left -= bias.to(left)
+            left = rows[j] - self.predict(rows[i], i, j)
             residual += left.square_().sum(0, dtype=torch.float64)
 
 

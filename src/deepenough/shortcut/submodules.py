@@ -16,7 +16,7 @@ Shapes: B texts, T tokens, N chosen tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,19 +48,17 @@ Chain = tuple[nn.Module, ...]
 Place = tuple[str, int, int]
 
 
-def parts_of(adapter: Adapter, kinds: Sequence[str] = KINDS) -> dict[Place, Chain]:
-    """Return all parts of these kinds; a part of a shared layer stands at every layer it serves."""
+def parts_of(adapter: Adapter) -> dict[Place, Chain]:
+    """Return all parts of a model; one of a shared layer stands at every layer it serves."""
     places: dict[Place, Chain] = {}
     for layer in range(adapter.num_layers):
         for kind, part in adapter.submodules(layer).items():
-            if kind not in kinds:
-                continue
             modules = tuple(part) if isinstance(part, list) else (part,)
             chains = [(module,) for module in modules] if kind == "norms" else [modules]
             places |= {(kind, layer, number): chain for number, chain in enumerate(chains)}
     if not places:
         raise UserError(
-            f"{type(adapter.model).__name__} has no part that is known as {' or '.join(kinds)}: "
+            f"{type(adapter.model).__name__} has no part that is known as {' or '.join(KINDS)}: "
             "say where they are with deepenough.hf.layouts.register(...)."
         )
     return places
@@ -69,8 +67,8 @@ def parts_of(adapter: Adapter, kinds: Sequence[str] = KINDS) -> dict[Place, Chai
 class SubmoduleStatistics:
     """Sums over what all parts read and return, gathered while the model runs."""
 
-    def __init__(self, adapter: Adapter, kinds: Sequence[str] = KINDS) -> None:
-        self.parts = parts_of(adapter, kinds)
+    def __init__(self, adapter: Adapter) -> None:
+        self.parts = parts_of(adapter)
         self.equations: dict[Place, NormalEquations] = {}
         self._counter = LayerCounter(adapter)
 
@@ -94,8 +92,12 @@ class SubmoduleStatistics:
                 seen[:] = [chosen(hidden_input(args, kwargs))]
 
             def returned(_: nn.Module, __: Any, output: Any) -> None:
+                x_ND, y_ND = seen.pop(), chosen(hidden_output(output))
                 place = places[self._counter.current]
-                self._update(place, seen.pop(), chosen(hidden_output(output)))
+                if place not in self.equations:
+                    widths = x_ND.shape[1], y_ND.shape[1]
+                    self.equations[place] = NormalEquations(*widths, x_ND.device)
+                self.equations[place].update(x_ND, y_ND)
 
             before.append((chain[0], read))
             after.append((chain[-1], returned))
@@ -104,11 +106,6 @@ class SubmoduleStatistics:
             observe(chain, places)
         with self._counter.counting(), hooked(before, after):
             yield
-
-    def _update(self, place: Place, x_ND: Tensor, y_ND: Tensor) -> None:
-        if place not in self.equations:
-            self.equations[place] = NormalEquations(x_ND.shape[1], y_ND.shape[1], x_ND.device)
-        self.equations[place].update(x_ND, y_ND)
 
 
 class Submodules:
@@ -133,18 +130,13 @@ class Submodules:
         positions: Positions = "random",
         affine: bool = False,
         ridge: float = 0.0,
-        kinds: Sequence[str] = KINDS,
         seed: int = 0,
         batch_tokens: int = 2048,
         window: int | None = None,
     ) -> Submodules:
-        """Fit all parts in one pass over texts; the options are those of `Shortcuts.fit`.
-
-        The statistics take two `d x d` float64 matrices for each part of each layer: where that is
-        too much, fit one of the `kinds` at a time.
-        """
+        """Fit all parts in one pass over texts; the options are those of `Shortcuts.fit`."""
         adapter = model if isinstance(model, Adapter) else adapt(model)
-        statistics = SubmoduleStatistics(adapter, kinds)
+        statistics = SubmoduleStatistics(adapter)
         reading = make_reading(adapter, positions, seed, batch_tokens, window)
         for batch in batches(tokenizer, texts, reading):
             with statistics.observing(*batch.wanted()):
@@ -188,7 +180,7 @@ class Replacement:
         self.submodules, self.adapter = submodules, adapter
         self.counter = LayerCounter(adapter)
         self.forms = OutputForms(adapter)
-        self._parts = parts_of(adapter, submodules.kinds)
+        self._parts = parts_of(adapter)
 
     @contextmanager
     def replaced(self, kind: str, layer: int) -> Iterator[None]:

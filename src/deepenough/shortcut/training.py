@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
@@ -32,8 +31,8 @@ from transformers import PreTrainedModel
 from deepenough.config import validate
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.runs import read_records
 from deepenough.shortcut.config import TuneConfig, TuneTrainingConfig
+from deepenough.shortcut.lens import Reference
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.reading import Tally, TokenBatch, batches, make_reading, run_batch
 from deepenough.shortcut.tuned_maps import (
@@ -50,7 +49,7 @@ from deepenough.training.config import seed_at
 from deepenough.training.distributed import is_main_process, make_accelerator
 from deepenough.training.logging import reading
 from deepenough.training.task import BatchLoss, Task
-from deepenough.training.trainer import Trainer, check_folder, training
+from deepenough.training.trainer import check_folder, training
 
 log = logging.getLogger("deepenough")
 
@@ -58,7 +57,6 @@ HELD_OUT_EVERY = 16
 """One in so many batches of text is held out: about 6 % of it."""
 SAMPLE_PER_WIDTH = 8
 """Positions per unit of width from which covariances are taken: enough for a good step size."""
-MAPS = "maps"
 _ROWS = 128
 """Positions that are projected to the whole vocabulary at once."""
 
@@ -86,7 +84,7 @@ def tune(
     config = _merge(config or TuneTrainingConfig(), changes)
     if not config.out:
         with tempfile.TemporaryDirectory(prefix="deepenough-tune-") as folder:
-            config = replace(config, out=os.path.join(folder, "run"))
+            config = replace(config, out=f"{folder}/run")
             return tune(shortcuts, model, tokenizer, texts, config)
     adapter = model if isinstance(model, Adapter) else adapt(model)
     layers = _check(shortcuts, adapter, config)
@@ -95,7 +93,9 @@ def tune(
     adapter.model.to(accelerator.device)
     task = TuneTask(shortcuts, adapter, tokenizer, texts, layers, config, accelerator)
     with training(config, task, accelerator) as trainer:
-        _train(trainer, task)
+        if trainer.first == 0:  # how good the closed form is
+            trainer.recorder.record(0, "valid", task.evaluate(accelerator, "valid"))
+        trainer.fit()
     return task.shortcuts()
 
 
@@ -129,30 +129,13 @@ def _check(shortcuts: Shortcuts, adapter: Adapter, config: TuneTrainingConfig) -
     return layers
 
 
-def _train(trainer: Trainer, task: TuneTask) -> None:
-    """Train, with the closed form measured first; say which layers it did not help."""
-    if trainer.first == 0:
-        trainer.recorder.record(0, "valid", task.evaluate(trainer.accelerator, "valid"))
-    trainer.fit()
-    if not trainer.accelerator.is_main_process:
-        return
-    valid = [r.values for r in read_records(trainer.run.metrics)[0] if r.kind == "valid"]
-    worse = [i for i in task.layers if not valid[-1][f"kl_{i}"] < valid[0][f"kl_{i}"]]
-    if worse:
-        log.warning(
-            "On held-out text the tuned maps of layers %s are no better than the closed form: "
-            "give more text, or a lower train.lr.",
-            ", ".join(map(str, worse)),
-        )
-
-
 # -- the task ------------------------------------------------------------------------------------
 
 
 class TuneTask(Task):
     """Tuning of maps by KL, as a task of the training loop."""
 
-    phase = MAPS
+    phase = "maps"
     unit = "positions"
 
     def __init__(
@@ -188,11 +171,10 @@ class TuneTask(Task):
         self.sampler = _make_sampler(adapter, sample.last, own)
         self.states.keep(white, own.memory * 2**30)
         self._head = PartialHead(adapter)
-        self._latest: list[float] = []
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return the parameters of the one phase; weight decay pulls towards the closed form."""
-        return {MAPS: [{"params": [self.maps.change, self.maps.shift]}]}
+        return {self.phase: [{"params": [self.maps.change, self.maps.shift]}]}
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the KL of a batch: the sum over layers to minimise, their mean to record."""
@@ -203,7 +185,6 @@ class TuneTask(Task):
         with torch.no_grad():
             log_p = (logits(last).float() + log_weight).log_softmax(-1)
         values = divergences(model(states), logits, log_p, log_weight)
-        self._latest = values.detach().tolist()
         # The sum, so that a layer's gradient does not depend on how many others there are.
         return BatchLoss(values.sum(), values.detach().mean(), len(last))
 
@@ -217,32 +198,26 @@ class TuneTask(Task):
         head = self._head(ids.to(device))
         return lambda state: head(self.adapter.final_norm(state)), log_weight.to(device)
 
-    def train_values(self) -> dict[str, Any]:
-        """Return the KL of every layer in the latest batch."""
-        return {"kl": self._latest}
-
     @torch.no_grad()
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return KL and agreement of the top token on held-out text, over all the vocabulary."""
         if split != "valid":
             return {}
         device = self.maps.change.device
-        kl = torch.zeros(len(self.layers), dtype=torch.float64)
-        agreed = torch.zeros(len(self.layers), dtype=torch.float64)
+        kl, agreed = torch.zeros(2, len(self.layers), dtype=torch.float64)
         num = len(self.held_out.last)
         for first in range(0, num, _ROWS):
             rows = slice(first, first + _ROWS)
-            log_p = self.adapter.logits(self.held_out.last[rows].to(device)).float().log_softmax(-1)
+            reference = Reference(self.adapter.logits(self.held_out.last[rows].to(device)))
             mapped = self.maps(self.held_out.states[:, rows].to(device))
             for place, state in enumerate(mapped):
-                log_q = self.adapter.logits(state).float().log_softmax(-1)
-                kl[place] += float((log_p.exp() * (log_p - log_q)).sum()) / num
-                agreed[place] += float((log_p.argmax(-1) == log_q.argmax(-1)).sum()) / num
+                scores = reference.score(self.adapter.logits(state))
+                kl[place] += float(scores.kl.sum()) / num
+                agreed[place] += float((scores.rank == 0).sum()) / num
         values = {"loss": float(kl.mean()), "agreement": float(agreed.mean())}
-        for layer, own_kl, own_agreed in zip(
-            self.layers, kl.tolist(), agreed.tolist(), strict=True
-        ):
-            values |= {f"kl_{layer}": own_kl, f"agreement_{layer}": own_agreed}
+        for place, layer in enumerate(self.layers):
+            values[f"kl_{layer}"] = float(kl[place])
+            values[f"agreement_{layer}"] = float(agreed[place])
         return values
 
     def identity(self) -> dict[str, Any]:

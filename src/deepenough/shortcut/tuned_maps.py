@@ -109,40 +109,12 @@ class TunedMaps(nn.Module):
         return self.matrices + difference_LDD, self.biases + error * shift - moved_LD
 
 
-class _Divergences(torch.autograd.Function):
-    """The gradient is found on the way, so that the logits of one layer exist at a time.
-
-    By the logits it is `q - p`, whatever made them; how the head and the final norm take it to the
-    state is left to autograd.
-    """
-
-    @staticmethod
-    def forward(ctx, mapped_LND, logits, log_p_NV, log_weight_V):  # type: ignore[no-untyped-def]
-        p_NV, num = log_p_NV.exp(), mapped_LND.shape[1]
-        negative_entropy = torch.vdot(p_NV.flatten(), log_p_NV.flatten())
-        values, gradients = [], []
-        for mapped_ND in mapped_LND:
-            with torch.enable_grad():
-                state_ND = mapped_ND.detach().requires_grad_()
-                logits_NV = logits(state_ND)
-            log_q_NV = (logits_NV.detach().to(p_NV) + log_weight_V).log_softmax(-1)
-            cross_entropy = -torch.vdot(p_NV.flatten(), log_q_NV.flatten())
-            values.append((negative_entropy + cross_entropy) / num)
-            by_logits_NV = log_q_NV.exp_().sub_(p_NV).div_(num).to(logits_NV)
-            gradients += torch.autograd.grad(logits_NV, state_ND, by_logits_NV)
-        ctx.save_for_backward(torch.stack(gradients))
-        return torch.stack(values)
-
-    @staticmethod
-    def backward(ctx, weight_L):  # type: ignore[no-untyped-def]
-        (gradient_LND,) = ctx.saved_tensors
-        return weight_L[:, None, None] * gradient_LND, None, None, None
-
-
 def divergences(
     mapped_LND: Tensor, logits: Logits, log_p_NV: Tensor, log_weight_V: Tensor
 ) -> Tensor:
     """Return `KL(p || q)` of every layer, the mean over positions.
+
+    Gradients by the states are found on the way, so that the logits of one layer exist at a time.
 
     Args:
         mapped_LND: States as of the last layer, one set for each layer.
@@ -150,8 +122,15 @@ def divergences(
         log_p_NV: The target, log-probabilities.
         log_weight_V: Added to the logits; `log_p_NV` has it already.
     """
-    found: Tensor = _Divergences.apply(mapped_LND, logits, log_p_NV, log_weight_V)
-    return found
+    values = []
+    for mapped_ND in mapped_LND:
+        state_ND = mapped_ND.detach().requires_grad_()
+        log_q_NV = (logits(state_ND).to(log_p_NV) + log_weight_V).log_softmax(-1)
+        value = F.kl_div(log_q_NV, log_p_NV, log_target=True, reduction="batchmean")
+        (gradient_ND,) = torch.autograd.grad(value, state_ND)
+        # The second term is zero and has this gradient.
+        values.append(value.detach() + ((mapped_ND - state_ND.detach()) * gradient_ND).sum())
+    return torch.stack(values)
 
 
 # -- a part of the vocabulary -------------------------------------------------------------------
