@@ -250,7 +250,7 @@ def test_what_cannot_be_measured_is_refused(make_model: Make, words: Any, texts:
         evaluate(model, words, [shortcuts, shortcuts], texts)
     with pytest.raises(UserError, match="no shortcuts"):
         evaluate(model, words, [], texts)
-    with pytest.raises(UserError, match="shortcuts were fitted for"):
+    with pytest.raises(UserError, match="shortcuts were made for"):
         evaluate(make_model("llama"), words, shortcuts, texts)
 
 

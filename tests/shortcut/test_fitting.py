@@ -15,6 +15,7 @@ import torch
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.shortcut import fitting
+from deepenough.shortcut.lens import lens
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.statistics import LayerStatistics
 
@@ -172,13 +173,12 @@ def test_shortcuts_of_another_model_are_refused(
     gpt2: Any, bert: Any, plain: Any, texts: list[str]
 ) -> None:
     shortcuts = Shortcuts.fit(gpt2, plain, texts, targets="last")
-    shortcuts.check_model(adapt(gpt2))
-    with pytest.raises(UserError, match="2 layers of width 16 were given"):
-        shortcuts.check_model(adapt(bert))
-    shortcuts.meta["model"] |= {"model": "a/model", "revision": "abc"}
+    adapt(gpt2).check_made_for(shortcuts.made_for, "These shortcuts")
+    with pytest.raises(UserError, match=r"^These shortcuts were made for .*3 layers.* 2 layers"):
+        lens(bert, plain, shortcuts, "w1 w2")
     with torch.no_grad():
         gpt2.transformer.h[1].attn.c_attn.weight += 1
-    with pytest.raises(UserError, match=r"fitted for a/model \(revision abc\)"):
-        shortcuts.check_model(adapt(gpt2))
-    shortcuts.meta.clear()  # imported maps know nothing of their model
-    shortcuts.check_model(adapt(gpt2))
+    with pytest.raises(UserError, match="with other weights"):
+        lens(gpt2, plain, shortcuts, "w1 w2")
+    shortcuts.meta.clear()  # imported maps know the shape of their model alone
+    adapt(gpt2).check_made_for(shortcuts.made_for, "These shortcuts")

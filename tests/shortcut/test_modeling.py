@@ -307,9 +307,27 @@ def test_a_file_that_is_no_safetensors_is_refused(saved: tuple[Shortcuts, Path])
 
 
 def test_places_that_hold_no_shortcuts(tmp_path: Path, states: list[Tensor]) -> None:
-    for name in (tmp_path, tmp_path / "none", "someone/maps"):
+    for name in (tmp_path, tmp_path / "none", "nowhere", "a/b/c"):
         with pytest.raises(UserError, match="holds no shortcuts"):
             Shortcuts.from_pretrained(name)
+    with pytest.raises(UserError, match="neither a folder here nor shortcuts that the hub gives"):
+        Shortcuts.from_pretrained("someone/maps")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be written"):
         Shortcuts.fit_states(states).save_pretrained(tmp_path / "file")
+
+
+def test_shortcuts_are_read_from_the_hub(
+    tmp_path: Path, states: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Shortcuts.fit_states(states).save_pretrained(tmp_path)
+    asked = []
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("deepenough.shortcut.modeling.snapshot_download", download)
+    found = Shortcuts.from_pretrained("someone/maps", revision="v1")
+    assert found.num_layers == len(states) - 1
+    assert asked == [("someone/maps", "v1", ["shortcuts.json", "shortcuts.safetensors"])]

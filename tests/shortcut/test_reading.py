@@ -172,7 +172,7 @@ def test_bad_input(gpt2: Any, bert: Any, plain: Any, texts: list[str], iterate_s
         with pytest.raises(UserError, match=said):
             list(iterate_states(adapt(gpt2), plain, texts, window=window))
     assert make_reading(adapt(gpt2)).window == 32  # what the model can read
-    with pytest.raises(UserError, match="choose 'all' or 'random'"):
+    with pytest.raises(UserError, match="positions must be one of all, random"):
         list(iterate_states(adapt(gpt2), plain, texts, positions="some"))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="batch_tokens must be at least 1"):
         list(iterate_states(adapt(gpt2), plain, texts, batch_tokens=0))

@@ -268,4 +268,4 @@ def test_fits_of_other_weights_are_refused() -> None:
     with torch.no_grad():
         adapter.layers[0].attn.c_attn.weight.add_(1)
     with pytest.raises(UserError, match="other weights"):
-        submodules.check_model(adapter)
+        Replacement(submodules, adapter)

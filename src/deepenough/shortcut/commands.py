@@ -100,7 +100,7 @@ def _fit(
     folder = run.path / name
     if (folder / INDEX).is_file():  # finished before the run was interrupted
         finished = Shortcuts.from_pretrained(folder)
-        finished.check_model(adapt(model))
+        adapt(model).check_made_for(finished.made_for, "These shortcuts")
         fitted = finished.meta.get("fit", {})
         wanted = {
             "affine": affine,

@@ -91,7 +91,7 @@ def evaluate(
     adapter = model if isinstance(model, Adapter) else adapt(model)
     given = [shortcuts] if isinstance(shortcuts, Shortcuts) else list(shortcuts)
     for each in given:
-        each.check_model(adapter)
+        adapter.check_made_for(each.made_for, "These shortcuts")
     evaluation = Evaluation(adapter.num_layers)
     measuring = _Measuring(adapter, _by_mode(given), submodules, evaluation)
     reading = make_reading(adapter, positions, seed, batch_tokens, window)

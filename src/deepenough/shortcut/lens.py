@@ -62,7 +62,7 @@ def lens(
             maps, only layers that have one are shown.
     """
     adapter = model if isinstance(model, Adapter) else adapt(model)
-    shortcuts.check_model(adapter)
+    adapter.check_made_for(shortcuts.made_for, "These shortcuts")
     mode = mode or shortcuts.mode
     ids = _encode(adapter, tokenizer, prompt)
     states = adapter.states(ids, attention_mask=torch.ones_like(ids))

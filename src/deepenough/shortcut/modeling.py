@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
@@ -270,17 +272,11 @@ class Shortcuts:
                 f"{num_layers} layers of width {width} were given."
             )
 
-    def check_model(self, adapter: Adapter) -> None:
-        """Refuse a model that these maps were not fitted for."""
-        self._check_shape(adapter.num_layers, adapter.width)
-        own = self.meta.get("model") or {}
-        other = adapter.identity()
-        if own.get("fingerprint", other["fingerprint"]) == other["fingerprint"]:
-            return
-        raise UserError(
-            f"These shortcuts were fitted for {_name(own)}, and the weights of {_name(other)} are "
-            "others: give the model they belong to, or fit shortcuts for this one."
-        )
+    @property
+    def made_for(self) -> dict[str, Any]:
+        """Return what is known of the model they were fitted for, as `Adapter.identity` has it."""
+        shape = {"layers": self.num_layers, "width": self.width}
+        return shape | (self.meta.get("model") or {})
 
     # -- files -------------------------------------------------------------------------------
 
@@ -307,9 +303,16 @@ class Shortcuts:
             raise UserError(f"Shortcuts cannot be written to {folder}: {error}.") from error
 
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Shortcuts:
-        """Read shortcuts from a folder; safetensors and JSON only."""
-        folder = Path(folder)
+    def from_pretrained(
+        cls, name: str | os.PathLike[str], revision: str | None = None
+    ) -> Shortcuts:
+        """Read shortcuts from a folder or from the hub; safetensors and JSON only.
+
+        Args:
+            name: A folder that `save_pretrained` wrote, or the name of such a folder on the hub.
+            revision: Branch, tag or commit on the hub.
+        """
+        folder = _find_folder(name, revision)
         if not (folder / INDEX).is_file():
             raise UserError(
                 f"{folder} holds no shortcuts: there is no {INDEX}; give a folder that "
@@ -324,10 +327,19 @@ class Shortcuts:
             ) from error
 
 
-def _name(identity: Mapping[str, Any]) -> str:
-    revision = identity.get("revision")
-    name = identity.get("model") or "a model without a name"
-    return f"{name} (revision {revision})" if revision else str(name)
+def _find_folder(name: str | os.PathLike[str], revision: str | None) -> Path:
+    """Return a folder of shortcuts: on this disk, or downloaded from the hub."""
+    if Path(name).exists() or os.path.isabs(name) or str(name).count("/") != 1:
+        return Path(name)
+    try:
+        return Path(
+            snapshot_download(str(name), revision=revision, allow_patterns=[INDEX, TENSORS])
+        )
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"{name} is neither a folder here nor shortcuts that the hub gives "
+            f"({type(error).__name__}): give a folder, or look at the name and the network."
+        ) from error
 
 
 def _from_files(tensors: Mapping[str, Tensor], index: Mapping[str, Any]) -> Shortcuts:

@@ -102,13 +102,6 @@ class ReadingConfig:
     batch_tokens: int = bounded(2048, ge=1)
     window: int = _LONGEST
 
-    def check(self) -> None:
-        """Refuse positions that are not known."""
-        if self.positions not in ("all", "random"):
-            raise UserError(
-                f"The positions {self.positions!r} are not known: choose 'all' or 'random'."
-            )
-
 
 def make_reading(
     adapter: Adapter,

@@ -162,21 +162,12 @@ class Submodules:
             maps[place] = AffineMap(solved.weight.to(parameter), bias)
         return cls(maps, adapter.identity())
 
-    def check_model(self, adapter: Adapter) -> None:
-        """Refuse a model whose parts are not those that were fitted."""
-        if self.identity["fingerprint"] != adapter.identity()["fingerprint"]:
-            name = self.identity["model"] or "another model"
-            raise UserError(
-                f"These fits of sub-modules are of {name} with other weights: fit them for the "
-                "model that is measured."
-            )
-
 
 class Replacement:
     """Runs a model with fitted maps in the places of its parts."""
 
     def __init__(self, submodules: Submodules, adapter: Adapter) -> None:
-        submodules.check_model(adapter)
+        adapter.check_made_for(submodules.identity, "These fits of sub-modules")
         self.submodules, self.adapter = submodules, adapter
         self.counter = LayerCounter(adapter)
         self.forms = OutputForms(adapter)

@@ -111,7 +111,7 @@ def _merge(config: TuneTrainingConfig, changes: dict[str, Any]) -> TuneTrainingC
 def _check(shortcuts: Shortcuts, adapter: Adapter, config: TuneTrainingConfig) -> list[int]:
     """Refuse what cannot be tuned, and return the layers that are."""
     validate(config)
-    shortcuts.check_model(adapter)
+    adapter.check_made_for(shortcuts.made_for, "These shortcuts")
     if adapter.kind == "encoder":
         raise UserError(
             f"{type(adapter.model).__name__} predicts no tokens, so its maps cannot be tuned: load "
