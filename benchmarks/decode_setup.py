@@ -250,7 +250,7 @@ def train_small_gpt2(folder: str, steps: int = 1200) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from deepenough.data.config import DatasetConfig
-    from deepenough.data.prepare import prepare
+    from deepenough.data.tokens import prepare
 
     batch, length = 8, 128
     prepared = prepare(CORPUS, DatasetConfig())

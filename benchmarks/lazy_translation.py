@@ -29,7 +29,7 @@ from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
 from benchmarks.figures import Figure, Unavailable, interleaved, spread
-from deepenough.data.translation_batches import IGNORE_INDEX, EncodedPairs
+from deepenough.data.translation import IGNORE_INDEX, EncodedPairs
 from deepenough.lazy.config import BeamSearchConfig, TranslationEvalConfig
 from deepenough.lazy.evaluation import (
     Translator,

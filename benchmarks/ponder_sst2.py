@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.figures import interleaved
 from deepenough.config import resolve
-from deepenough.data.classification import ClassificationConfig, LabelledTexts, open_classification
-from deepenough.data.classification_batches import EncodedExamples
+from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
+from deepenough.data.config import ClassificationConfig
 from deepenough.ponder import evaluation
 from deepenough.ponder.config import PonderTrainConfig
 from deepenough.ponder.evaluation import load_classifier, time_exits

@@ -21,9 +21,9 @@ from deepenough.compare.commands import COMPARE
 from deepenough.compare.config import CompareConfig
 from deepenough.compare.frontier import compare
 from deepenough.config import dump, resolve
+from deepenough.data.config import TranslationDataConfig
 from deepenough.data.tokenizer import save_tokenizer
-from deepenough.data.translation import TranslationDataConfig, open_parallel
-from deepenough.data.translation_batches import joint_tokenizer
+from deepenough.data.translation import joint_tokenizer, open_parallel
 from deepenough.lazy.config import (
     MECHANISMS,
     LazyModelConfig,

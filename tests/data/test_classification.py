@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from deepenough.data.classification import ClassificationConfig, Example, open_classification
+from deepenough.data.classification import Example, open_classification
+from deepenough.data.config import ClassificationConfig
 from deepenough.errors import UserError
 
 
@@ -37,6 +38,21 @@ def test_csv_tsv_and_jsonl_say_the_same(tmp_path: Path) -> None:
 def test_a_tsv_file_has_no_quoting(tmp_path: Path) -> None:
     path = write(tmp_path, "a.tsv", 'sentence\tlabel\n"a lone mark\t1\nanother\t0\n')
     assert read(path).splits["train"][0].text == '"a lone mark'
+
+
+def test_a_cell_is_what_it_says(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", "text , label\nNA,no\n 007,yes\nnull,no\n2020-01-01,yes\n")
+    rows = read(path).splits["train"]
+    assert [row.text for row in rows] == ["NA", "007", "null", "2020-01-01"]
+    path = write(tmp_path, "a.jsonl", '{"text": "2020-01-01", "label": 0}\n{"text": 7, "label": 1}')
+    assert [row.text for row in read(path).splits["train"]] == ["2020-01-01", "7"]
+
+
+@pytest.mark.parametrize("encoding", ["latin1", "utf-16"])
+def test_other_encodings_are_refused(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.csv").write_text("text,label\ncafé,1\nb,0\n", encoding=encoding)
+    with pytest.raises(UserError, match=r"a\.csv could not be read as UTF-8 CSV: .* decode byte"):
+        read(str(tmp_path / "a.csv"))
 
 
 def test_names_become_numbers_in_alphabetical_order(tmp_path: Path) -> None:
@@ -111,22 +127,24 @@ GOOD = "text,label\nfine,1\ngood,0\n"
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (GOOD + "third,\n", r"missing in row 3 of a\.csv \(line 4\)"),
+        (GOOD + "third,\n", r"missing in row 3 of a\.csv"),
         (GOOD + "third\n", "missing in row 3"),
         (GOOD + "third,0.5\n", "'0.5' in row 3 .* not a whole number"),
         (GOOD + "third,spam\n", "'spam' in row 3 .* not a whole number"),
         (GOOD + "third,-2\n", "-2 in row 3 .* out of range"),
         (GOOD + "third,200\n", "200 in row 3 .* far above"),
         (GOOD + " ,1\n", "empty in row 3"),
-        (GOOD + "a,1,2\n", "row 3 .* 3 cells"),
-        ("text,label\nfine,ham\ngood,1\n", "'1' in row 2 .* the first one is a name"),
+        (GOOD + "a,1,2\n", r"a\.csv could not be read .* 2 fields in line 4, saw 3"),
+        ("text,label\nfine,ham\ngood,1\n", "'1' in row 2 .* the first is a name"),
         ("text,label\nfine,0.5\ngood,1\n", "'0.5' in row 1 .* not a whole number"),
         ("text,label\nfine,0\ngood,0\n", "nothing to learn"),
         ("body,label\nfine,1\n", "no text column called text, .* among body, label"),
         ("text,mark\nfine,1\n", "no label column"),
         ("text,label\n", "no examples"),
         ("", "is empty"),
-        ('text,label\n"open,1\n', "not valid CSV"),
+        ('text,label\n"open,1\n', "as UTF-8 CSV: EOF inside string starting at row 1"),
+        ("text,label\nfine,1,2\ngood,0,1\n", "more cells in its rows"),
+        ("text,label\nNA,007\n", "nothing to learn"),
     ],
 )
 def test_bad_rows_are_refused_by_number(tmp_path: Path, content: str, said: str) -> None:
@@ -136,7 +154,11 @@ def test_bad_rows_are_refused_by_number(tmp_path: Path, content: str, said: str)
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [("{", "row 2 .* no valid JSON"), ("[1]", "row 2 .* no JSON object"), ("{}", "empty in row 2")],
+    [
+        ("{", "Line 2 .* no JSON object"),
+        ("[1]", "Line 2 .* no JSON object"),
+        ("{}", "empty in row 2"),
+    ],
 )
 def test_bad_lines_of_jsonl(tmp_path: Path, line: str, said: str) -> None:
     path = write(tmp_path, "a.jsonl", f'{{"text": "x", "label": 0}}\n{line}\n')

@@ -132,7 +132,7 @@ def test_invalid_utf8_is_replaced_and_said_once(tmp_path, caplog):
         for _ in range(3):
             assert list(corpus.lines("train")) == ["good", "b\ufffdd", "\ufffd", "fine"]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}: 2 lines had bytes that are not UTF-8; they were replaced by U+FFFD."
+        f"{path}, line 2: what is not UTF-8 was replaced."
     ]
 
 
@@ -181,7 +181,7 @@ def test_a_mistyped_name_gets_the_nearest_without_asking_a_hub(tmp_path, monkeyp
     (tmp_path / "mytext.txt").write_text("a line\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DEEPENOUGH_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr("deepenough.data.corpus.hub_files", pytest.fail)
+    monkeypatch.setattr("deepenough.data.corpus.open_splits", pytest.fail)
     with pytest.raises(UserError, match=rf"Did you mean {meant}\?"):
         open_corpus(name)
 

@@ -5,8 +5,7 @@ import pytest
 from deepenough import config as settings_module
 from deepenough.data import tokenizer as training
 from deepenough.data.config import DatasetConfig
-from deepenough.data.prepare import prepare
-from deepenough.data.prepare import prepare as prepare_function
+from deepenough.data.tokens import prepare
 from deepenough.errors import UserError
 
 
@@ -22,17 +21,15 @@ def test_trains_a_tokenizer_and_encodes_every_split(text, prose):
     assert set(prepared.tokens) == {"train", "valid", "test"}
     assert len(prepared.tokenizer) == 600
     ids = prepared.tokens["train"].ids
-    assert (ids == prepared.tokenizer.eos_token_id).sum() == prepared.tokens[
-        "train"
-    ].counts.num_lines
-    first = next(prepared.corpus.lines("train"))
-    assert prepared.tokenizer.decode(ids[:200]).startswith(first.lower())
+    num_ends = (ids == prepared.tokenizer.eos_token_id).sum()
+    assert num_ends == prepared.tokens["train"].num_lines
+    assert prepared.tokenizer.decode(ids[:200]).startswith(prose[0].lower())
 
 
 def test_everything_is_cached(text, monkeypatch):
     settings = DatasetConfig(vocab_size=500)
     first = prepare(text, settings)
-    monkeypatch.setattr(training, "_train", None)
+    monkeypatch.setattr(training, "train_tokenizer", None)
     again = prepare(text, settings)
     assert again.tokens == first.tokens
     assert again.tokenizer.get_vocab() == first.tokenizer.get_vocab()
@@ -53,7 +50,7 @@ def test_a_given_tokenizer_adds_line_ends_only_when_asked(
 
 
 def test_the_cache_can_be_elsewhere(text, tmp_path, own_cache):
-    prepare_function(text, DatasetConfig(vocab_size=500, cache=str(tmp_path / "mine")))
+    prepare(text, DatasetConfig(vocab_size=500, cache=str(tmp_path / "mine")))
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["tokenizers", "tokens"]
     assert not own_cache.exists()
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def test_blocks_do_not_show(tokenizer, prose, monkeypatch, tmp_path):
     blocks = token_file(corpus_of(prose), "train", tokenizer, cache_dir=tmp_path / "2")
     assert blocks.folder != whole.folder
     assert np.array_equal(whole.ids, blocks.ids)
-    assert whole.counts == blocks.counts
+    assert replace(whole, folder=blocks.folder) == blocks
     assert blocks.vocab_counts().sum() == len(whole)
 
 
@@ -54,7 +55,7 @@ def test_a_tokenizer_that_encodes_by_itself(tokenizer, prose, tmp_path):
     assert not hasattr(plain, "sentencepiece_encoder")
     mine = token_file(corpus_of(prose), "train", tokenizer, cache_dir=tmp_path / "1")
     theirs = token_file(corpus_of(prose), "train", plain, cache_dir=tmp_path / "2")
-    assert mine.counts == theirs.counts
+    assert replace(mine, folder=theirs.folder) == theirs
     assert np.array_equal(mine.vocab_counts(), theirs.vocab_counts())
 
 

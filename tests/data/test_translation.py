@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from deepenough.config import validate
-from deepenough.data.translation import Pair, TranslationDataConfig, open_parallel, read_pairs
-from deepenough.data.translation_batches import (
+from deepenough.data.batches import TokenBatches
+from deepenough.data.config import TranslationDataConfig
+from deepenough.data.translation import (
     EncodedPairs,
+    Pair,
     Sentences,
-    TokenBatches,
-    cut_by_tokens,
     encode_pairs,
     joint_tokenizer,
+    open_parallel,
+    read_pairs,
 )
 from deepenough.errors import UserError
 
@@ -88,9 +90,9 @@ def test_other_test_files_are_of_folders_only(tmp_path):
 def test_files_of_different_lengths_are_named_with_their_counts(tmp_path):
     folder = write(tmp_path, train_en="a\nb\nc\nd\n", train_de="a\nb\n")
     text = open_parallel(str(folder), TranslationDataConfig())
-    with pytest.raises(UserError, match=r"train\.en has 4 lines, but .*train\.de has 2"):
+    with pytest.raises(UserError, match=r"train\.de has 2 lines, but .*train\.en has more"):
         list(text.pairs("train"))
-    with pytest.raises(UserError, match=r"train\.de has 2 lines, but .*train\.en has 4"):
+    with pytest.raises(UserError, match=r"train\.de has 2 lines, but .*train\.en has more"):
         list(read_pairs(tmp_path / "train.de", tmp_path / "train.en"))
 
 
@@ -210,56 +212,19 @@ def test_long_sentences_are_left_out_of_training_and_cut_elsewhere(tokenizer, ca
 
 
 def test_a_batch_is_padded_on_each_side():
-    pairs = EncodedPairs(
-        Sentences.of([[5, 6, 2], [7, 2]]), Sentences.of([[8, 2], [9, 10, 2]]), 3, []
-    )
+    pairs = EncodedPairs(Sentences([[5, 6, 2], [7, 2]]), Sentences([[8, 2], [9, 10, 2]]), 3, [])
     batch = pairs.batch([1, 0])
     assert batch["input_ids"].tolist() == [[7, 2, 3], [5, 6, 2]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch["targets"].tolist() == [[9, 10, 2], [8, 2, -100]]
 
 
-def test_parts_are_joined():
-    parts = [[[1, 2], [3]], [], [[4, 5, 6]]]
-    joined = Sentences.join([Sentences.of(part) for part in parts])
-    assert [joined[row].tolist() for row in range(3)] == [[1, 2], [3], [4, 5, 6]]
-
-
-# -- batches -----------------------------------------------------------------------------------
-
-
-def lengths(seed: int, num: int = 500) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(seed)
-    return generator.integers(2, 30, num), generator.integers(2, 30, num)
-
-
-def test_batches_hold_so_many_tokens_and_every_pair_once_an_epoch():
-    source, target = lengths(0)
-    batches = TokenBatches(source, target, 200, seed=1)
-    epoch = [batches.rows(index) for index in range(len(batches))]
-    assert sorted(row for rows in epoch for row in rows) == list(range(500))
-    for rows in epoch:
-        assert len(rows) * max(source[rows].max(), target[rows].max()) <= 200
-    real = sum(target[rows].sum() for rows in epoch)
-    padded = sum(len(rows) * target[rows].max() for rows in epoch)
-    assert real / padded > 0.8
-
-
-def test_any_batch_can_be_asked_for_first():
-    source, target = lengths(2)
-    whole = TokenBatches(source, target, 150, seed=1)
-    wanted = 3 * len(whole)
-    expected = [whole.rows(index) for index in range(wanted + 1)]
-    fresh = TokenBatches(source, target, 150, seed=1)
-    assert fresh.rows(wanted) == expected[wanted]
-    assert fresh.rows(5) == expected[5]
-    assert TokenBatches(source, target, 150, seed=2).rows(5) != expected[5]
-    assert expected[0] != expected[len(whole)]  # epochs differ
-
-
-def test_cutting_by_hand():
-    order, sizes = np.array([3, 1, 0, 2]), np.array([4, 2, 5, 2])
-    assert [rows.tolist() for rows in cut_by_tokens(order, sizes, 8)] == [[3, 1], [0], [2]]
+def test_sentences_are_one_array():
+    sentences = Sentences([[1, 2], [3]])
+    sentences.append([4, 5, 6])
+    assert [sentences[row].tolist() for row in range(3)] == [[1, 2], [3], [4, 5, 6]]
+    assert sentences.ids.tolist() == [1, 2, 3, 4, 5, 6] and sentences.ids.dtype == np.int32
+    assert sentences.starts.tolist() == [0, 2, 3, 6] and sentences.lengths.tolist() == [2, 1, 3]
 
 
 def test_a_sentence_longer_than_a_batch_is_no_batch():

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deepenough import ParForCausalLM
 from deepenough.__main__ import main
 from deepenough.data.config import DatasetConfig
-from deepenough.data.prepare import prepare
+from deepenough.data.tokens import prepare
 
 BAR = 4.45
 STEPS = 200

@@ -9,9 +9,9 @@ import torch
 
 from deepenough import cli
 from deepenough.config import dump
+from deepenough.data.config import TranslationDataConfig
 from deepenough.data.tokenizer import save_tokenizer
-from deepenough.data.translation import TranslationDataConfig, open_parallel
-from deepenough.data.translation_batches import joint_tokenizer
+from deepenough.data.translation import joint_tokenizer, open_parallel
 from deepenough.lazy.config import (
     LazyModelConfig,
     ProgramConfig,

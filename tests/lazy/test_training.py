@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from deepenough.config import resolve
-from deepenough.data.translation import TranslationDataConfig, open_parallel
-from deepenough.data.translation_batches import TokenBatches, joint_tokenizer
+from deepenough.data.batches import TokenBatches
+from deepenough.data.config import TranslationDataConfig
+from deepenough.data.translation import joint_tokenizer, open_parallel
 from deepenough.errors import UserError
 from deepenough.lazy.config import (
     BeamSearchConfig,

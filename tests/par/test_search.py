@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepenough import ParConfig, ParForCausalLM, UserError
 from deepenough.config import resolve
-from deepenough.data.prepare import prepare
-from deepenough.data.tokens import ContextBatches
+from deepenough.data.tokens import ContextBatches, prepare
 from deepenough.par import search, training
 from deepenough.par.config import BRANCHES, ParSearchConfig, interleaved
 from deepenough.par.search import (

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from deepenough.__main__ import main
-from deepenough.data.classification import Example
-from deepenough.data.classification_batches import EncodedExamples
+from deepenough.data.classification import EncodedExamples, Example
 from deepenough.errors import UserError
 from deepenough.measurement import ComparedData, ComparedRun
 from deepenough.ponder.config import ExitConfig, PonderEvalConfig, PonderGrid

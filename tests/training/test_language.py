@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from deepenough.config import resolve
-from deepenough.data.prepare import Prepared, prepare
-from deepenough.data.tokens import ContextBatches
+from deepenough.data.tokens import ContextBatches, Prepared, prepare
 from deepenough.errors import UserError
 from deepenough.par.config import ParTrainConfig
 from deepenough.par.modeling import ParConfig, ParForCausalLM

@@ -1,80 +1,55 @@
-"""Texts, or pairs of texts, with labels: from files, from the hub, from bAbI.
+"""Texts, or pairs of texts, with labels: from files, from the hub.
 
 A row that cannot be used is refused by its number, before anything is trained: an empty text, a
 label that is missing, of another kind than the others, or out of range. Labels are whole numbers
 from 0 or names, and what the first one is, the others must be: a word among numbers is a mistake
 and would silently become a class of its own.
+
+CSV and TSV files are read by `pandas.read_csv`, which `datasets` reads them with. It is called
+here, because `datasets.load_dataset` guesses types (007 becomes 7) unless it is told all columns
+beforehand. Of JSONL `datasets` turns columns of dates into timestamps and refuses a text that ends
+in half an emoji, so each line is read by `json`. A TSV file has no quoting, as GLUE's have none.
 """
 
 from __future__ import annotations
 
+import csv
+import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepenough.config import bounded, validate
-from deepenough.data.corpus import GOLDEN_RATIO, candidates, group_by_split, open_splits
-from deepenough.data.example_files import (
-    BABI,
-    TABLE_SUFFIXES,
-    ExampleRow,
-    read_babi,
-    read_tables,
+import torch
+from torch import Tensor
+
+from deepenough.config import validate
+from deepenough.data.config import ClassificationConfig
+from deepenough.data.corpus import (
+    candidates,
+    did_you_mean,
+    group_by_split,
+    is_hub_name,
+    open_splits,
+    read_lines,
+    split_of,
 )
 from deepenough.errors import UserError
 
 logger = logging.getLogger("deepenough")
 
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")
 TEXT_COLUMNS = ("text", "sentence", "sentence1", "premise", "question1", "question", "review")
 PAIR_COLUMNS = ("pair", "sentence2", "hypothesis", "question2")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
 LABEL_NAMES = {"sst2": ("negative", "positive")}
 """What the numbers of a known data set mean."""
 
-UNLABELLED = -1
+UNLABELLED = "-1"
 GAPS_PER_LABEL, GAPS_ALLOWED = 2, 8
 """A highest label this far above the number of different ones is a slip of the pen."""
-
-
-@dataclass
-class ClassificationConfig:
-    """Examples and batches."""
-
-    text_column: str | None = None
-    """Column of the text; by default the first that is called text, sentence, premise, ..."""
-
-    pair_column: str | None = None
-    """Column of the second text of a pair; by default one called sentence2, hypothesis, ..., if the
-    text's column was not named either."""
-
-    label_column: str | None = None
-    """Column of the label; by default label, class or target."""
-
-    num_labels: int | None = bounded(None, ge=1)
-    """Number of labels; by default what the training examples have."""
-
-    valid_fraction: float = bounded(0.05, ge=0, lt=1)
-    """Share of the training examples held out for validation where there is no such split."""
-
-    limit: int | None = bounded(None, ge=1)
-    """Use only so many training examples."""
-
-    max_length: int = bounded(128, ge=1)
-    """Tokens at which texts are cut."""
-
-    batch_size: int = bounded(32, ge=1)
-    """Examples in one batch, over all processes."""
-
-    def token_limit(self, model_limit: int | None) -> int:
-        """Return where texts are cut: as asked for, but no more than the model can read."""
-        return min(self.max_length, model_limit or self.max_length)
-
-    def for_other_data(self) -> ClassificationConfig:
-        """Return the same settings for examples that are not trained on: all of them are used."""
-        return replace(self, valid_fraction=0.0, limit=None)
 
 
 class Example(NamedTuple):
@@ -107,7 +82,7 @@ def open_classification(
     """Read all examples.
 
     Args:
-        data: File, folder, name under $DEEPENOUGH_DATA, `babi`, or name on the hub.
+        data: File, folder, name under $DEEPENOUGH_DATA, or name on the hub.
         config: Columns, number of labels, what to hold out.
         labels: The labels that a model knows, where there is one already.
     """
@@ -115,60 +90,46 @@ def open_classification(
     tables, names = _find(data, config)
     splits: dict[str, list[_RawExample]] = {}
     for split, rows in tables.items():
-        columns = _Columns(config, needs_label=split != "test")
-        read = [columns.read(row) for row in rows]
-        if split != "train" and all(_as_number(row.label) == UNLABELLED for row in read):
+        read = list(_raw_examples(rows, config, needs_label=split != "test"))
+        if split != "train" and all(row.label == UNLABELLED for row in read):
             logger.warning("The %s split of %s has no labels and is left out.", split, data)
             continue
         splits[split] = read
     if not any(splits.values()):
         raise UserError(f"There are no examples in {data}: give a file with rows.")
     if labels is None:
-        found = _find_labels(splits["train"], config.num_labels)
+        found = _label_names(splits["train"], config.num_labels)
         labels = names if names and len(names) >= len(found) else found
     examples = {
         split: [Example(row.text, row.pair, _label_index(row, labels)) for row in rows]
         for split, rows in splits.items()
     }
-    return LabelledTexts(data, _complete(data, examples, config), tuple(labels))
-
-
-def _complete(
-    data: str, examples: dict[str, list[Example]], config: ClassificationConfig
-) -> dict[str, list[Example]]:
-    """Hold out a validation split if there is none, and keep only `limit` training examples."""
-    train = examples["train"]
     if "valid" not in examples and config.valid_fraction > 0:
-        # Multiples of the golden ratio fill the unit interval evenly, whatever the order of labels.
-        places = [(number + 1) * GOLDEN_RATIO % 1.0 for number in range(len(train))]
-        held = [place < config.valid_fraction for place in places]
-        valid = [example for example, out in zip(train, held, strict=True) if out]
-        if valid:
-            examples = examples | {"valid": valid}
-            train = [example for example, out in zip(train, held, strict=True) if not out]
-    if not train:
+        parts: dict[str, list[Example]] = {"train": [], "valid": []}
+        for number, example in enumerate(examples["train"]):
+            parts[split_of(number, {"valid": config.valid_fraction})].append(example)
+        examples |= {split: part for split, part in parts.items() if part or split == "train"}
+    if not examples["train"]:
         raise UserError(
             f"No training example of {data} is left when {config.valid_fraction:g} of them are "
             "held out: give more, or lower dataset.valid_fraction."
         )
-    return examples | {"train": train[: config.limit]}
+    examples["train"] = examples["train"][: config.limit]
+    return LabelledTexts(data, examples, tuple(labels))
 
 
 # -- where examples come from ----------------------------------------------------------------------
 
-_Tables = tuple[dict[str, Iterable[ExampleRow]], tuple[str, ...] | None]
+Row = tuple[str, Mapping[str, Any]]
+"""Where a row stands, such as `row 3 of train.tsv`, counted from 1, and its values by column."""
 
 
-def _find(data: str, config: ClassificationConfig) -> _Tables:
+def _find(
+    data: str, config: ClassificationConfig
+) -> tuple[dict[str, Iterable[Row]], tuple[str, ...] | None]:
     """Return the rows of every split, and the names of all labels where the source tells them."""
-    if data == BABI or data.startswith(f"{BABI}:"):
-        return read_babi(data)
-    if data.startswith("hf:"):
-        return _hub_rows(data.removeprefix("hf:"), config)
-    names = LABEL_NAMES.get(Path(data).name)
-    for candidate in candidates(data):
-        if candidate.is_file():
-            return {"train": read_tables([candidate])}, names
+    for candidate in [] if data.startswith("hf:") else candidates(data):
+        paths = [candidate] if candidate.is_file() else []
         if candidate.is_dir():
             paths = sorted(p for p in candidate.iterdir() if p.suffix.lower() in TABLE_SUFFIXES)
             if not paths:
@@ -176,32 +137,80 @@ def _find(data: str, config: ClassificationConfig) -> _Tables:
                     f"The folder {candidate} holds no {', '.join(TABLE_SUFFIXES)} file: name a "
                     "file or another folder."
                 )
-            groups = group_by_split(paths)
-            return {split: read_tables(files) for split, files in groups.items()}, names
-    if re.fullmatch(r"[\w-]+/[\w.-]+(:[\w.-]+)?", data) and Path(data).suffix not in TABLE_SUFFIXES:
-        return _hub_rows(data, config)
-    raise UserError(
-        f"There is no file or folder {data}, here or under $DEEPENOUGH_DATA: check the name, set "
-        f"the variable, or give hf:{data} for the hub."
-    )
-
-
-def _hub_rows(name: str, config: ClassificationConfig) -> _Tables:
-    repository, _, part = name.partition(":")
+        if paths:
+            tables = {split: read_tables(files) for split, files in group_by_split(paths).items()}
+            return tables, LABEL_NAMES.get(Path(data).name)
+    if not data.startswith("hf:") and (not is_hub_name(data) or data.endswith(TABLE_SUFFIXES)):
+        raise UserError(
+            f"There is no file or folder {data}, here or under $DEEPENOUGH_DATA: check the name, "
+            f"set the variable, or give hf:{data} for the hub.{did_you_mean(data)}"
+        )
+    repository, _, part = data.removeprefix("hf:").partition(":")
     splits = open_splits(repository, part or None, "there is no such file or folder")
     features: Any = getattr(splits["train"], "features", None) or {}
     label = config.label_column or next((c for c in LABEL_COLUMNS if c in features), "")
     names = getattr(features.get(label), "names", None)
-    tables = {split: _numbered(split, rows) for split, rows in splits.items()}
+    tables = {split: _numbered(rows, f"the {split} split") for split, rows in splits.items()}
     return tables, tuple(names) if names else None
 
 
-def _numbered(split: str, rows: Iterable[Mapping[str, Any]]) -> Iterable[ExampleRow]:
+def read_tables(paths: Sequence[Path]) -> Iterator[Row]:
+    """Yield the rows of CSV, TSV and JSONL files in order."""
+    for path in paths:
+        if path.suffix.lower() not in TABLE_SUFFIXES:
+            raise UserError(
+                f"{path} is no table of examples: give a file that ends in "
+                f"{', '.join(TABLE_SUFFIXES)}."
+            )
+        read = _read_jsonl if path.suffix.lower() == ".jsonl" else _read_csv
+        yield from _numbered(read(path), path.name)
+
+
+def _numbered(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[Row]:
     for number, row in enumerate(rows, start=1):
-        yield ExampleRow(f"row {number} of the {split} split", row)
+        yield f"row {number} of {source}", row
 
 
-# -- columns ---------------------------------------------------------------------------------------
+def _read_csv(path: Path) -> list[dict[str, str]]:
+    import pandas  # here, because most commands do not need it
+
+    tabs = path.suffix.lower() == ".tsv"
+    try:
+        table = pandas.read_csv(
+            path,
+            sep="\t" if tabs else ",",
+            quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,
+            dtype=str,
+            keep_default_na=False,
+            encoding="utf-8-sig",
+        )
+    except pandas.errors.EmptyDataError as error:
+        raise UserError(f"{path} is empty: its first line must name its columns.") from error
+    except (OSError, ValueError) as error:  # the parser's and the decoder's are ValueErrors
+        kind = path.suffix[1:].upper()
+        reason = str(error).strip().removeprefix("Error tokenizing data. C error: ")
+        raise UserError(f"{path} could not be read as UTF-8 {kind}: {reason}.") from error
+    if not isinstance(table.index, pandas.RangeIndex):  # pandas takes the first cells for names
+        raise UserError(f"{path} has more cells in its rows than its first line names columns.")
+    return table.rename(columns=str.strip).to_dict("records")
+
+
+def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(read_lines([path]), start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise UserError(
+                f'Line {number} of {path} is no JSON object such as {{"text": "...", "label": 0}}.'
+            )
+        yield values
+
+
+# -- columns and labels ----------------------------------------------------------------------------
 
 
 class _RawExample(NamedTuple):
@@ -210,49 +219,36 @@ class _RawExample(NamedTuple):
     place: str
     text: str
     pair: str | None
-    label: Any
+    label: str
 
 
-class _Columns:
-    """Where a table keeps what is needed; names left open are found in its first row."""
+def _raw_examples(
+    rows: Iterable[Row], config: ClassificationConfig, needs_label: bool
+) -> Iterator[_RawExample]:
+    """Yield the examples of a table; names of columns left open are found in its first row.
 
-    def __init__(self, config: ClassificationConfig, needs_label: bool) -> None:
-        """Choose nothing yet; the labels of a test split may be secret (`needs_label`)."""
-        self.text, self.pair = config.text_column, config.pair_column
-        self.label, self.needs_label = config.label_column, needs_label
-        self.chosen = False
-
-    def read(self, row: ExampleRow) -> _RawExample:
-        if not self.chosen:
-            self._choose(list(row.values))
-        text = self._text(row, str(self.text))
-        pair = self._text(row, self.pair) if self.pair is not None else None
-        label = UNLABELLED if self.label is None else row.values.get(self.label)
-        return _RawExample(row.place, text, pair, label)
-
-    def _choose(self, here: list[str]) -> None:
-        if self.text is None and self.pair is None:
-            self.pair = next((name for name in PAIR_COLUMNS if name in here), None)
-        self.text = _column("text", self.text, TEXT_COLUMNS, here)
-        usual = LABEL_COLUMNS if self.label is None else (self.label,)
-        has_label = self.needs_label or any(name in here for name in usual)
-        self.label = _column("label", self.label, LABEL_COLUMNS, here) if has_label else None
-        if self.pair is not None:
-            _column("pair", self.pair, (), here)
-        self.chosen = True
-
-    @staticmethod
-    def _text(row: ExampleRow, column: str) -> str:
-        value = row.values.get(column)
-        if value is None or not str(value).strip():
-            raise UserError(
-                f"The text in column {column!r} is empty in {row.place}: fill it or remove the row."
-            )
-        # A lone half of a character, which JSON allows, is none for a tokenizer.
-        return str(value).strip().encode("utf-8", "replace").decode("utf-8")
+    The labels of a test split may be secret: `needs_label` is False for one.
+    """
+    text, pair, label = config.text_column, config.pair_column, config.label_column
+    for number, (place, values) in enumerate(rows):
+        if number == 0:
+            if text is None and pair is None:
+                pair = next((name for name in PAIR_COLUMNS if name in values), None)
+            text = _column("text", text, TEXT_COLUMNS, values)
+            usual = LABEL_COLUMNS if label is None else (label,)
+            has_label = needs_label or any(name in values for name in usual)
+            label = _column("label", label, LABEL_COLUMNS, values) if has_label else None
+            if pair is not None:
+                _column("pair", pair, (), values)
+        yield _RawExample(
+            place,
+            _text_in(values, str(text), place),
+            None if pair is None else _text_in(values, pair, place),
+            UNLABELLED if label is None else _label_text(values.get(label)),
+        )
 
 
-def _column(role: str, given: str | None, usual: Iterable[str], here: list[str]) -> str:
+def _column(role: str, given: str | None, usual: Iterable[str], here: Iterable[str]) -> str:
     """Return the name of a column among those `here`, the one given or the first usual one."""
     wanted = [given] if given is not None else list(usual)
     found = next((name for name in wanted if name in here), None)
@@ -265,28 +261,49 @@ def _column(role: str, given: str | None, usual: Iterable[str], here: list[str])
     return found
 
 
-# -- labels ----------------------------------------------------------------------------------------
+def _text_in(values: Mapping[str, Any], column: str, place: str) -> str:
+    value = values.get(column)
+    if value is None or not str(value).strip():
+        raise UserError(
+            f"The text in column {column!r} is empty in {place}: fill it or remove the row."
+        )
+    # A lone half of a character, which JSON allows, is none for a tokenizer.
+    return str(value).strip().encode("utf-8", "replace").decode("utf-8")
 
 
-def _find_labels(rows: Sequence[_RawExample], num_labels: int | None) -> tuple[str, ...]:
+def _label_text(value: Any) -> str:
+    """Return a label as it would stand in a CSV file, empty if there is none."""
+    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
+        value = int(value)
+    return "" if value is None else str(value).strip()
+
+
+def _label_names(rows: Sequence[_RawExample], num_labels: int | None) -> tuple[str, ...]:
     """Return the names of all labels of a training set.
 
     Numbers are named by their digits, and there are as many as the highest one asks for.
     """
     if not rows:
         raise UserError("There are no training examples: give a file with at least one row.")
-    if _as_number(rows[0].label) is None:
-        names = sorted({_label_name(row) for row in rows})
-        num_found = len(names)
-    else:
-        numbers = [_label_number(row) for row in rows]
-        highest, num_found = max(numbers), len(set(numbers))
-        if num_labels is None and highest > GAPS_PER_LABEL * num_found + GAPS_ALLOWED:
+    numeric = _is_numeric(rows[0].label)
+    for row in rows:
+        _check_present(row)
+        if _is_numeric(row.label) != numeric or (numeric and not _is_whole(row.label)):
+            kind = "is not a whole number" if numeric else "is a number, but the first is a name"
             raise UserError(
-                f"The label {highest} in {rows[numbers.index(highest)].place} is far above the "
-                f"number of different labels, {num_found}: correct it, or give dataset.num_labels."
+                f"The label {row.label!r} in {row.place} {kind}: labels are either all whole "
+                "numbers from 0 or all names."
             )
-        names = [str(number) for number in range(num_labels or highest + 1)]
+    names = sorted({row.label for row in rows})
+    num_found = len(names)
+    if numeric:
+        highest = max(rows, key=lambda row: int(row.label))
+        if num_labels is None and int(highest.label) > GAPS_PER_LABEL * num_found + GAPS_ALLOWED:
+            raise UserError(
+                f"The label {highest.label} in {highest.place} is far above the number of "
+                f"different labels, {num_found}: correct it, or give dataset.num_labels."
+            )
+        names = [str(number) for number in range(num_labels or int(highest.label) + 1)]
     if num_labels is not None and len(names) != num_labels:
         raise UserError(
             f"dataset.num_labels is {num_labels}, but the training examples have {len(names)} "
@@ -299,59 +316,66 @@ def _find_labels(rows: Sequence[_RawExample], num_labels: int | None) -> tuple[s
 
 def _label_index(row: _RawExample, names: Sequence[str]) -> int:
     """Return the number of a label; UserError, naming the place, if it is none of the names."""
-    value = _present(row)
-    if isinstance(value, str) and value.strip() in names:
-        return list(names).index(value.strip())
-    if _as_number(value) is None and any(_as_number(name) is None for name in names):
-        shown = ", ".join(list(names)[:8]) + (", ..." if len(names) > 8 else "")
-        raise UserError(f"The label {value!r} in {row.place} is none of those known: {shown}.")
-    number = _label_number(row)
-    if number >= len(names):
+    _check_present(row)
+    if row.label in names:
+        return names.index(row.label)
+    if not _is_whole(row.label):
+        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise UserError(f"The label {row.label!r} in {row.place} is none of those known: {shown}.")
+    if not 0 <= int(row.label) < len(names):
         raise UserError(
-            f"The label {number} in {row.place} is out of range: labels go from 0 to "
+            f"The label {row.label} in {row.place} is out of range: labels go from 0 to "
             f"{len(names) - 1}."
         )
-    return number
+    return int(row.label)
 
 
-def _label_number(row: _RawExample) -> int:
-    number = _as_number(_present(row))
-    if number is None:
-        raise UserError(
-            f"The label {row.label!r} in {row.place} is not a whole number: labels are either all "
-            "whole numbers from 0 or all names."
-        )
-    if number < 0:
-        raise UserError(f"The label {number} in {row.place} is out of range: labels begin with 0.")
-    return number
-
-
-def _label_name(row: _RawExample) -> str:
-    name = str(_present(row)).strip()
-    try:
-        float(name)
-    except ValueError:
-        return name
-    _label_number(row)  # refuses one that is not whole
-    raise UserError(
-        f"The label {row.label!r} in {row.place} is a number, while the first one is a name: "
-        "labels are either all whole numbers from 0 or all names."
-    )
-
-
-def _present(row: _RawExample) -> Any:
-    if row.label is None or (isinstance(row.label, str) and not row.label.strip()):
+def _check_present(row: _RawExample) -> None:
+    if not row.label:
         raise UserError(f"The label is missing in {row.place}: add it or remove the row.")
-    return row.label
 
 
-def _as_number(value: Any) -> int | None:
-    """Return a whole number however it is written, or None."""
-    if isinstance(value, bool | int):
-        return int(value)
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else None
-    try:
-        return int(str(value).strip())
-    except ValueError:
-        return None
+def _is_numeric(label: str) -> bool:
+    return re.fullmatch(r"[+-]?\d+(\.\d*)?", label) is not None
+
+
+def _is_whole(label: str) -> bool:
+    return re.fullmatch(r"[+-]?\d+", label) is not None
+
+
+# -- token ids -------------------------------------------------------------------------------------
+
+
+class EncodedExamples:
+    """Examples as token ids, texts longer than `max_length` tokens cut."""
+
+    def __init__(
+        self, examples: Sequence[Example], tokenizer: Any, max_length: int, name: str = "given"
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.labels = [example.label for example in examples]
+        texts = [example.text for example in examples]
+        has_pairs = any(example.pair is not None for example in examples)
+        pairs = [example.pair or "" for example in examples] if has_pairs else None
+        encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length, verbose=False)
+        # Not the masks, which are all ones before there is padding.
+        self.columns: dict[str, list[list[int]]] = {
+            key: encoded[key] for key in ("input_ids", "token_type_ids") if key in encoded
+        }
+        self.lengths = [len(ids) for ids in self.columns["input_ids"]]
+        num_full = sum(length == max_length for length in self.lengths)
+        if num_full:
+            logger.info("%d of %d %s texts fill or exceed %d tokens and may be cut.",
+                        num_full, len(texts), name, max_length)  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, rows: Sequence[int], device: torch.device | None = None) -> dict[str, Tensor]:
+        """Return a model's arguments for these examples: ids, mask, types, labels."""
+        features = {key: [values[row] for row in rows] for key, values in self.columns.items()}
+        features["attention_mask"] = [[1] * self.lengths[row] for row in rows]
+        padded: Any = self.tokenizer.pad(features, return_tensors="pt")
+        result: dict[str, Tensor] = dict(padded)
+        result["labels"] = torch.tensor([self.labels[row] for row in rows])
+        return {key: value.to(device) for key, value in result.items()}

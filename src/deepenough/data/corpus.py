@@ -3,6 +3,9 @@
 Whatever the source, a split is one thing: a function that starts a fresh iterator of lines. What a
 source lacks in valid and test text is cut from its training text by blocks of neighbouring lines,
 spread evenly and the same on every run.
+
+Lines end at a line feed alone (a carriage return before it is dropped), because `str.splitlines`
+would also cut at form feeds and exotic separators and so change the line count of a corpus.
 """
 
 from __future__ import annotations
@@ -20,20 +23,33 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedReader
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, BinaryIO
 
 from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.config import nearest
 from deepenough.errors import UserError
 
+logger = logging.getLogger("deepenough")
+
 Lines = Callable[[], Iterator[str]]
 
-SPLITS = ("train", "valid", "test")
 DATA_VARIABLE = "DEEPENOUGH_DATA"
+SPLITS = ("train", "valid", "test")
+SPLIT_NAMES = {
+    "train": "train",
+    "training": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "val": "valid",
+    "dev": "valid",
+    "test": "test",
+}
+TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".rst", ".tex", ".tokens", ".raw"})
+# A file without line feeds must not be read whole; a line longer than this is cut into several.
+MAX_LINE_BYTES = 1 << 20
 BLOCK_LINES = 20
 FEWEST_BLOCKS = 40
 GOLDEN_RATIO = 0.6180339887498949
@@ -52,7 +68,7 @@ class Corpus:
         return tuple(split for split in SPLITS if split in self.sources)
 
     def lines(self, split: str) -> Iterator[str]:
-        """Yield a fresh iterator of the split's lines, without line ends."""
+        """Return a fresh iterator of the split's lines, without line ends."""
         if split not in self.sources:
             raise UserError(
                 f"The corpus {self.name} has no split {split!r}: it has {', '.join(self.splits)}."
@@ -65,7 +81,7 @@ class Corpus:
                 "of more lines or files named train, valid and test, or set valid_fraction and "
                 "test_fraction to 0."
             )
-        return _prepend(first, lines)
+        return chain([first], lines)
 
     def fingerprint(self, split: str) -> str:
         """Return a hash of the split's content, streamed."""
@@ -94,48 +110,46 @@ def open_corpus(
             "valid_fraction and test_fraction must be at least 0 and together below 1: "
             f"got {valid_fraction} and {test_fraction}."
         )
-    sources = _find(name, cache)
+    if name == "python":
+        files = {"train": [prose_file(cache)]}
+    else:
+        files = group_by_split(_find_local(name) or _find_on_hub(name, cache))
+    sources: dict[str, Lines] = {split: partial(read_lines, files[split]) for split in files}
     missing = {
         split: fraction
         for split, fraction in (("valid", valid_fraction), ("test", test_fraction))
         if split not in sources and fraction > 0
     }
     if missing:
-        sources |= _hold_out(sources["train"], missing)
+        train = sources["train"]
+        for split in ("train", *missing):
+            sources[split] = partial(_held_out, train, split, missing)
     corpus = Corpus(name, sources)
     corpus.lines("train")  # an empty corpus is refused here, not in the middle of a run
     return corpus
 
 
-def _find(name: str, cache: str | os.PathLike[str] | None) -> dict[str, Lines]:
-    if name == "python":
-        return {"train": partial(read_lines, [prose_file(cache)])}
-    if not name.startswith("hf:"):
-        local = _find_local(name)
-        if local is not None:
-            return local
-        if not is_hub_name(name):
-            raise UserError(f"No corpus {name!r}: {_where_looked(name)}.{did_you_mean(name)}")
-    return _sources_of(hub_files(name.removeprefix("hf:"), cache, _where_looked(name)))
+def _held_out(lines: Lines, wanted: str, fractions: Mapping[str, float]) -> Iterator[str]:
+    """Yield the lines of one split; consecutive lines go to it together, fewer in a short text."""
+    num_lines = sum(1 for _ in islice(lines(), FEWEST_BLOCKS * BLOCK_LINES))
+    length = max(1, num_lines // FEWEST_BLOCKS)
+    for number, line in enumerate(lines()):
+        if split_of(number // length, fractions) == wanted:
+            yield line
 
 
-def _find_local(name: str) -> dict[str, Lines] | None:
-    for candidate in candidates(name):
-        if candidate.is_file():
-            return {"train": partial(read_lines, [candidate])}
-        if candidate.is_dir():
-            paths = text_files_under(candidate)
-            if not paths:
-                raise UserError(
-                    f"The folder {candidate} holds no text file ({', '.join(sorted(TEXT_SUFFIXES))}"
-                    "): name other files by a glob."
-                )
-            return _sources_of(paths)
-        paths = sorted(Path(path) for path in glob.glob(str(candidate), recursive=True))
-        paths = [path for path in paths if path.is_file()]
-        if paths:
-            return _sources_of(paths)
-    return None
+def split_of(number: int, fractions: Mapping[str, float]) -> str:
+    """Return the split of a numbered piece of the training text; `fractions` are held out."""
+    # Multiples of the golden ratio fill the unit interval evenly, whatever the fractions are.
+    place = (number + 1) * GOLDEN_RATIO % 1.0
+    for split, fraction in fractions.items():
+        if place < fraction:
+            return split
+        place -= fraction
+    return "train"
+
+
+# -- where texts are found -------------------------------------------------------------------------
 
 
 def candidates(name: str) -> list[Path]:
@@ -145,8 +159,49 @@ def candidates(name: str) -> list[Path]:
     return [given, Path(base) / given] if base and not given.is_absolute() else [given]
 
 
-def _sources_of(paths: list[Path]) -> dict[str, Lines]:
-    return {split: partial(read_lines, files) for split, files in group_by_split(paths).items()}
+def _find_local(name: str) -> list[Path]:
+    """Return the files that a name means on this machine, none for a name of the hub."""
+    for candidate in [] if name.startswith("hf:") else candidates(name):
+        if candidate.is_dir():
+            paths = [path for path in sorted(candidate.rglob("*")) if _is_text(path, candidate)]
+            if not paths:
+                raise UserError(
+                    f"The folder {candidate} holds no text file ({', '.join(sorted(TEXT_SUFFIXES))}"
+                    "): name other files by a glob."
+                )
+            return paths
+        if candidate.is_file():
+            return [candidate]
+        found = sorted(Path(path) for path in glob.glob(str(candidate), recursive=True))
+        if files := [path for path in found if path.is_file()]:
+            return files
+    return []
+
+
+def _is_text(path: Path, folder: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return path.suffix.lower() in TEXT_SUFFIXES and path.is_file() and not hidden
+
+
+def _find_on_hub(name: str, cache: str | os.PathLike[str] | None) -> list[Path]:
+    """Return one text file per split of `owner/name[:config[:column]]`, kept in the cache."""
+    base = os.environ.get(DATA_VARIABLE)
+    elsewhere = f"nor under {base} (${DATA_VARIABLE})" if base else f"and ${DATA_VARIABLE} is unset"
+    looked = f"no file, folder or glob of that name is here, {elsewhere}"
+    if name.startswith("hf:"):
+        name, looked = name.removeprefix("hf:"), "hf: means the hub alone"
+    elif not is_hub_name(name):
+        raise UserError(f"No corpus {name!r}: {looked}.{did_you_mean(name)}")
+
+    def fetch(folder: Path) -> None:
+        repository, _, rest = name.partition(":")
+        config, _, column = rest.partition(":")
+        for split, rows in open_splits(repository, config or None, looked).items():
+            with (folder / f"{split}.txt").open("w", encoding="utf-8", errors="replace") as file:
+                for row in rows:
+                    file.write(_text_of(row, column or "text", name) + "\n")
+
+    return sorted(entry(cache_folder(cache) / "hub" / key_of(name), fetch).iterdir())
 
 
 def is_hub_name(name: str) -> bool:
@@ -167,74 +222,11 @@ def did_you_mean(name: str) -> str:
     return f" Did you mean {found}?" if found else ""
 
 
-def _where_looked(name: str) -> str:
-    if name.startswith("hf:"):
-        return "hf: means the hub alone"
-    base = os.environ.get(DATA_VARIABLE)
-    elsewhere = f"nor under {base} (${DATA_VARIABLE})" if base else f"and ${DATA_VARIABLE} is unset"
-    return f"no file, folder or glob of that name is here, {elsewhere}"
-
-
-def _hold_out(lines: Lines, fractions: Mapping[str, float]) -> dict[str, Lines]:
-    length = _block_length(lines)
-    return {
-        split: partial(_lines_in_blocks, lines, length, split, fractions)
-        for split in ("train", *fractions)
-    }
-
-
-def _block_length(lines: Lines) -> int:
-    """Return how many consecutive lines go to one split together; fewer in a short text."""
-    num_lines = sum(1 for _ in islice(lines(), FEWEST_BLOCKS * BLOCK_LINES))
-    return max(1, num_lines // FEWEST_BLOCKS)
-
-
-def _lines_in_blocks(
-    lines: Lines, length: int, wanted: str, fractions: Mapping[str, float]
-) -> Iterator[str]:
-    for number, line in enumerate(lines()):
-        if _split_of_block(number // length, fractions) == wanted:
-            yield line
-
-
-def _split_of_block(block: int, fractions: Mapping[str, float]) -> str:
-    # Multiples of the golden ratio fill the unit interval evenly, whatever the fractions are.
-    place = (block + 1) * GOLDEN_RATIO % 1.0
-    for split, fraction in fractions.items():
-        if place < fraction:
-            return split
-        place -= fraction
-    return "train"
-
-
-def _prepend(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
-
-
-TEXT_COLUMN = "text"
-
-
-def hub_files(name: str, cache: str | os.PathLike[str] | None, looked: str) -> list[Path]:
-    """Return one text file per split of `owner/name[:config[:column]]`.
+def open_splits(repository: str, config: str | None, looked: str) -> Mapping[str, Any]:
+    """Return the streamed splits of a dataset by our names; a missing dataset is refused.
 
     `looked` says, for the error, where else the name was looked for.
     """
-    folder = entry(cache_folder(cache) / "hub" / key_of(name), partial(_fetch, name, looked))
-    return sorted(folder.iterdir())
-
-
-def _fetch(name: str, looked: str, folder: Path) -> None:
-    repository, _, rest = name.partition(":")
-    config, _, column = rest.partition(":")
-    for split, rows in open_splits(repository, config or None, looked).items():
-        with (folder / f"{split}.txt").open("w", encoding="utf-8", errors="replace") as file:
-            for row in rows:
-                file.write(_text_of(row, column or TEXT_COLUMN, name) + "\n")
-
-
-def open_splits(repository: str, config: str | None, looked: str) -> Mapping[str, Any]:
-    """Return the streamed splits of a dataset by our names; a missing dataset is refused."""
     try:
         import datasets  # here, because importing it takes seconds and most corpora are local
 
@@ -262,6 +254,69 @@ def _text_of(row: Mapping[str, Any], column: str, name: str) -> str:
     return str(row[column])
 
 
+def group_by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """Return files by the split their names speak of (`train.txt`, `wiki.valid.tokens`).
+
+    Where no file is named for training, names mean nothing and all files are training text.
+    """
+    paths = list(paths)
+    named: dict[str, list[Path]] = {}
+    for path in paths:
+        if split := named_split(path.name):
+            named.setdefault(split, []).append(path)
+    return named if "train" in named else {"train": paths}
+
+
+def named_split(name: str) -> str | None:
+    """Return the split that a file's name speaks of, if it does."""
+    words = re.split(r"[._-]", name.lower())
+    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
+
+
+# -- lines of files --------------------------------------------------------------------------------
+
+_warned: set[str] = set()
+
+
+def read_lines(paths: Iterable[Path], strict: bool = False) -> Iterator[str]:
+    """Yield all lines of UTF-8 files without their ends; `strict` refuses what is no UTF-8."""
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                yield from _decoded(file, str(path), strict)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def read_input_lines(file: str | None) -> Iterator[str]:
+    """Yield the lines of a file, or of standard input, without their ends."""
+    if file is None:
+        return _decoded(sys.stdin.buffer, "standard input", strict=False)
+    return read_lines([Path(file)])
+
+
+def _decoded(file: BinaryIO, name: str, strict: bool) -> Iterator[str]:
+    """Yield each line decoded; unless `strict`, bytes that are no UTF-8 are replaced."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("strict" if strict else "replace")
+    for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+        if number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UserError(f"{name} is UTF-16 text: save it as UTF-8.")
+        try:
+            # Of a line that was cut, half a character is kept for the next part.
+            line = decoder.decode(raw, final=len(raw) < MAX_LINE_BYTES)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{name} is not UTF-8 (line {number}): convert it first, for instance with "
+                "iconv -f LATIN1 -t UTF-8."
+            ) from error
+        if "\ufffd" in line and b"\xef\xbf\xbd" not in raw and name not in _warned:
+            _warned.add(name)
+            logger.warning("%s, line %d: what is not UTF-8 was replaced.", name, number)
+        yield line.removesuffix("\n").removesuffix("\r")
+
+
+# -- the prose inside Python -----------------------------------------------------------------------
+
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 # One-line docstrings are mostly fragments ("Return the name."), hardly prose.
 MIN_CHARACTERS = 80
@@ -271,173 +326,29 @@ FILE = "prose.txt"
 def prose_file(cache: str | os.PathLike[str] | None = None) -> Path:
     """Return the corpus as a text file in the cache: parsing the library takes some seconds."""
     root = Path(sysconfig.get_path("stdlib"))
-    folder = cache_folder(cache) / "python" / key_of(sys.version, str(root))
-    return entry(folder, lambda folder: _write(root, folder / FILE)) / FILE
 
+    def write(folder: Path) -> None:
+        documents = [topics[name] for name in sorted(topics)]
+        documents += _docstrings(root)
+        with (folder / FILE).open("w", encoding="utf-8", errors="replace", newline="\n") as file:
+            for document in dict.fromkeys(documents):  # inherited docstrings occur twice
+                for line in document.strip("\n").split("\n"):
+                    file.write(line.rstrip() + "\n")
+                file.write("\n")
 
-def _write(root: Path, path: Path) -> None:
-    documents = [topics[name] for name in sorted(topics)]
-    documents += _docstrings(root)
-    with path.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-        for document in dict.fromkeys(documents):  # inherited docstrings occur twice
-            for line in document.strip("\n").split("\n"):
-                file.write(line.rstrip() + "\n")
-            file.write("\n")
+    return entry(cache_folder(cache) / "python" / key_of(sys.version, str(root)), write) / FILE
 
 
 def _docstrings(root: Path) -> Iterator[str]:
-    for path in sorted(root.rglob("*.py")):
-        if LEFT_OUT.isdisjoint(path.relative_to(root).parts):
-            yield from _docstrings_of(path)
-
-
-def _docstrings_of(path: Path) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old modules hold invalid escapes
-            tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, OSError):
-        return  # templates and deliberately broken files
-    for node in ast.walk(tree):
-        if isinstance(node, documented):
-            text = ast.get_docstring(node)
-            if text is not None and len(text) >= MIN_CHARACTERS:
-                yield text
-
-
-# -- text files ------------------------------------------------------------------------------------
-#
-# Lines of text files, streamed, and which split of a corpus each file belongs to.
-#
-# Lines end at a line feed alone (a carriage return before it is dropped), because `str.splitlines`
-# would also cut at form feeds and exotic separators and so change the line count of a corpus.
-
-logger = logging.getLogger("deepenough")
-
-TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".rst", ".tex", ".tokens", ".raw"})
-SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "valid": "valid",
-    "validation": "valid",
-    "val": "valid",
-    "dev": "valid",
-    "test": "test",
-}
-# A file without line feeds must not be read whole; a line longer than this is cut into several.
-MAX_LINE_BYTES = 1 << 20
-
-_warned: set[Path] = set()
-
-
-def read_lines(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield all lines of the files without their ends; bytes that are no UTF-8 are replaced."""
-    for path in paths:
-        yield from _lines_of(path)
-
-
-def _lines_of(path: Path) -> Iterator[str]:
-    num_invalid = 0
-    with _open(path) as file:
-        start = file.peek(3)
-        check_utf8(start, path)
-        if start.startswith(codecs.BOM_UTF8):  # a byte order mark is no text
-            file.read(len(codecs.BOM_UTF8))
-        rest = b""  # the tail of a cut that fell inside a character
-        while chunk := file.readline(MAX_LINE_BYTES):
-            raw, rest = rest + chunk, b""
-            if raw.endswith(b"\n"):
-                raw = raw[:-2] if raw.endswith(b"\r\n") else raw[:-1]
-            elif len(chunk) == MAX_LINE_BYTES:
-                cut = _character_boundary(raw)
-                raw, rest = raw[:cut], raw[cut:]
-            try:
-                yield raw.decode("utf-8")
-            except UnicodeDecodeError:
-                num_invalid += 1
-                yield raw.decode("utf-8", errors="replace")
-        if rest:
-            num_invalid += 1
-            yield rest.decode("utf-8", errors="replace")
-    if num_invalid and path not in _warned:
-        _warned.add(path)
-        logger.warning(
-            "%s: %d line%s had bytes that are not UTF-8; they were replaced by U+FFFD.",
-            path,
-            num_invalid,
-            "" if num_invalid == 1 else "s",
-        )
-
-
-def check_utf8(start: bytes, name: str | Path) -> None:
-    """Refuse UTF-16 text by its first bytes: replacing what is not UTF-8 would leave nothing."""
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{name} is UTF-16 text: save it as UTF-8.")
-
-
-def _open(path: Path) -> BufferedReader:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _character_boundary(raw: bytes) -> int:
-    """Return the last position near the end at which a UTF-8 character may start."""
-    for back in range(1, 5):
-        if raw[-back] & 0xC0 != 0x80:
-            return len(raw) - back
-    return len(raw)
-
-
-def text_files_under(folder: Path) -> list[Path]:
-    """Return every text file in the folder and below it, hidden ones left out, in a fixed order."""
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in TEXT_SUFFIXES
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
-
-
-def group_by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
-    """Files by the split their names speak of (`train.txt`, `wiki.valid.tokens`).
-
-    Where no file is named for training, names mean nothing and all files are training text.
-    """
-    paths = list(paths)
-    named: dict[str, list[Path]] = {}
-    for path in paths:
-        words = re.split(r"[._-]", path.name.lower())
-        split = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
-        if split is not None:
-            named.setdefault(split, []).append(path)
-    return named if "train" in named else {"train": paths}
-
-
-def read_input_lines(file: str | None) -> Iterator[str]:
-    """Yield the lines of a file, or of standard input, without their ends."""
-    if file is None:
-        yield from _decoded(sys.stdin.buffer, "standard input")
-        return
-    try:
-        with open(file, "rb") as lines:
-            yield from _decoded(lines, file)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-
-
-def _decoded(lines: Iterable[bytes], name: str) -> Iterator[str]:
-    """Yield each line decoded; what is no UTF-8 is replaced, with one warning."""
-    told = False
-    for number, raw in enumerate(lines, start=1):
-        if number == 1:
-            check_utf8(raw, name)
-            raw = raw.removeprefix(codecs.BOM_UTF8)
-        line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
-        if not told and "\ufffd" in line:
-            told = True
-            logger.warning("%s, line %d: what is not UTF-8 was replaced.", name, number)
-        yield line
+    for path in sorted(root.rglob("*.py")):
+        if not LEFT_OUT.isdisjoint(path.relative_to(root).parts):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # old modules hold invalid escapes
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            continue  # templates and deliberately broken files
+        texts = [ast.get_docstring(n) for n in ast.walk(tree) if isinstance(n, documented)]
+        yield from (text for text in texts if text and len(text) >= MIN_CHARACTERS)

@@ -14,7 +14,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from deepenough.artifacts import cache_folder, entry, key_of
+from deepenough.data.config import TokenizerConfig
 from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
 
@@ -36,6 +38,8 @@ MAX_COPIES = 20
 SEED = 1
 # Not the number of cores: floating-point sums, and so the pieces, depend on how work is shared.
 NUM_TRAINING_THREADS = 4
+# Part of a trained tokenizer's key: to be changed with the way tokenizers are trained.
+TRAINING_RECIPE = "1"
 
 
 def load_tokenizer(
@@ -53,18 +57,23 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(os.fspath(found or path))
     except Exception as error:  # transformers raises many kinds
-        what = f"The folder {found} holds no" if found else "There is no file, folder or hub"
         raise UserError(
-            f"{what} tokenizer{'' if found else f' {os.fspath(path)!r}'} that could be loaded "
-            f"({type(error).__name__}): give a SentencePiece .model file or a folder with "
-            "tokenizer.json."
+            f"No tokenizer could be loaded from {os.fspath(path)!r} ({type(error).__name__}): give "
+            "a SentencePiece .model file, a folder with tokenizer.json or a hub name."
         ) from error
     if lowercase and not lowers_case(tokenizer):
-        _lower_first(tokenizer)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError(
+                f"{type(tokenizer).__name__} cannot be told to lower the case of its text: "
+                "leave lowercase off."
+            )
+        steps = [normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
+        backend.normalizer = normalizers.Sequence(steps)
     if found is not None and (found / MODEL_FILE).is_file():
         model = (found / MODEL_FILE).read_bytes()
         if len(parse_model(model, found / MODEL_FILE).pieces) == len(tokenizer):
-            attach_encoder(tokenizer, model)
+            setattr(tokenizer, ATTRIBUTE, SentencePieceEncoder(model, lowers_case(tokenizer)))
     return tokenizer
 
 
@@ -73,9 +82,8 @@ def train_tokenizer(
     vocab_size: int,
     lowercase: bool = False,
     symbols: Sequence[str] = (),
-    folder: str | os.PathLike[str] | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Train a tokenizer of exactly `vocab_size` pieces, saved to `folder` if one is given.
+    """Train a tokenizer of exactly `vocab_size` pieces.
 
     Each of `symbols` is always one piece, whatever surrounds it.
     """
@@ -86,20 +94,6 @@ def train_tokenizer(
             )
     if lowercase:
         lines, symbols = map(lower, lines), [lower(symbol) for symbol in symbols]
-    model = _train(lines, vocab_size, list(dict.fromkeys(symbols)))
-    tokenizer = _from_model(model, lowercase)
-    if folder is not None:
-        save_tokenizer(tokenizer, Path(folder))
-    return tokenizer
-
-
-def _from_model(model: bytes, lowercase: bool, path: Path | None = None) -> PreTrainedTokenizerBase:
-    tokenizer = fast_tokenizer(parse_model(model, path), lowercase)
-    attach_encoder(tokenizer, model)
-    return tokenizer
-
-
-def _train(lines: Iterable[str], vocab_size: int, symbols: list[str]) -> bytes:
     written = io.BytesIO()
     special: dict[str, Any] = {}
     for number, (role, token) in enumerate(SPECIAL_TOKENS.items()):
@@ -110,7 +104,7 @@ def _train(lines: Iterable[str], vocab_size: int, symbols: list[str]) -> bytes:
             model_writer=written,
             model_type="unigram",
             vocab_size=vocab_size,
-            user_defined_symbols=symbols,
+            user_defined_symbols=list(dict.fromkeys(symbols)),
             byte_fallback=True,
             character_coverage=0.9995,
             normalization_rule_name="identity",
@@ -124,7 +118,29 @@ def _train(lines: Iterable[str], vocab_size: int, symbols: list[str]) -> bytes:
         )
     except RuntimeError as error:
         raise _explained(error, vocab_size) from error
-    return written.getvalue()
+    return _from_model(written.getvalue(), lowercase)
+
+
+def cached_tokenizer(
+    lines: Callable[[], Iterable[str]],
+    content: str,
+    config: TokenizerConfig,
+    symbols: Sequence[str] = (),
+) -> PreTrainedTokenizerBase:
+    """Return a tokenizer trained on the lines, from the cache if there is one of that content."""
+    size, lowercase = config.vocab_size, config.lowercase
+    key = key_of(TRAINING_RECIPE, content, str(size), str(lowercase), *symbols)
+
+    def fill(folder: Path) -> None:
+        save_tokenizer(train_tokenizer(lines(), size, lowercase, symbols), folder)
+
+    return load_tokenizer(entry(cache_folder(config.cache) / "tokenizers" / key, fill))
+
+
+def _from_model(model: bytes, lowercase: bool, path: Path | None = None) -> PreTrainedTokenizerBase:
+    tokenizer = fast_tokenizer(parse_model(model, path), lowercase)
+    setattr(tokenizer, ATTRIBUTE, SentencePieceEncoder(model, lowercase))
+    return tokenizer
 
 
 def _sample(lines: Iterable[str]) -> list[str]:
@@ -135,7 +151,13 @@ def _sample(lines: Iterable[str]) -> list[str]:
     """
     random_ = random.Random(SEED)
     sample: list[str] = []
-    for number, stretch in enumerate(_stretches(lines)):
+    # SentencePiece skips a sentence with a tab in it; tabs are left to byte fallback.
+    clean = (line.replace("\t", " ").replace(SPACE, STAND_IN) for line in lines)
+    for number, stretch in enumerate(
+        line[start : start + SAMPLE_CHARACTERS]
+        for line in clean
+        for start in range(0, len(line), SAMPLE_CHARACTERS)
+    ):
         if number < SAMPLE_SIZE:
             sample.append(stretch)
         elif (place := random_.randrange(number + 1)) < SAMPLE_SIZE:
@@ -148,15 +170,6 @@ def _sample(lines: Iterable[str]) -> list[str]:
         if copies[stretch] <= MAX_COPIES:
             kept.append(stretch)
     return kept
-
-
-def _stretches(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines as training takes them: of bounded length, and none that it would skip."""
-    for line in lines:
-        # SentencePiece skips a sentence with a tab in it; tabs are left to byte fallback.
-        line = line.replace("\t", " ").replace(SPACE, STAND_IN)
-        for start in range(0, len(line), SAMPLE_CHARACTERS):
-            yield line[start : start + SAMPLE_CHARACTERS]
 
 
 def _explained(error: RuntimeError, vocab_size: int) -> UserError:
@@ -176,40 +189,18 @@ def _explained(error: RuntimeError, vocab_size: int) -> UserError:
     return UserError(f"SentencePiece could not train a tokenizer: {message.splitlines()[0]}")
 
 
-def _lower_first(tokenizer: PreTrainedTokenizerBase) -> None:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise UserError(
-            f"{type(tokenizer).__name__} cannot be told to lower the case of its text: "
-            "leave lowercase off."
-        )
-    steps = [normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
-    backend.normalizer = normalizers.Sequence(steps)
-
+# -- encoding by SentencePiece itself --------------------------------------------------------------
 
 MODEL_FILE = "sentencepiece.model"
 ATTRIBUTE = "sentencepiece_encoder"
-
-Encoder = Callable[[list[str]], list[list[int]]]
-
-_lower = normalizers.Lowercase()
-
-
-def lower(text: str) -> str:
-    """Lower case as the saved tokenizer makes it: letter by letter.
-
-    `str.lower` differs in one place, a capital sigma at the end of a word.
-    """
-    return text.lower() if text.isascii() else str(_lower.normalize_str(text))
 
 
 class SentencePieceEncoder:
     """A SentencePiece model with what its Hugging Face form does to the text beforehand."""
 
     def __init__(self, model: bytes, lowercase: bool) -> None:
-        self.model = model
-        self.lowercase = lowercase
-        self._escape = is_lossless(parse_model(model))
+        self.model, self.lowercase = model, lowercase
+        self._escape = _is_lossless(parse_model(model))
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
 
     def __call__(self, lines: list[str]) -> list[list[int]]:
@@ -218,41 +209,16 @@ class SentencePieceEncoder:
             lines = [lower(line) for line in lines]
         if self._escape:
             lines = [line.replace(SPACE, STAND_IN) for line in lines]
-        ids: list[list[int]] = self._processor.encode(lines, num_threads=num_cores())
+        ids: list[list[int]] = self._processor.encode(lines)
         return ids
 
 
-def num_cores() -> int:
-    """Return the cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def lower(text: str) -> str:
+    """Lower case as the saved tokenizer makes it: letter by letter.
 
-
-def attach_encoder(tokenizer: PreTrainedTokenizerBase, model: bytes) -> None:
-    """Let the tokenizer carry the SentencePiece model that it was made from."""
-    setattr(tokenizer, ATTRIBUTE, SentencePieceEncoder(model, lowers_case(tokenizer)))
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """`save_pretrained`, and the SentencePiece model beside it, which makes encoding faster."""
-    tokenizer.save_pretrained(folder)
-    encoder = getattr(tokenizer, ATTRIBUTE, None)
-    if encoder is not None:
-        (folder / MODEL_FILE).write_bytes(encoder.model)
-
-
-def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """Return a function from lines to their ids, special tokens not added."""
-    encoder: Encoder | None = getattr(tokenizer, ATTRIBUTE, None)
-    if encoder is not None:
-        return encoder
-
-    def encode(lines: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = tokenizer(
-            lines, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )["input_ids"]
-        return ids
-
-    return encode
+    `str.lower` differs in one place, a capital sigma at the end of a word.
+    """
+    return text.lower() if text.isascii() else str(normalizers.Lowercase().normalize_str(text))
 
 
 def lowers_case(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -265,9 +231,26 @@ def lowers_case(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(first["type"] == "Lowercase")
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """`save_pretrained`, and the SentencePiece model beside it, which makes encoding faster."""
+    tokenizer.save_pretrained(folder)
+    encoder = getattr(tokenizer, ATTRIBUTE, None)
+    if encoder is not None:
+        (folder / MODEL_FILE).write_bytes(encoder.model)
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:
+    """Return a function from lines to their ids, special tokens not added."""
+
+    def encode(lines: list[str]) -> list[list[int]]:
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        ids: list[list[int]] = tokenizer(lines, **options)["input_ids"]
+        return ids
+
+    return getattr(tokenizer, ATTRIBUTE, encode)
+
+
 # -- SentencePiece models as fast tokenizers ------------------------------------------------------
-#
-# SentencePiece unigram models as Hugging Face fast tokenizers with the same ids.
 #
 # transformers 5.22 converts SentencePiece files in two ways, and both change ids on ordinary
 # lines: `TokenizersBackend` neither adds the leading space nor collapses others, and
@@ -275,18 +258,14 @@ def lowers_case(tokenizer: PreTrainedTokenizerBase) -> bool:
 # Here each rule of the model file becomes the `tokenizers` step that does the same:
 #
 # - A user-defined symbol is a piece like any other whose score is the one SentencePiece's own
-#   Viterbi search gives it (its bytes times the best score, less 0.1), not a token cut out
-#   beforehand.
+#   Viterbi search gives it (its bytes times the best score, less 0.1).
 # - No pre-tokenizer splits words: the search runs over the whole line, as in SentencePiece.
 # - The text of a byte piece, such as "<0x41>", stands for itself: SentencePiece keeps byte pieces
 #   out of its search, `tokenizers` does not, so the text is cut there.
 #
-# Differences remain in four rare places. Where two cuts of a line score exactly alike (runs of
-# one character), rounding decides, and SentencePiece rounds to 32 bits. The text of a special
-# token, such as `<|eos|>`, becomes that token, as always in Hugging Face. And in models that
-# bring a character map, which those trained here do not, letters followed by combining accents
-# and the visible space U+2581 can come out otherwise. Token files are therefore written by
-# SentencePiece itself.
+# Differences remain where two cuts of a line score exactly alike (runs of one character; rounding
+# decides), in the text of special tokens, and, in models that bring a character map, in combining
+# accents and the visible space U+2581. Token files are therefore written by SentencePiece itself.
 
 SPACE = "\u2581"  # SentencePiece's visible space
 # Trained tokenizers write the visible space itself as this noncharacter, which Unicode keeps out of
@@ -319,37 +298,8 @@ def parse_model(content: bytes, path: Path | None = None) -> Model:
 def fast_tokenizer(model: Model, lowercase: bool) -> PreTrainedTokenizerFast:
     """Return a SentencePiece model as a Hugging Face tokenizer, lower-casing first if asked for."""
     spec = model.trainer_spec
-    backend = Tokenizer(
-        models.Unigram(_vocabulary(model), unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
-    )
-    backend.normalizer = _normalizer(model, lowercase)
-    if spec.byte_fallback:
-        backend.pre_tokenizer = pre_tokenizers.Split(
-            Regex("<(?=0x[0-9A-F]{2}>)"), behavior="merged_with_previous"
-        )
-    backend.decoder = _decoder(model)
-    special = {
-        f"{role}_token": AddedToken(model.pieces[number].piece, normalized=False, special=True)
-        for role, number in special_ids(model).items()
-    }
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
-        **special,
-    )
-
-
-def special_ids(model: Model) -> dict[str, int]:
-    """Return the ids of unk, bos, eos and pad, as far as the model has them."""
-    spec = model.trainer_spec
-    ids = {"unk": spec.unk_id, "bos": spec.bos_id, "eos": spec.eos_id, "pad": spec.pad_id}
-    return {role: number for role, number in ids.items() if 0 <= number < len(model.pieces)}
-
-
-def _vocabulary(model: Model) -> list[tuple[str, float]]:
     best = max(piece.score for piece in model.pieces if piece.type == Piece.NORMAL)
-    return [
+    vocab = [
         (
             piece.piece,
             len(piece.piece.encode("utf-8")) * best - 0.1
@@ -358,6 +308,24 @@ def _vocabulary(model: Model) -> list[tuple[str, float]]:
         )
         for piece in model.pieces
     ]
+    backend = Tokenizer(models.Unigram(vocab, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback))
+    backend.normalizer, backend.decoder = _normalizer(model, lowercase), _decoder(model)
+    if spec.byte_fallback:
+        backend.pre_tokenizer = pre_tokenizers.Split(
+            Regex("<(?=0x[0-9A-F]{2}>)"), behavior="merged_with_previous"
+        )
+    ids = {role: getattr(spec, f"{role}_id") for role in SPECIAL_TOKENS}
+    special = {
+        f"{role}_token": AddedToken(model.pieces[number].piece, normalized=False, special=True)
+        for role, number in ids.items()
+        if 0 <= number < len(model.pieces)
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        **special,
+    )
 
 
 def _normalizer(model: Model, lowercase: bool) -> normalizers.Normalizer:
@@ -370,7 +338,7 @@ def _normalizer(model: Model, lowercase: bool) -> normalizers.Normalizer:
     if spec.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    if is_lossless(model):
+    if _is_lossless(model):
         steps.append(normalizers.Replace(SPACE, STAND_IN))
     if spec.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
@@ -385,12 +353,12 @@ def _decoder(model: Model) -> decoders.Decoder:
     steps.append(decoders.Fuse())
     if model.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
-    if is_lossless(model):
+    if _is_lossless(model):
         steps.append(decoders.Replace(STAND_IN, SPACE))
     return decoders.Sequence(steps)
 
 
-def is_lossless(model: Model) -> bool:
+def _is_lossless(model: Model) -> bool:
     """Return whether the model changes nothing of its input, as those trained here do not."""
     spec = model.normalizer_spec
     changes = spec.precompiled_charsmap or spec.remove_extra_whitespaces or spec.add_dummy_prefix

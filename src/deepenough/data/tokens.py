@@ -1,4 +1,4 @@
-"""Token files: a split of a corpus as one memory-mapped array of ids, written once.
+"""From a text to tokens on disk: a split of a corpus as one memory-mapped array, written once.
 
 Text is encoded in blocks of lines and appended to disk, so memory does not grow with the corpus.
 A file is keyed by what decides its content: the text, the tokenizer, and whether line ends count.
@@ -13,27 +13,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
-from rich.progress import (
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
 from transformers import PreTrainedTokenizerBase
 
 from deepenough.artifacts import cache_folder, entry, key_of
-from deepenough.data.corpus import Corpus
-from deepenough.data.tokenizer import encoder_of
+from deepenough.data.config import DatasetConfig
+from deepenough.data.corpus import Corpus, open_corpus
+from deepenough.data.tokenizer import cached_tokenizer, encoder_of, load_tokenizer
 from deepenough.errors import UserError
+from deepenough.training.logging import reading
 
 FORMAT = "1"
 BLOCK_CHARACTERS = 1 << 21
@@ -43,35 +37,93 @@ COUNTS_FILE = "counts.json"
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What a token file holds; written beside the ids."""
+class Prepared:
+    """Text ready for training."""
 
-    vocab_size: int
-    num_tokens: int
-    num_lines: int
-    num_words: int
-    num_bytes: int
+    tokenizer: PreTrainedTokenizerBase
+    tokens: dict[str, TokenFile]
+
+
+def prepare(text: str, dataset: DatasetConfig) -> Prepared:
+    """Open a text, load or train the tokenizer, encode every split; all of it is cached.
+
+    Args:
+        text: A name as `open_corpus` takes it: a file, a folder, `python`, a data set of the hub.
+        dataset: How to split and tokenize it.
+
+    Returns:
+        The tokenizer and the token file of every split.
+    """
+    corpus = _open(text, dataset)
+    if dataset.tokenizer is None:
+        lines, content = partial(corpus.lines, "train"), corpus.fingerprint("train")
+        tokenizer = cached_tokenizer(lines, content, dataset, dataset.symbols)
+    else:
+        tokenizer = load_tokenizer(dataset.tokenizer, dataset.lowercase)
+    tokens = {
+        split: token_file(
+            corpus, split, tokenizer, end_of_line=dataset.ends_lines, cache_dir=dataset.cache
+        )
+        for split in corpus.splits
+    }
+    return Prepared(tokenizer, tokens)
+
+
+def split_tokens(
+    text: str,
+    dataset: DatasetConfig,
+    split: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    end_of_line: bool,
+) -> tuple[TokenFile, str]:
+    """Return the tokens of one split of a text under a model's own tokenizer, and its name.
+
+    Args:
+        text: A name as `open_corpus` takes it.
+        dataset: Where to cache, and how much is held out; its tokenizer is not read.
+        split: Which part; None for test, else valid, else train.
+        tokenizer: The tokenizer of the model that will read the tokens.
+        end_of_line: Whether the tokenizer's end token follows each line.
+
+    Raises:
+        UserError: The text has no such split.
+    """
+    corpus = _open(text, dataset)
+    split = split or corpus.splits[-1]
+    cache = dataset.cache
+    return token_file(corpus, split, tokenizer, end_of_line=end_of_line, cache_dir=cache), split
+
+
+def _open(text: str, dataset: DatasetConfig) -> Corpus:
+    fractions = {"valid_fraction": dataset.valid_fraction, "test_fraction": dataset.test_fraction}
+    return open_corpus(text, cache=dataset.cache, **fractions)
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The ids of one split on disk."""
+    """The ids of one split on disk, and what they were made of."""
 
     folder: Path
-    counts: Counts
+    vocab_size: int
+    num_tokens: int
+    num_lines: int
+    num_words: int
+    """Words between white space, plus line ends where they are tokens."""
+    num_bytes: int
+    """UTF-8 bytes of the text as the corpus has it, with line ends where they are tokens."""
 
     @classmethod
     def open(cls, folder: Path) -> TokenFile:
         """Return the token file in a folder; a damaged one is refused."""
-        damaged = UserError(f"The token file in {folder} is damaged: delete that folder.")
         try:
-            counts = Counts(**json.loads((folder / COUNTS_FILE).read_text("utf-8")))
-            num_bytes = (folder / IDS_FILE).stat().st_size
+            file = cls(folder, **json.loads((folder / COUNTS_FILE).read_text("utf-8")))
+            if len(file.ids) != file.num_tokens:
+                raise ValueError("the ids are cut")
         except (OSError, ValueError, TypeError) as error:
-            raise damaged from error
-        if num_bytes != counts.num_tokens * np.dtype(id_type(counts.vocab_size)).itemsize:
-            raise damaged
-        return cls(folder, counts)
+            raise UserError(
+                f"The token file in {folder} is damaged: delete that folder."
+            ) from error
+        return file
 
     @property
     def ids(self) -> npt.NDArray[np.unsignedinteger]:
@@ -79,22 +131,7 @@ class TokenFile:
         return np.memmap(self.folder / IDS_FILE, dtype=id_type(self.vocab_size), mode="r")
 
     def __len__(self) -> int:
-        return self.counts.num_tokens
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the size of the vocabulary that the ids are of."""
-        return self.counts.vocab_size
-
-    @property
-    def num_words(self) -> int:
-        """Words between white space, plus line ends where they are tokens."""
-        return self.counts.num_words
-
-    @property
-    def num_bytes(self) -> int:
-        """UTF-8 bytes of the text as the corpus has it, with line ends where they are tokens."""
-        return self.counts.num_bytes
+        return self.num_tokens
 
     def vocab_counts(self) -> npt.NDArray[np.int64]:
         """Return how often each id occurs, in blocks so that the file is never in memory whole."""
@@ -146,39 +183,28 @@ def _write(
     vocab_size, encode = len(tokenizer), encoder_of(tokenizer)
     line_end = [] if eos is None else [eos]
     num_tokens = num_lines = num_words = num_bytes = 0
-    with (folder / IDS_FILE).open("wb") as file, _progress() as progress:
-        task = progress.add_task(f"Encoding {corpus.name}, {split}", total=None)
+    with (folder / IDS_FILE).open("wb") as file, reading("bytes") as show:
         for lines in _blocks(corpus.lines(split)):
             ids = [number for line in encode(lines) for number in (*line, *line_end)]
             np.array(ids, dtype=id_type(vocab_size)).tofile(file)
-            block_bytes = sum(len(line.encode("utf-8")) for line in lines)
             num_tokens += len(ids)
             num_lines += len(lines)
             num_words += sum(len(line.split()) for line in lines)
-            num_bytes += block_bytes
-            progress.advance(task, block_bytes)
+            num_bytes += sum(len(line.encode("utf-8")) for line in lines)
+            show(num_bytes, None)
     if num_tokens == 0:
         raise UserError(
             f"The {split} split of the corpus {corpus.name} gives no tokens: give a longer text."
         )
-    if eos is not None:
-        num_words, num_bytes = num_words + num_lines, num_bytes + num_lines
-    counts = Counts(vocab_size, num_tokens, num_lines, num_words, num_bytes)
-    (folder / COUNTS_FILE).write_text(json.dumps(asdict(counts), indent=1) + "\n", "utf-8")
-
-
-def _progress() -> Progress:
-    # The size of a streamed corpus is unknown beforehand, so what is shown is the rate.
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    num_ends = 0 if eos is None else num_lines
+    counts = {
+        "vocab_size": vocab_size,
+        "num_tokens": num_tokens,
+        "num_lines": num_lines,
+        "num_words": num_words + num_ends,
+        "num_bytes": num_bytes + num_ends,
+    }
+    (folder / COUNTS_FILE).write_text(json.dumps(counts, indent=1) + "\n", "utf-8")
 
 
 def _blocks(lines: Iterator[str]) -> Iterator[list[str]]:
@@ -192,9 +218,6 @@ def _blocks(lines: Iterator[str]) -> Iterator[list[str]]:
             block, size = [], 0
     if block:
         yield block
-
-
-Batch = dict[str, torch.Tensor]
 
 
 class ContextBatches:
@@ -227,33 +250,22 @@ class ContextBatches:
                 f"The text has {len(ids)} tokens, but one batch of {batch_size} x {length} needs "
                 f"{batch_size * length + 1}: give a longer text or lower batch_size or length."
             )
-        self.batch_size, self.length = batch_size, length
-        self.rank, self.world_size = rank, world_size
+        self.length = length
         used = batch_size * self.num_batches * length
         # Views of the mapped file: nothing is read before a batch is asked for.
         share = batch_size // world_size
         streams = slice(rank * share, (rank + 1) * share)
         self._inputs = ids[:used].reshape(batch_size, -1)[streams]
         self._labels = ids[1 : used + 1].reshape(batch_size, -1)[streams]
-        self.num_dropped = len(ids) - used - 1
-        """Tokens at the end that are neither input nor label."""
 
     def __len__(self) -> int:
         return self.num_batches
 
-    def __getitem__(self, t: int) -> Batch:
-        if not -len(self) <= t < len(self):
+    def __getitem__(self, t: int) -> dict[str, torch.Tensor]:
+        if not 0 <= t < len(self):
             raise IndexError(f"batch {t} of {len(self)}")
-        start = t % len(self) * self.length
-        segment = slice(start, start + self.length)
+        segment = slice(t * self.length, (t + 1) * self.length)
         return {
             "input_ids": torch.from_numpy(self._inputs[:, segment].astype(np.int64)),
             "labels": torch.from_numpy(self._labels[:, segment].astype(np.int64)),
         }
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.iter_from(0)
-
-    def iter_from(self, t: int) -> Iterator[Batch]:
-        """Yield the batches from `t` on, to continue a run where it stopped."""
-        return (self[i] for i in range(t, len(self)))

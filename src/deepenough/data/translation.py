@@ -1,4 +1,4 @@
-"""Parallel text: pairs of a sentence and its translation, in up to three splits, always streamed.
+"""Parallel text: pairs of a sentence and its translation, streamed, and as token ids.
 
 Pairs come from a folder with files such as `train.en` and `train.de`, from two files of one stem
 (`news` for `news.en` and `news.de`), from the same under `$DEEPENOUGH_DATA`, or from a `datasets`
@@ -9,31 +9,42 @@ a model would learn from misaligned or broken text.
 
 from __future__ import annotations
 
-import codecs
 import logging
-import re
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepenough.config import bounded
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from deepenough.artifacts import key_of
+from deepenough.data.config import TranslationDataConfig
 from deepenough.data.corpus import (
-    SPLIT_NAMES,
     SPLITS,
     candidates,
-    check_utf8,
     did_you_mean,
     is_hub_name,
+    named_split,
     open_splits,
+    read_lines,
 )
+from deepenough.data.tokenizer import cached_tokenizer, encoder_of, load_tokenizer
 from deepenough.errors import UserError
 
 logger = logging.getLogger("deepenough")
 
 HELD_OUT_EVERY = 50
 """Where there is no valid (test) split, one pair in so many is taken out of the training pairs."""
+CHUNK = 10_000
+"""Pairs that are encoded at a time."""
+IGNORE_INDEX = -100
+"""Target of a position that is not to be predicted."""
 
 
 class Pair(NamedTuple):
@@ -44,54 +55,6 @@ class Pair(NamedTuple):
 
 
 Pairs = Callable[[], Iterator[Pair]]
-
-
-@dataclass
-class TranslationDataConfig:
-    """Parallel text and batches."""
-
-    source: str = "en"
-    """Language to translate from: the ending of its files, or its column."""
-
-    target: str = "de"
-    """Language to translate into."""
-
-    test: str | None = None
-    """Name of the test files without their ending, where a folder has several; by default the
-    first by name."""
-
-    tokenizer: str | None = None
-    """A SentencePiece .model file or a folder with a Hugging Face tokenizer; by default one is
-    trained on both languages together."""
-
-    vocab_size: int = bounded(8000, ge=1)
-    """Vocabulary size of a tokenizer that is trained."""
-
-    lowercase: bool = False
-    """Lowercase all text; saved with the tokenizer."""
-
-    max_length: int = bounded(128, ge=2)
-    """Most tokens of a sentence: longer pairs are left out of training, longer sources are cut
-    when translating."""
-
-    batch_tokens: int = bounded(2048, ge=2)
-    """Most tokens of a batch, on the longer side and with padding, over all processes."""
-
-    cache: str | None = None
-    """Folder for trained tokenizers; by default $XDG_CACHE_HOME/deepenough or
-    ~/.cache/deepenough."""
-
-    def check(self) -> None:
-        """Check that a batch holds a sentence and that there are two languages."""
-        if self.batch_tokens < self.max_length:
-            raise UserError(
-                f"A batch of {self.batch_tokens} tokens cannot hold a sentence of "
-                f"{self.max_length}: raise dataset.batch_tokens or lower dataset.max_length."
-            )
-        if self.source == self.target:
-            raise UserError(
-                f"dataset.source and dataset.target are both {self.source!r}: name two languages."
-            )
 
 
 @dataclass(frozen=True)
@@ -173,9 +136,7 @@ def _in_folder(folder: Path, dataset: TranslationDataConfig) -> dict[str, Pairs]
     both = sorted(stems[0] & stems[1])
     named: dict[str, str] = {}
     for stem in both:
-        words = re.split(r"[._-]", stem.lower())
-        split = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
-        if split is not None:
+        if split := named_split(stem):
             named.setdefault(split, stem)
     if dataset.test is not None:
         if dataset.test not in both:
@@ -199,48 +160,17 @@ def read_pairs(source: Path, target: Path) -> Iterator[Pair]:
     """Yield the pairs of two files, line by line.
 
     Raises:
-        UserError: The files have different numbers of lines; names both.
+        UserError: The files have different numbers of lines, or are not UTF-8.
     """
-    sources, targets = read_strictly(source), read_strictly(target)
-    number = 0
-    while True:
-        pair = (next(sources, None), next(targets, None))
-        if pair[0] is None or pair[1] is None:
-            break
-        number += 1
-        yield Pair(pair[0], pair[1])
-    counts = [
-        number + (side is not None) + sum(1 for _ in rest)
-        for side, rest in zip(pair, (sources, targets), strict=True)
-    ]
-    if counts[0] != counts[1]:
-        raise UserError(
-            f"{source} has {counts[0]} lines, but {target} has {counts[1]}: a translation must "
-            "stand on the line of its sentence."
-        )
-
-
-def read_strictly(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file.
-
-    Raises:
-        UserError: A line is not UTF-8.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                if number == 1:
-                    check_utf8(raw, path)
-                    raw = raw.removeprefix(codecs.BOM_UTF8)  # a byte order mark is no text
-                try:
-                    yield raw.decode("utf-8").rstrip("\r\n")
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{path} is not UTF-8 (line {number}): convert it first, for instance "
-                        f"with iconv -f LATIN1 -t UTF-8."
-                    ) from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    sides = [read_lines([path], strict=True) for path in (source, target)]
+    for number, (one, other) in enumerate(zip_longest(*sides)):
+        if one is None or other is None:
+            shorter, longer = (source, target) if one is None else (target, source)
+            raise UserError(
+                f"{shorter} has {number} lines, but {longer} has more: a translation must stand on "
+                "the line of its sentence."
+            )
+        yield Pair(one, other)
 
 
 def _from_hub(data: str, languages: tuple[str, str]) -> dict[str, Pairs]:
@@ -286,3 +216,138 @@ def _held_out(pairs: Pairs, wanted: str, missing: list[str]) -> Iterator[Pair]:
             f"{num_pairs} training pair{'s are' if num_pairs > 1 else ' is'} too few to keep some "
             f"for {' and '.join(missing)}: give such files, or more pairs."
         )
+
+
+# -- token ids -------------------------------------------------------------------------------------
+
+
+class Sentences:
+    """Sentences as one array of ids, so that millions of them are not millions of lists.
+
+    Sentence `i` is `ids[starts[i]:starts[i + 1]]`.
+    """
+
+    def __init__(self, sentences: Iterable[Sequence[int]] = ()) -> None:
+        self._ids, self._starts = array("i"), array("q", [0])
+        for sentence in sentences:
+            self.append(sentence)
+
+    def append(self, sentence: Sequence[int]) -> None:
+        """Add a sentence."""
+        self._ids.extend(sentence)
+        self._starts.append(len(self._ids))
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Return the ids of all sentences, one after another."""
+        return np.asarray(self._ids)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Return where each sentence starts, and where the last one ends."""
+        return np.asarray(self._starts)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the number of ids of each sentence."""
+        return np.diff(self.starts)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, row: int) -> array[int]:
+        return self._ids[self._starts[row] : self._starts[row + 1]]
+
+    def padded(self, rows: Sequence[int], value: int) -> Tensor:
+        """Return the given sentences as one tensor, padded with `value` at their ends."""
+        sentences = [torch.tensor(self[row], dtype=torch.long) for row in rows]
+        return pad_sequence(sentences, batch_first=True, padding_value=value)
+
+
+@dataclass
+class EncodedPairs:
+    """A split, ready for a model: every sentence ends in the end token."""
+
+    source: Sentences
+    target: Sentences
+    pad: int
+    pairs: list[Pair]
+    """The text itself, where it was kept: references for BLEU."""
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def head(self, num: int | None) -> EncodedPairs:
+        """Return the first `num` pairs, all of them for None."""
+        if num is None:
+            return self
+        rows = range(min(num, len(self)))
+        source, target = (Sentences(side[i] for i in rows) for side in (self.source, self.target))
+        return EncodedPairs(source, target, self.pad, self.pairs[:num])
+
+    def batch(self, rows: Sequence[int], device: torch.device | None = None) -> dict[str, Tensor]:
+        """Return the arguments of a translation model: source ids, their mask, targets."""
+        batch = {
+            "input_ids": self.source.padded(rows, self.pad),
+            "attention_mask": self.source.padded(rows, -1).ge(0).long(),
+            "targets": self.target.padded(rows, IGNORE_INDEX),
+        }
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def joint_tokenizer(text: ParallelText, dataset: TranslationDataConfig) -> Any:
+    """Return the tokenizer given, or one trained on both languages and kept in the cache."""
+    if dataset.tokenizer is None:
+        pairs = list(text.pairs("train"))
+        content = key_of(*chain.from_iterable(pairs))
+        return cached_tokenizer(lambda: chain.from_iterable(pairs), content, dataset)
+    tokenizer = load_tokenizer(dataset.tokenizer, dataset.lowercase)
+    for role in ("bos", "eos", "pad"):
+        if getattr(tokenizer, f"{role}_token_id") is None:
+            raise UserError(
+                f"The tokenizer {dataset.tokenizer} has no {role} token, which a translator "
+                "needs: give another, or none to train one."
+            )
+    return tokenizer
+
+
+def encode_pairs(
+    pairs: Iterable[Pair], tokenizer: Any, max_length: int, name: str, *, truncate: bool
+) -> EncodedPairs:
+    """Return pairs as token ids.
+
+    Args:
+        pairs: The text.
+        tokenizer: Of both languages.
+        max_length: Most tokens of a sentence.
+        name: What warnings call the text.
+        truncate: True for measuring, where every sentence counts: longer sentences are cut, and the
+            text is kept. False for training: pairs with a longer sentence are left out.
+    """
+    encode, end = encoder_of(tokenizer), tokenizer.eos_token_id
+    encoded = EncodedPairs(Sentences(), Sentences(), tokenizer.pad_token_id, [])
+    num_pairs = num_long = 0
+    iterator = iter(pairs)
+    while chunk := list(islice(iterator, CHUNK)):
+        sources, targets = (encode([pair[side] for pair in chunk]) for side in (0, 1))
+        for pair, source, target in zip(chunk, sources, targets, strict=True):
+            num_pairs += 1
+            if max(len(source), len(target)) >= max_length:  # with the end token, longer
+                num_long += 1
+                if not truncate:
+                    continue
+            encoded.source.append([*source[: max_length - 1], end])
+            encoded.target.append([*target[: max_length - 1], end])
+            if truncate:
+                encoded.pairs.append(pair)
+    if num_long:
+        logger.warning(
+            "%s: %d of %d pairs are longer than %d tokens and were %s.",
+            name, num_long, num_pairs, max_length, "cut" if truncate else "left out",
+        )  # fmt: skip
+    if num_long == num_pairs and not truncate:
+        raise UserError(
+            f"All {num_pairs} pairs of {name} are longer than {max_length} tokens: raise "
+            "dataset.max_length."
+        )
+    return encoded

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Literal, get_args, get_type_hints
 from transformers import PreTrainedConfig
 
 from deepenough.config import RunConfig, bounded, validate
-from deepenough.data.config import DatasetConfig
-from deepenough.data.translation import TranslationDataConfig
+from deepenough.data.config import DatasetConfig, TranslationDataConfig
 from deepenough.errors import UserError
 from deepenough.lazy.transition import STATE, UPDATE
 from deepenough.training.config import TrainingConfig

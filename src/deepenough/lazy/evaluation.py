@@ -27,14 +27,15 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from deepenough.config import resolve, validate
-from deepenough.data.prepare import split_tokens
+from deepenough.data.batches import cut_by_tokens
 from deepenough.data.tokenizer import load_tokenizer, lowers_case
-from deepenough.data.translation import Pair, open_parallel
-from deepenough.data.translation_batches import (
+from deepenough.data.tokens import split_tokens
+from deepenough.data.translation import (
     IGNORE_INDEX,
     EncodedPairs,
-    cut_by_tokens,
+    Pair,
     encode_pairs,
+    open_parallel,
 )
 from deepenough.errors import UserError
 from deepenough.lazy.config import (

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from deepenough.config import validate
-from deepenough.data.translation import Pair
-from deepenough.data.translation_batches import EncodedPairs
+from deepenough.data.translation import EncodedPairs, Pair
 from deepenough.errors import UserError
 from deepenough.lazy.config import (
     LAZY,

@@ -36,8 +36,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deepenough.config import validate
 from deepenough.data.tokenizer import SPECIAL_TOKENS
-from deepenough.data.translation import Pair
-from deepenough.data.translation_batches import EncodedPairs, encode_pairs
+from deepenough.data.translation import EncodedPairs, Pair, encode_pairs
 from deepenough.errors import UserError
 from deepenough.lazy.config import (
     MAX_NESTING,

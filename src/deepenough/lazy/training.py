@@ -25,15 +25,16 @@ from accelerate import Accelerator
 from torch import nn
 
 from deepenough.config import validate
+from deepenough.data.batches import TokenBatches
 from deepenough.data.config import DatasetConfig
-from deepenough.data.prepare import Prepared, prepare
 from deepenough.data.tokenizer import lowers_case, save_tokenizer
-from deepenough.data.translation import ParallelText, open_parallel
-from deepenough.data.translation_batches import (
+from deepenough.data.tokens import Prepared, prepare
+from deepenough.data.translation import (
     EncodedPairs,
-    TokenBatches,
+    ParallelText,
     encode_pairs,
     joint_tokenizer,
+    open_parallel,
 )
 from deepenough.errors import UserError
 from deepenough.lazy.config import (

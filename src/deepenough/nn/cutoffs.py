@@ -271,7 +271,7 @@ def count_tokens(run: str) -> Numbers:
     """Return how often each token id occurs in the text that a language model was trained on."""
     from deepenough.config import resolve  # here: the data package takes seconds to load
     from deepenough.data.config import DatasetConfig
-    from deepenough.data.prepare import prepare
+    from deepenough.data.tokens import prepare
     from deepenough.runs import read_config, read_section
 
     dataset = resolve(DatasetConfig, overrides=read_section(run, "dataset"))

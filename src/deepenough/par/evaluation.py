@@ -19,9 +19,8 @@ from torch import Tensor
 
 from deepenough.config import resolve, validate
 from deepenough.data.config import DatasetConfig
-from deepenough.data.prepare import split_tokens
 from deepenough.data.tokenizer import load_tokenizer
-from deepenough.data.tokens import ContextBatches, tokenizer_fingerprint
+from deepenough.data.tokens import ContextBatches, split_tokens, tokenizer_fingerprint
 from deepenough.errors import UserError
 from deepenough.measurement import (
     ComparedData,

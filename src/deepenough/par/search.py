@@ -35,7 +35,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from deepenough.data.config import DatasetConfig
-from deepenough.data.prepare import Prepared
+from deepenough.data.tokens import Prepared
 from deepenough.errors import UserError
 from deepenough.par.config import (
     ATTENTION,

@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from deepenough.config import resolve, validate
 from deepenough.data.config import DatasetConfig
-from deepenough.data.prepare import Prepared, prepare
 from deepenough.data.tokenizer import load_tokenizer
-from deepenough.data.tokens import tokenizer_fingerprint
+from deepenough.data.tokens import Prepared, prepare, tokenizer_fingerprint
 from deepenough.errors import UserError
 from deepenough.par.config import (
     OPEN,

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from deepenough.config import RunConfig, bounded, validate
-from deepenough.data.classification import ClassificationConfig
+from deepenough.data.config import ClassificationConfig
 from deepenough.errors import UserError
 from deepenough.training.config import TrainingConfig
 
@@ -150,8 +150,7 @@ class PonderTrainConfig(RunConfig):
 
     data: str = "sst2"
     """Labelled texts: a CSV, TSV or JSONL file, a folder of such files named train, dev and test, a
-    folder of $DEEPENOUGH_DATA (sst2), bAbI (`babi`, one task as `babi:7`), or a `datasets` name
-    (`hf:name`, `hf:name:config`)."""
+    folder of $DEEPENOUGH_DATA (sst2), or a `datasets` name (`hf:name`, `hf:name:config`)."""
 
     epochs: float | None = bounded(3.0, gt=0)
     """Rounds over the training examples; null to count train.steps instead."""

@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from deepenough.config import resolve, validate
-from deepenough.data.classification import LabelledTexts, open_classification
-from deepenough.data.classification_batches import EncodedExamples, by_length
+from deepenough.data.batches import by_length
+from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
 from deepenough.errors import UserError
 from deepenough.measurement import (
     ComparedData,

@@ -18,12 +18,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 
 from deepenough.config import validate
-from deepenough.data.classification import (
-    ClassificationConfig,
-    LabelledTexts,
-    open_classification,
-)
-from deepenough.data.classification_batches import EncodedExamples, LengthBatches
+from deepenough.data.batches import LengthBatches
+from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
+from deepenough.data.config import ClassificationConfig
 from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
 from deepenough.hf.loading import load

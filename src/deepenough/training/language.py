@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deepenough.data.config import DatasetConfig
-from deepenough.data.prepare import Prepared
 from deepenough.data.tokenizer import save_tokenizer
-from deepenough.data.tokens import ContextBatches, TokenFile
+from deepenough.data.tokens import ContextBatches, Prepared, TokenFile
 from deepenough.errors import UserError
 from deepenough.trace import DepthTrace
 from deepenough.training.config import TrainingConfig
