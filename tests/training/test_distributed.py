@@ -1,6 +1,6 @@
 """What one process alone does of the things that several share."""
 
-import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,29 +28,30 @@ def test_alone_everything_is_ones_own() -> None:
     assert is_main_process()
 
 
-def test_a_second_run_may_have_another_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "_check_bf16", lambda: None)
-    for precision in ("fp32", "bf16", "auto"):
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="of machines without a GPU")
+def test_a_cpu_has_no_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    for precision in ("fp32", "auto"):
         settings = TrainingConfig(precision=precision)  # type: ignore[arg-type]
-        accelerator = make_accelerator(settings)
-        assert accelerator.mixed_precision == ("bf16" if precision == "bf16" else "no")
+        assert make_accelerator(settings).mixed_precision == "no"
+    with pytest.raises(UserError, match="bf16 needs a GPU"):
+        make_accelerator(TrainingConfig(precision="bf16"))
 
 
-@pytest.mark.parametrize(("code", "output"), [(0, "64.0\n"), (-4, "")])
-def test_bf16_is_tried_where_it_could_kill_the_process(
-    monkeypatch: pytest.MonkeyPatch, code: int, output: str
-) -> None:
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, code, output)
-
-    monkeypatch.setattr(distributed.subprocess, "run", run)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    settings = TrainingConfig(precision="bf16")
-    if code == 0:
-        assert make_accelerator(settings).mixed_precision == "bf16"
-    else:
-        with pytest.raises(UserError, match=r"cannot run: leave train\.precision at auto"):
-            make_accelerator(settings)
+def test_a_second_run_may_have_another_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: accelerate would keep the precision of the first run."""
+    made: list[str] = []
+    monkeypatch.setattr(
+        distributed,
+        "Accelerator",
+        lambda **options: (
+            made.append(options["mixed_precision"]) or SimpleNamespace(num_processes=1)
+        ),
+    )
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for precision in ("fp32", "bf16", "auto"):
+        make_accelerator(TrainingConfig(precision=precision))  # type: ignore[arg-type]
+    assert made == ["no", "bf16", "bf16"]
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from deepenough.config import resolve
-from deepenough.data.tokens import ContextBatches, Prepared, prepare
+from deepenough.data.tokens import ContextBatches, Prepared, TokenFile, prepare
 from deepenough.errors import UserError
 from deepenough.par.config import ParTrainConfig
 from deepenough.par.modeling import ParConfig, ParForCausalLM
 from deepenough.runs import RunFolder
 from deepenough.training.distributed import make_accelerator
-from deepenough.training.language import LanguageTask, TextSize, evaluate_language, language_values
+from deepenough.training.language import LanguageTask, evaluate_language, language_values
 from deepenough.training.task import WEIGHTS
 from deepenough.training.trainer import Trainer
 
@@ -136,7 +136,7 @@ def test_a_split_too_short_is_refused_at_once(make: Make) -> None:
     task, _ = make({"model.pattern": "ad"})
     tokens = task.prepared.tokens
     swapped = {"train": tokens["train"], "valid": tokens["train"], "test": tokens["valid"]}
-    prepared = Prepared(task.prepared.corpus, task.prepared.tokenizer, swapped)
+    prepared = Prepared(task.prepared.tokenizer, swapped)
     data = replace(task.data, length=len(tokens["valid"]) + 1, batch_size=1)
     accelerator = make_accelerator(task.train)
     with pytest.raises(UserError, match=r"test text has .* too few"):
@@ -153,9 +153,13 @@ def test_evaluation_leaves_training_on(make: Make) -> None:
 # -- figures
 
 
+def text_of(tokens: int, words: int, bytes: int) -> TokenFile:
+    return TokenFile(Path(), 100, tokens, 1, words, bytes)
+
+
 def test_figures_by_hand():
     # 8 of 10 tokens were predicted at 2 bits each; the text has 5 words and 40 bytes.
-    values = language_values(8 * 2 * math.log(2), 8, TextSize(tokens=10, words=5, bytes=40))
+    values = language_values(8 * 2 * math.log(2), 8, text_of(tokens=10, words=5, bytes=40))
     assert values["loss"] == pytest.approx(2 * math.log(2))
     assert values["perplexity"] == pytest.approx(4.0)
     assert values["word_perplexity"] == pytest.approx(4.0 ** (10 / 5))
@@ -165,20 +169,20 @@ def test_figures_by_hand():
 
 def test_perplexity_is_of_the_total_loss():
     """Batches of losses 0 and 2 give e, not the mean of 1 and e^2."""
-    values = language_values(0.0 * 4 + 2.0 * 4, 8, TextSize(8, 8, 8))
+    values = language_values(0.0 * 4 + 2.0 * 4, 8, text_of(8, 8, 8))
     assert values["perplexity"] == pytest.approx(math.e)
 
 
 def test_tokenizers_compare_by_words_and_bytes():
     """The same total loss over twice as many tokens: other perplexity, same text, same figures."""
-    coarse = language_values(60.0, 10, TextSize(tokens=10, words=6, bytes=50))
-    fine = language_values(60.0, 20, TextSize(tokens=20, words=6, bytes=50))
+    coarse = language_values(60.0, 10, text_of(tokens=10, words=6, bytes=50))
+    fine = language_values(60.0, 20, text_of(tokens=20, words=6, bytes=50))
     assert coarse["perplexity"] > fine["perplexity"]
     for name in ("word_perplexity", "bits_per_byte"):
         assert coarse[name] == pytest.approx(fine[name])
 
 
 def test_a_hopeless_model_has_infinite_perplexity_and_no_traceback():
-    values = language_values(8000.0, 10, TextSize(10, 5, 40))
+    values = language_values(8000.0, 10, text_of(10, 5, 40))
     assert values["perplexity"] == values["word_perplexity"] == math.inf
     assert values["loss"] == 800.0

@@ -1,5 +1,6 @@
 """Records reach metrics.jsonl and TensorBoard; a resumed run hides what it repeats."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_tensorboard_reads_what_was_recorded(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    with Recorder(run, enabled=True) as recorder:
+    with closing(Recorder(run, enabled=True)) as recorder:
         recorder.begin(0)
         recorder.record(1, "train", VALUES)
         recorder.record(2, "train", VALUES | {"loss": 2.0})
@@ -31,14 +32,13 @@ def test_tensorboard_reads_what_was_recorded(tmp_path: Path) -> None:
     assert found["valid/loss"] == [(2, 3.0)]
     assert found["train/tau"] == [(1, 0.5), (2, 0.5)]
     assert found["train/lr"][0] == (1, pytest.approx(1e-3))
-    assert found["train/pi/block1-dense"][0] == (1, pytest.approx(0.3))
-    assert "train/name" not in found
+    assert not {"train/name", "train/pi"} & found.keys()
 
 
 def test_a_resumed_run_says_nothing_twice(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     for first, steps in ((0, range(1, 6)), (3, range(4, 9))):
-        with Recorder(run, enabled=True) as recorder:
+        with closing(Recorder(run, enabled=True)) as recorder:
             recorder.begin(first)
             for step in steps:
                 recorder.record(step, "train", {"loss": float(first)})
@@ -50,7 +50,7 @@ def test_a_resumed_run_says_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_other_processes_write_nothing(tmp_path: Path) -> None:
-    with Recorder(RunFolder(tmp_path), enabled=False) as recorder:
+    with closing(Recorder(RunFolder(tmp_path), enabled=False)) as recorder:
         recorder.begin(0)
         recorder.record(1, "train", VALUES)
     assert list(tmp_path.iterdir()) == []
@@ -59,7 +59,7 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
 def test_what_is_written_is_on_disk_at_once(tmp_path: Path) -> None:
     """A kill takes nothing with it: the file is read while it is still open."""
     run = RunFolder(tmp_path)
-    with Recorder(run, enabled=True) as recorder:
+    with closing(Recorder(run, enabled=True)) as recorder:
         recorder.begin(0)
         recorder.record(1, "train", VALUES)
         assert scalars(run.events)["train/loss"] == [(1, 2.5)]

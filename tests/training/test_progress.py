@@ -1,4 +1,4 @@
-"""The progress bar says how fast and how long, on a terminal and elsewhere."""
+"""Progress says how fast and how long, on a terminal and elsewhere."""
 
 import io
 import re
@@ -7,20 +7,18 @@ import pytest
 from rich.console import Console
 
 from deepenough.training import logging as module
-from deepenough.training.logging import Progress
+from deepenough.training.logging import reading
 
 
 def test_a_terminal_shows_a_bar_with_rate_and_time_left() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
-    with Progress(100, 0, "tokens", console=console) as progress:
+    with reading("texts", console=console) as show:
         for done in range(1, 51):
-            progress.advance(done, units=1024, seconds=0.1, loss=3.25)
+            show(done, 100)
     shown = screen.getvalue()
-    assert "50/100" in shown
-    assert "loss 3.250" in shown
-    assert "10,240 tokens/s" in shown
-    assert re.search(r"\d+ s left", shown)
+    assert "reading" in shown and "50/100" in shown
+    assert re.search(r"[\d,]+ texts/s, \d+ s left", shown)
 
 
 def test_elsewhere_a_line_comes_now_and_then(
@@ -28,30 +26,31 @@ def test_elsewhere_a_line_comes_now_and_then(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
-    with Progress(100, 40, "tokens", console=Console(file=io.StringIO())) as progress:
+    elsewhere = Console(file=io.StringIO())
+    with reading("steps", "training", start=40, console=elsewhere) as show:
         for done in range(41, 101):
             clock[0] += 10.0
-            progress.advance(done, units=500, seconds=5.0, loss=2.0)
+            show(done, 100, "loss 2.000")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 20  # every 30 of 600 seconds
-    # Of 60 steps to do 30 are done in 300 s, validations included; the rate is of steps alone.
-    assert lines[9] == "step 70/100: loss 2.000, 100 tokens/s, 5 min left"
-    assert lines[-1] == "step 100/100: loss 2.000, 100 tokens/s, 0 s left"
+    # Of 60 steps to do 30 are done in 300 s, validations included.
+    assert lines[9] == "70/100 steps: loss 2.000, 5 min left"
+    with reading("bytes", console=elsewhere) as show:
+        clock[0] += 30.0
+        show(6000, None)
+    assert capsys.readouterr().err == "6000 bytes: 200 bytes/s\n"
 
 
-def test_the_end_is_always_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(2, 0, "tokens", console=Console(file=io.StringIO())) as progress:
-        progress.advance(1, 10, 0.1, 1.0)
-        progress.advance(2, 10, 0.1, 1.0)
-    assert capsys.readouterr().err.startswith("step 2/2: loss 1.000, 100 tokens/s")
-
-
-def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True)
-    with Progress(1, 0, "tokens", enabled=False, console=console) as progress:
-        progress.advance(1, 10, 0.1, 1.0)
-    assert screen.getvalue() == "" and capsys.readouterr().err == ""
+def test_other_processes_are_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
+    for terminal in (True, False):
+        screen = io.StringIO()
+        console = Console(file=screen, force_terminal=terminal)
+        with reading("steps", enabled=False, console=console) as show:
+            show(1, 1)
+        assert screen.getvalue() == "" and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,8 @@ class SearchTask(LanguageTask):
             }
             self.memories = {WEIGHTS: None, CHOICES: None}
 
-    def _weights(self) -> list[nn.Parameter]:
+    def weights(self) -> list[nn.Parameter]:
+        """Return the parameters that are not choices."""
         named = self.model.named_parameters()
         return [parameter for name, parameter in named if not name.startswith("choice.")]
 

@@ -40,10 +40,8 @@ class TrainingConfig:
     """Batches whose gradients make one step."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of the matrix products; auto takes bf16 on a GPU and fp32 on a CPU."""
-
-    compile: bool = False
-    """Compile the model with torch.compile first."""
+    """Number format of the matrix products; auto takes bf16 on a GPU and fp32 on a CPU, which has
+    no other."""
 
     threads: int | None = bounded(None, ge=1)
     """CPU threads; by default torch's choice."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeVar
@@ -37,17 +35,18 @@ def make_accelerator(settings: TrainingConfig, may_skip: bool = True) -> Acceler
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    precision = settings.precision
-    if precision == "auto":
-        precision = "bf16" if torch.cuda.is_available() else "fp32"
-    if precision == "bf16" and not torch.accelerator.is_available():
-        _check_bf16()
+    has_gpu = torch.accelerator.is_available()
+    if settings.precision == "bf16" and not has_gpu:
+        raise UserError("train.precision bf16 needs a GPU: leave it at auto.")
+    is_half = settings.precision == "bf16" or (
+        settings.precision == "auto" and torch.cuda.is_available()
+    )
     # Accelerate keeps the precision of the first run of a process for all later ones.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
         # Else accelerate takes the processes of a machine without a GPU for so many single ones.
-        cpu=not torch.accelerator.is_available(),
-        mixed_precision="bf16" if precision == "bf16" else "no",
+        cpu=not has_gpu,
+        mixed_precision="bf16" if is_half else "no",
         kwargs_handlers=[
             DistributedDataParallelKwargs(find_unused_parameters=may_skip),
             InitProcessGroupKwargs(timeout=_PATIENCE),
@@ -59,23 +58,6 @@ def make_accelerator(settings: TrainingConfig, may_skip: bool = True) -> Acceler
             f"{accelerator.device}: start one."
         )
     return accelerator
-
-
-_BF16_PRODUCT = "import torch; x = torch.ones(64, 64).bfloat16(); print(float((x @ x)[0, 0]))"
-
-
-def _check_bf16() -> None:
-    """Refuse bf16 where it would kill the process.
-
-    Some virtual machines announce AMX but do not let it be used, so a product is tried in a process
-    of its own.
-    """
-    tried = subprocess.run([sys.executable, "-c", _BF16_PRODUCT], capture_output=True, text=True)
-    if tried.stdout.strip() != "64.0":
-        raise UserError(
-            "This CPU announces bf16 instructions that it cannot run: leave train.precision at "
-            "auto, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment."
-        )
 
 
 def is_main_process() -> bool:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +27,6 @@ from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.tokens import ContextBatches, Prepared, TokenFile
 from deepenough.errors import UserError
-from deepenough.trace import DepthTrace
 from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import place_among
 from deepenough.training.logging import without_bars
@@ -38,19 +36,12 @@ Memories = tuple[Tensor | None, ...]
 """What each layer keeps of the text so far, streams first; None for a layer that keeps nothing."""
 
 
-class LanguageOutput(Protocol):
-    """What a model returns for `model(input_ids, targets=..., memories=...)`."""
-
-    loss: Tensor
-    """Mean negative log-likelihood of the targets in nats."""
-    memories: Memories | None
-    """To be given with the next batch of the same streams."""
-    trace: DepthTrace
-    """Which layers ran and what that cost, in evaluation mode."""
-
-
 class LanguageTask(Task):
-    """Next-token prediction over streams of text, memory carried from batch to batch."""
+    """Next-token prediction over streams of text, memory carried from batch to batch.
+
+    `model(input_ids, targets=..., memories=...)` returns the mean negative `loss` of the targets in
+    nats, the `memories` for the next batch of the same streams and, in evaluation mode, a `trace`.
+    """
 
     model: PreTrainedModel
     unit = "tokens"
@@ -83,17 +74,6 @@ class LanguageTask(Task):
             world_size=self.world_size,
         )
 
-    def _weights(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimiser of the weights trains."""
-        return list(self.model.parameters())
-
-    def parameters(self) -> dict[str, list[dict[str, Any]]]:
-        """Return one optimiser's groups: matrices, and vectors, which are not decayed."""
-        weights = self._weights()
-        matrices = {"params": [p for p in weights if p.dim() > 1]}
-        vectors = {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0}
-        return {WEIGHTS: [matrices, vectors]}
-
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss of the next segment of every stream; the memory moves on."""
         index = self._turn(phase, step) * self.train.accumulate + micro
@@ -104,7 +84,7 @@ class LanguageTask(Task):
         batch = batches[position]
         device = self.model.device
         targets = batch["labels"].to(device)
-        output: LanguageOutput = model(
+        output = model(
             batch["input_ids"].to(device),
             targets=targets,
             memories=self.memories[phase],
@@ -204,9 +184,7 @@ def evaluate_language(
     count = 0
     for batch in batches:
         targets = batch["labels"].to(model.device)
-        output: LanguageOutput = model(
-            batch["input_ids"].to(model.device), targets=targets, memories=memories
-        )
+        output = model(batch["input_ids"].to(model.device), targets=targets, memories=memories)
         memories = output.memories
         total += output.loss.double().cpu() * targets.numel()
         flops += output.trace.total_flops
@@ -215,8 +193,7 @@ def evaluate_language(
     if accelerator is not None and world > 1:
         total = accelerator.reduce(total.to(accelerator.device), reduction="sum")
         count *= world
-    size = TextSize(len(tokens), tokens.num_words, tokens.num_bytes)
-    return language_values(float(total), count, size) | {"flops_per_token": per_token}
+    return language_values(float(total), count, tokens) | {"flops_per_token": per_token}
 
 
 def num_evaluation_streams(tokens: TokenFile, data: DatasetConfig, split: str = "given") -> int:
@@ -234,29 +211,20 @@ def num_evaluation_streams(tokens: TokenFile, data: DatasetConfig, split: str = 
     return num_streams
 
 
-@dataclass(frozen=True)
-class TextSize:
-    """Size of a text in three units."""
-
-    tokens: int
-    words: int
-    bytes: int
-
-
-def language_values(loss_sum: float, num_tokens: int, size: TextSize) -> dict[str, float]:
+def language_values(loss_sum: float, num_tokens: int, text: TokenFile) -> dict[str, float]:
     """Return the figures of one evaluation.
 
     Args:
         loss_sum: Negative log-likelihood in nats, summed over the predicted tokens.
         num_tokens: How many tokens were predicted.
-        size: Size of the whole text, whose last few tokens fill no batch.
+        text: The whole text, whose last few tokens fill no batch.
     """
     loss = loss_sum / num_tokens
     return {
         "loss": loss,
         "perplexity": _exp(loss),
-        "word_perplexity": _exp(loss * size.tokens / size.words),
-        "bits_per_byte": loss * size.tokens / size.bytes / math.log(2.0),
+        "word_perplexity": _exp(loss * len(text) / text.num_words),
+        "bits_per_byte": loss * len(text) / text.num_bytes / math.log(2.0),
         "tokens": num_tokens,
     }
 

@@ -9,15 +9,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -28,6 +26,8 @@ from deepenough.runs import Metrics, Record, RunFolder
 
 log = logging.getLogger("deepenough")
 
+SECONDS_BETWEEN_LINES = 30.0
+
 
 class Recorder:
     """Write measurements to `metrics.jsonl`, TensorBoard and the log; nothing where disabled."""
@@ -35,62 +35,61 @@ class Recorder:
     def __init__(self, run: RunFolder, enabled: bool) -> None:
         self.run, self.enabled = run, enabled
         self._metrics: Metrics | None = None
-        self._events: EventFile | None = None
+        self._events: BinaryIO | None = None
         self._first = 0
 
     def begin(self, step: int) -> None:
         """Forget what an earlier run recorded after `step`, everything if that is 0."""
         self._first = step + 1
         if self.enabled:
-            try:
+            with self._writing():
                 self._metrics = Metrics(self.run.metrics)
                 self._metrics.truncate_after(step or -1)
-            except OSError as error:
-                raise _unwritable(self.run, error) from error
 
     def record(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Write one record everywhere."""
         if self._metrics is None:
             return
         self._metrics.append(Record(step, kind, values))
-        try:
-            if self._events is None:
-                self._events = EventFile(self.run.events, self._first)
-            self._events.add({f"{kind}/{name}": v for name, v in _scalars(values)}, step)
-        except OSError as error:
-            raise _unwritable(self.run, error) from error
-        shown = " ".join(f"{k} {v:.4g}" for k, v in values.items() if isinstance(v, float | int))
+        numbers = {name: v for name, v in values.items() if isinstance(v, float | int)}
+        scalars = [
+            Summary.Value(tag=f"{kind}/{name}", simple_value=value)
+            for name, value in numbers.items()
+        ]
+        with self._writing():
+            self._add_event(step=step, summary=Summary(value=scalars))
+        shown = " ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         log.info("step %d %s: %s", step, kind, shown)
 
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the event file."""
         if self._events is not None:
             self._events.close()
             self._events = None
 
+    def _add_event(self, **fields: Any) -> None:
+        """Write an event at once: `SummaryWriter`'s thread would end in a traceback."""
+        if self._events is None:
+            self.run.events.mkdir(parents=True, exist_ok=True)
+            # TensorBoard reads the files of a folder in the order of their names.
+            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+            self._events = (self.run.events / name).open("wb", buffering=0)
+            self._add_event(file_version="brain.Event:2")
+            # What older files say of this step and later ones is hidden.
+            start = SessionLog(status=SessionLog.START)
+            self._add_event(step=self._first, session_log=start)
+        event = Event(wall_time=time.time(), **fields)
+        RecordWriter(self._events).write(event.SerializeToString())
 
-def _unwritable(run: RunFolder, error: OSError) -> UserError:
-    return UserError(
-        f"{run.path} cannot be written to ({error.strerror or error}); the last checkpoint is "
-        "intact: make room and go on with --resume."
-    )
-
-
-def _scalars(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, float | int):
-            yield name, float(value)
-        elif name == "pi":
-            for block, row in enumerate(value, start=1):
-                for branch, share in zip(("attention", "dense", "identity"), row, strict=True):
-                    yield f"pi/block{block}-{branch}", float(share)
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.run.path} cannot be written to ({error.strerror or error}); the last "
+                "checkpoint is intact: make room and go on with --resume."
+            ) from error
 
 
 @dataclass
@@ -111,48 +110,10 @@ class Meter:
 
     def take(self) -> dict[str, float]:
         """Return the values for a record; counting begins anew."""
-        loss = self.loss / self.steps
-        values = {
-            "loss": loss,
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
-            "tokens_per_second": self.units / max(self.seconds, 1e-9),
-        }
-        self.load(asdict(Meter()))
-        return values
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Take up the counts of a checkpoint."""
-        self.loss, self.steps = state["loss"], state["steps"]
-        self.units, self.seconds = state["units"], state["seconds"]
-
-
-class EventFile:
-    """A TensorBoard event file, each event written at once.
-
-    What older files of the folder say of `first_step` and later is hidden.
-    """
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names.
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = open(folder / name, "wb", buffering=0)  # noqa: SIM115 - closed by close()
-        self._records = RecordWriter(self._file)
-        self._write(Event(file_version="brain.Event:2"))
-        self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
-
-    def add(self, scalars: Mapping[str, float], step: int) -> None:
-        """Write the scalars of one step."""
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._write(Event(step=step, summary=Summary(value=values)))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _write(self, event: Event) -> None:
-        event.wall_time = time.time()
-        self._records.write(event.SerializeToString())
+        loss, rate = self.loss / self.steps, self.units / max(self.seconds, 1e-9)
+        vars(self).update(vars(Meter()))
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"loss": loss, "perplexity": perplexity, "tokens_per_second": rate}
 
 
 class _LogFile(logging.FileHandler):
@@ -163,7 +124,6 @@ class _LogFile(logging.FileHandler):
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
     """Send deepenough's messages to a file, behind what is there."""
-    logger = logging.getLogger("deepenough")
     try:
         file = _LogFile(path, encoding="utf-8")
     except OSError as error:
@@ -174,16 +134,16 @@ def log_to(path: Path) -> Iterator[None]:
         terminal = logging.StreamHandler()
         terminal.setLevel(logging.WARNING)
         handlers.append(terminal)
-    level = logger.level
-    logger.setLevel(logging.INFO)
+    level = log.level
+    log.setLevel(logging.INFO)
     for handler in handlers:
-        logger.addHandler(handler)
+        log.addHandler(handler)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        log.setLevel(level)
         for handler in handlers:
-            logger.removeHandler(handler)
+            log.removeHandler(handler)
             with contextlib.suppress(OSError):
                 handler.close()
 
@@ -200,94 +160,46 @@ def without_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-_SECONDS_BETWEEN_LINES = 30.0
-
-Reading = Callable[[int, int | None], None]
-
-
-class Progress:
-    """Shows steps done, loss, rate of training and time left."""
-
-    def __init__(
-        self,
-        total: int,
-        start: int,
-        unit: str,
-        enabled: bool = True,
-        console: Console | None = None,
-    ) -> None:
-        self.total, self.start, self.unit, self.enabled = total, start, unit, enabled
-        self.began = self.last_line = time.perf_counter()
-        self.units, self.seconds = 0, 0.0
-        self.bar: Bar | None = None
-        console = console or Console(stderr=True)
-        if enabled and console.is_terminal:
-            self.bar = Bar(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[shown]}"),
-                console=console,
-            )
-            self.task = self.bar.add_task("training", total=total, completed=start, shown="")
-
-    def __enter__(self) -> Progress:
-        if self.bar is not None:
-            self.bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def advance(self, done: int, units: int, seconds: float, loss: float) -> None:
-        """One step is done, of so many units in so many seconds."""
-        if not self.enabled:
-            return
-        self.units += units
-        self.seconds += seconds
-        now = time.perf_counter()
-        # The rate is that of the steps; the time left includes validations as they come.
-        rate = self.units / max(self.seconds, 1e-9)
-        left = (now - self.began) / (done - self.start) * (self.total - done)
-        shown = f"loss {loss:.3f}, {rate:,.0f} {self.unit}/s, {_duration(left)} left"
-        if self.bar is not None:
-            self.bar.update(self.task, completed=done, shown=shown)
-        elif now - self.last_line >= _SECONDS_BETWEEN_LINES or done == self.total:
-            self.last_line = now
-            sys.stderr.write(f"step {done}/{self.total}: {shown}\n")
-
-
 @contextlib.contextmanager
-def reading(what: str, console: Console | None = None) -> Iterator[Reading]:
-    """For work that reads texts: call it with how many are done, and of how many if known."""
+def reading(
+    unit: str,
+    title: str = "reading",
+    start: int = 0,
+    enabled: bool = True,
+    console: Console | None = None,
+) -> Iterator[Callable[..., None]]:
+    """Show the progress of long work: a bar on a terminal, elsewhere a line now and then.
+
+    Args:
+        unit: What is counted.
+        title: What is done.
+        start: How much was done before.
+        enabled: Whether anything is shown.
+        console: Where; by default standard error.
+
+    Yields:
+        A function to call with how much is done, of how much if that is known, and what to show
+        beside the time left; by default that is the rate.
+    """
     console = console or Console(stderr=True)
     began = last_line = time.perf_counter()
-    columns = (
-        TextColumn("reading"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[shown]}"),
-    )
-    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=None, shown="")
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
+    on_terminal = enabled and console.is_terminal
+    with Progress(TextColumn(title), *columns, console=console, disable=not on_terminal) as bar:
+        task = bar.add_task(title, total=None, shown="")
 
-        def show(done: int, total: int | None) -> None:
+        def show(done: int, total: int | None, shown: str = "") -> None:
             nonlocal last_line
             now = time.perf_counter()
-            rate = done / max(now - began, 1e-9)
-            shown = f"{rate:,.0f} {what}/s"
-            if total is not None and done:
+            rate = (done - start) / max(now - began, 1e-9)
+            shown = shown or f"{rate:,.0f} {unit}/s"
+            if total is not None and rate:
                 shown += f", {_duration((total - done) / rate)} left"
             bar.update(task, completed=done, total=total, shown=shown)
-            if not console.is_terminal and now - last_line >= _SECONDS_BETWEEN_LINES:
+            if enabled and not on_terminal and now - last_line >= SECONDS_BETWEEN_LINES:
                 last_line = now
-                sys.stderr.write(f"{done}{'' if total is None else f'/{total}'} {what}: {shown}\n")
+                of_all = "" if total is None else f"/{total}"
+                sys.stderr.write(f"{done}{of_all} {unit}: {shown}\n")
 
         yield show
 

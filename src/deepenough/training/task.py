@@ -37,9 +37,13 @@ class Task(ABC):
     phase = WEIGHTS
     """Name of the one optimiser."""
 
+    def weights(self) -> list[nn.Parameter]:
+        """Return the parameters that the one optimiser trains."""
+        return list(self.model.parameters())
+
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return the parameter groups of each optimiser; `lr_scale` scales a group's rate."""
-        own = list(self.model.parameters())
+        own = self.weights()
         matrices = {"params": [p for p in own if p.dim() > 1]}
         vectors = {"params": [p for p in own if p.dim() <= 1], "weight_decay": 0.0}
         return {self.phase: [matrices, vectors]}

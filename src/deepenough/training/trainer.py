@@ -17,25 +17,27 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from deepenough.artifacts import atomic_path
 from deepenough.config import dump, validate
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder, read_records
 from deepenough.training import checkpoint as checkpoints
-from deepenough.training.checkpoint import TrainingState
+from deepenough.training.checkpoint import Checkpoint
 from deepenough.training.config import TrainingConfig, lr_factor, seed_at
-from deepenough.training.distributed import mean_over, on_main
-from deepenough.training.logging import Meter, Progress, Recorder, log_to
+from deepenough.training.distributed import all_streams, mean_over, on_main, own_streams
+from deepenough.training.logging import Meter, Recorder, log_to, reading
 from deepenough.training.task import Task
+
+logger = logging.getLogger("deepenough")
 
 
 class StepResult(NamedTuple):
@@ -60,17 +62,51 @@ class Trainer:
         self.optimizers = {
             phase: _optimizer(settings, groups) for phase, groups in task.parameters().items()
         }
-        self.model = accelerator.prepare_model(torch.compile(model) if settings.compile else model)
+        self.model = accelerator.prepare_model(model)
         self.meter = Meter()
-        self.state = TrainingState(run, accelerator, task, model, self.optimizers, self.meter)
         self.recorder = Recorder(run, accelerator.is_main_process)
         self.first = 0
 
     def resume(self) -> int:
-        """Take up the last checkpoint in the run folder, if there is one; the steps done."""
-        self.first = self.state.restore()
-        on_main(self.accelerator, lambda: self.recorder.begin(self.first))
-        return self.first
+        """Take up the last checkpoint in the run folder, if there is one; return the steps done."""
+        found, damaged = checkpoints.load_last(self.run.checkpoints)
+        step = found.step if found is not None else 0
+        if step != on_main(self.accelerator, lambda: step):
+            raise UserError(
+                f"Not all processes see the same checkpoints in {self.run.path}: put the run on a "
+                "file system that they share."
+            )
+        if damaged and self.accelerator.is_main_process:
+            names = ", ".join(damaged)
+            logger.warning("The checkpoint %s cannot be read: going on from step %d.", names, step)
+        if found is not None:
+            self._restore(found)
+        self.first = step
+        on_main(self.accelerator, lambda: self.recorder.begin(step))
+        return step
+
+    def _restore(self, found: Checkpoint) -> None:
+        checkpoints.check_identity(found.values["run"], self.task.identity(), self.run)
+        self.task.model.load_state_dict(found.model)
+        for phase, optimizer in self.optimizers.items():
+            checkpoints.restore_optimizer(phase, optimizer, found.optimizers)
+        vars(self.meter).update(found.values["meter"])
+        self.task.load_state(own_streams(self.accelerator, found.task))
+        logger.info("going on from step %d", found.step)
+
+    def _save(self, step: int) -> None:
+        streams = all_streams(self.accelerator, self.task.state())
+
+        def write() -> None:
+            tensors: dict[str, Tensor] = {}
+            for phase, optimizer in self.optimizers.items():
+                tensors |= checkpoints.optimizer_tensors(phase, optimizer)
+            model = dict(self.task.model.state_dict())
+            values = {"run": self.task.identity(), "meter": asdict(self.meter)}
+            content = Checkpoint(step, model, tensors, streams, values)
+            checkpoints.save(self.run.checkpoints, content, self.settings.keep)
+
+        on_main(self.accelerator, write)
 
     def fit(self) -> None:
         """Train to the last step, measure on the test split, write the model."""
@@ -78,15 +114,16 @@ class Trainer:
         task.model.train()
         is_main = self.accelerator.is_main_process
         with (
-            self.recorder,
-            Progress(settings.steps, self.first, task.unit, enabled=is_main) as progress,
+            contextlib.closing(self.recorder),
+            reading("steps", "training", self.first, enabled=is_main) as show,
         ):
             for step in range(self.first, settings.steps):
                 started = time.perf_counter()
                 result = self._step(step)
                 seconds = time.perf_counter() - started
                 self.meter.add(result.loss, result.units, seconds)
-                progress.advance(step + 1, result.units, seconds, result.loss)
+                rate = f"{result.units / max(seconds, 1e-9):,.0f} {task.unit}/s"
+                show(step + 1, settings.steps, f"loss {result.loss:.3f}, {rate}")
                 self._after(step + 1, result)
             self._finish()
 
@@ -102,7 +139,7 @@ class Trainer:
             self._evaluate(done, "valid")
         if done % settings.save_every == 0 or last:
             self._check_weights(done)
-            self.state.save(done, settings.keep)
+            self._save(done)
 
     def _step(self, step: int) -> StepResult:
         """Return one step of every phase due; the first one's result."""
@@ -198,9 +235,6 @@ def _write_model(task: Task, folder: Path) -> None:
             f"The model could not be written to {folder} ({error}); the last checkpoint is intact: "
             "make room and finish with --resume."
         ) from error
-
-
-logger = logging.getLogger("deepenough")
 
 
 class TrainingRun(Protocol):
