@@ -19,12 +19,12 @@ def prose() -> list[str]:
 
 @pytest.fixture(scope="session")
 def tokenizer(prose: list[str]) -> PreTrainedTokenizerBase:
-    return train_tokenizer(prose, 800, symbols=["@-@"])
+    return train_tokenizer(prose, 800)
 
 
 @pytest.fixture(scope="session")
 def lower_tokenizer(prose: list[str]) -> PreTrainedTokenizerBase:
-    return train_tokenizer(prose, 600, lowercase=True, symbols=["@-@"])
+    return train_tokenizer(prose, 600, lowercase=True)
 
 
 @pytest.fixture(autouse=True)

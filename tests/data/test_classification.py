@@ -187,7 +187,6 @@ def test_a_models_labels_are_kept_to(tmp_path: Path) -> None:
     [
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"valid_fraction": 1.0}, "valid_fraction must be at least 0 and below 1"),
-        ({"num_labels": 3}, "num_labels is 3"),
     ],
 )
 def test_impossible_settings(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -168,7 +168,7 @@ def test_the_fingerprint_is_of_the_content(tmp_path):
 @pytest.mark.parametrize("name", ["./nowhere.txt", "/nowhere/at/all", "no*where"])
 def test_missing(name, monkeypatch):
     monkeypatch.delenv("DEEPENOUGH_DATA", raising=False)
-    with pytest.raises(UserError, match=r"no file, folder or glob.*DEEPENOUGH_DATA is unset"):
+    with pytest.raises(UserError, match=r"no file, folder or glob.*DEEPENOUGH_DATA \(unset\)"):
         open_corpus(name)
 
 
@@ -269,12 +269,11 @@ def test_hub_without_train(hub):
         open_corpus("hf:owner/name")
 
 
-def test_hub_out_of_reach(hub, monkeypatch):
-    monkeypatch.setenv("DEEPENOUGH_DATA", "/somewhere")
+def test_hub_out_of_reach(hub):
     hub(ConnectionError("no network\nand a long story"))
     with pytest.raises(UserError) as error:
         open_corpus("owner/name")
     message = str(error.value)
-    for part in ("file, folder or glob", "/somewhere", "hub", "ConnectionError: no network"):
+    for part in ("hub", "ConnectionError: no network", "their path", "DEEPENOUGH_DATA"):
         assert part in message
     assert "\n" not in message

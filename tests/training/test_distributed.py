@@ -9,22 +9,17 @@ from deepenough.errors import UserError
 from deepenough.training import distributed
 from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import (
-    all_streams,
+    from_all,
     is_main_process,
     make_accelerator,
-    mean_over,
     on_main,
-    own_streams,
 )
 
 
 def test_alone_everything_is_ones_own() -> None:
     accelerator = make_accelerator(TrainingConfig())
-    lanes = {"memory": torch.arange(6).view(3, 2)}
     assert on_main(accelerator, lambda: {"step": 3}) == {"step": 3}
-    assert mean_over(accelerator, torch.tensor(2.5)) == 2.5
-    assert all_streams(accelerator, lanes) == lanes
-    assert torch.equal(own_streams(accelerator, lanes)["memory"], lanes["memory"])
+    assert from_all(accelerator, (1, "a")) == from_all(None, (1, "a")) == [(1, "a")]
     assert is_main_process()
 
 

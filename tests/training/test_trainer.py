@@ -246,7 +246,7 @@ def test_a_disk_full_at_the_end_leaves_no_half_model(tmp_path: Path, line: Any, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     task.save = save
-    with pytest.raises(UserError, match=r"model could not be written.*No space.*--resume"):
+    with pytest.raises(UserError, match=r"model cannot be written.*No space.*--resume"):
         fit(task)
     assert not list((tmp_path / "run").glob("model*"))
     fit(line())

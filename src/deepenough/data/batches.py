@@ -80,8 +80,6 @@ class TokenBatches(EpochBatches):
         super().__init__(seed)
         self.source_lengths, self.target_lengths = source_lengths, target_lengths
         self.lengths = np.maximum(source_lengths, target_lengths)
-        if self.lengths.max(initial=0) > batch_tokens:
-            raise ValueError(f"a sentence is longer than a batch of {batch_tokens} tokens")
         self.batch_tokens = batch_tokens
 
     def _plan(self, generator: np.random.Generator) -> Sequence[np.ndarray]:

@@ -48,6 +48,8 @@ LABEL_NAMES = {"sst2": ("negative", "positive")}
 """What the numbers of a known data set mean."""
 
 UNLABELLED = "-1"
+_WHOLE = re.compile(r"[+-]?\d+")
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
 GAPS_PER_LABEL, GAPS_ALLOWED = 2, 8
 """A highest label this far above the number of different ones is a slip of the pen."""
 
@@ -98,7 +100,7 @@ def open_classification(
     if not any(splits.values()):
         raise UserError(f"There are no examples in {data}: give a file with rows.")
     if labels is None:
-        found = _label_names(splits["train"], config.num_labels)
+        found = _label_names(splits["train"])
         labels = names if names and len(names) >= len(found) else found
     examples = {
         split: [Example(row.text, row.pair, _label_index(row, labels)) for row in rows]
@@ -126,7 +128,7 @@ Row = tuple[str, Mapping[str, Any]]
 
 def _find(
     data: str, config: ClassificationConfig
-) -> tuple[dict[str, Iterable[Row]], tuple[str, ...] | None]:
+) -> tuple[dict[str, Iterator[Row]], tuple[str, ...] | None]:
     """Return the rows of every split, and the names of all labels where the source tells them."""
     for candidate in [] if data.startswith("hf:") else candidates(data):
         paths = [candidate] if candidate.is_file() else []
@@ -146,7 +148,7 @@ def _find(
             f"set the variable, or give hf:{data} for the hub.{did_you_mean(data)}"
         )
     repository, _, part = data.removeprefix("hf:").partition(":")
-    splits = open_splits(repository, part or None, "there is no such file or folder")
+    splits = open_splits(repository, part or None)
     features: Any = getattr(splits["train"], "features", None) or {}
     label = config.label_column or next((c for c in LABEL_COLUMNS if c in features), "")
     names = getattr(features.get(label), "names", None)
@@ -278,17 +280,18 @@ def _label_text(value: Any) -> str:
     return "" if value is None else str(value).strip()
 
 
-def _label_names(rows: Sequence[_RawExample], num_labels: int | None) -> tuple[str, ...]:
+def _label_names(rows: Sequence[_RawExample]) -> tuple[str, ...]:
     """Return the names of all labels of a training set.
 
     Numbers are named by their digits, and there are as many as the highest one asks for.
     """
     if not rows:
         raise UserError("There are no training examples: give a file with at least one row.")
-    numeric = _is_numeric(rows[0].label)
+    numeric = bool(_NUMBER.fullmatch(rows[0].label))
     for row in rows:
         _check_present(row)
-        if _is_numeric(row.label) != numeric or (numeric and not _is_whole(row.label)):
+        is_wrong = not _WHOLE.fullmatch(row.label) if numeric else _NUMBER.fullmatch(row.label)
+        if is_wrong:
             kind = "is not a whole number" if numeric else "is a number, but the first is a name"
             raise UserError(
                 f"The label {row.label!r} in {row.place} {kind}: labels are either all whole "
@@ -298,17 +301,12 @@ def _label_names(rows: Sequence[_RawExample], num_labels: int | None) -> tuple[s
     num_found = len(names)
     if numeric:
         highest = max(rows, key=lambda row: int(row.label))
-        if num_labels is None and int(highest.label) > GAPS_PER_LABEL * num_found + GAPS_ALLOWED:
+        if int(highest.label) > GAPS_PER_LABEL * num_found + GAPS_ALLOWED:
             raise UserError(
                 f"The label {highest.label} in {highest.place} is far above the number of "
-                f"different labels, {num_found}: correct it, or give dataset.num_labels."
+                f"different labels, {num_found}: correct it, or number the labels without gaps."
             )
-        names = [str(number) for number in range(num_labels or int(highest.label) + 1)]
-    if num_labels is not None and len(names) != num_labels:
-        raise UserError(
-            f"dataset.num_labels is {num_labels}, but the training examples have {len(names)} "
-            "labels."
-        )
+        names = [str(number) for number in range(int(highest.label) + 1)]
     if num_found < 2:
         raise UserError("All training examples have the same label: there is nothing to learn.")
     return tuple(names)
@@ -319,7 +317,7 @@ def _label_index(row: _RawExample, names: Sequence[str]) -> int:
     _check_present(row)
     if row.label in names:
         return names.index(row.label)
-    if not _is_whole(row.label):
+    if not _WHOLE.fullmatch(row.label):
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise UserError(f"The label {row.label!r} in {row.place} is none of those known: {shown}.")
     if not 0 <= int(row.label) < len(names):
@@ -333,14 +331,6 @@ def _label_index(row: _RawExample, names: Sequence[str]) -> int:
 def _check_present(row: _RawExample) -> None:
     if not row.label:
         raise UserError(f"The label is missing in {row.place}: add it or remove the row.")
-
-
-def _is_numeric(label: str) -> bool:
-    return re.fullmatch(r"[+-]?\d+(\.\d*)?", label) is not None
-
-
-def _is_whole(label: str) -> bool:
-    return re.fullmatch(r"[+-]?\d+", label) is not None
 
 
 # -- token ids -------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from deepenough.config import bounded
 from deepenough.errors import UserError
@@ -30,9 +30,6 @@ class TokenizerConfig:
 @dataclass
 class DatasetConfig(TokenizerConfig):
     """Tokens and batches."""
-
-    symbols: list[str] = field(default_factory=list)
-    """Strings that a trained tokenizer always keeps as one piece."""
 
     end_of_line: bool | None = None
     """Whether the tokenizer's end token follows each line; by default it does for a tokenizer
@@ -103,9 +100,6 @@ class ClassificationConfig:
 
     label_column: str | None = None
     """Column of the label; by default label, class or target."""
-
-    num_labels: int | None = bounded(None, ge=1)
-    """Number of labels; by default what the training examples have."""
 
     valid_fraction: float = bounded(0.05, ge=0, lt=1)
     """Share of the training examples held out for validation where there is no such split."""

@@ -185,21 +185,26 @@ def _is_text(path: Path, folder: Path) -> bool:
 
 def _find_on_hub(name: str, cache: str | os.PathLike[str] | None) -> list[Path]:
     """Return one text file per split of `owner/name[:config[:column]]`, kept in the cache."""
-    base = os.environ.get(DATA_VARIABLE)
-    elsewhere = f"nor under {base} (${DATA_VARIABLE})" if base else f"and ${DATA_VARIABLE} is unset"
-    looked = f"no file, folder or glob of that name is here, {elsewhere}"
-    if name.startswith("hf:"):
-        name, looked = name.removeprefix("hf:"), "hf: means the hub alone"
-    elif not is_hub_name(name):
-        raise UserError(f"No corpus {name!r}: {looked}.{did_you_mean(name)}")
+    if not name.startswith("hf:") and not is_hub_name(name):
+        raise UserError(
+            f"No corpus {name!r}: no file, folder or glob of that name is here or under "
+            f"${DATA_VARIABLE} ({os.environ.get(DATA_VARIABLE) or 'unset'}).{did_you_mean(name)}"
+        )
+    name = name.removeprefix("hf:")
 
     def fetch(folder: Path) -> None:
         repository, _, rest = name.partition(":")
         config, _, column = rest.partition(":")
-        for split, rows in open_splits(repository, config or None, looked).items():
+        column = column or "text"
+        for split, rows in open_splits(repository, config or None).items():
             with (folder / f"{split}.txt").open("w", encoding="utf-8", errors="replace") as file:
                 for row in rows:
-                    file.write(_text_of(row, column or "text", name) + "\n")
+                    if column not in row:
+                        raise UserError(
+                            f"The dataset {name} has no column {column!r} but {', '.join(row)}: "
+                            "name one as hf:name:config:column."
+                        )
+                    file.write(f"{row[column]}\n")
 
     return sorted(entry(cache_folder(cache) / "hub" / key_of(name), fetch).iterdir())
 
@@ -222,11 +227,8 @@ def did_you_mean(name: str) -> str:
     return f" Did you mean {found}?" if found else ""
 
 
-def open_splits(repository: str, config: str | None, looked: str) -> Mapping[str, Any]:
-    """Return the streamed splits of a dataset by our names; a missing dataset is refused.
-
-    `looked` says, for the error, where else the name was looked for.
-    """
+def open_splits(repository: str, config: str | None) -> Mapping[str, Any]:
+    """Return the streamed splits of a dataset by our names; a missing dataset is refused."""
     try:
         import datasets  # here, because importing it takes seconds and most corpora are local
 
@@ -234,8 +236,8 @@ def open_splits(repository: str, config: str | None, looked: str) -> Mapping[str
     except Exception as error:  # datasets raises many kinds, also for a missing network
         reason = str(error).strip().split("\n")[0]
         raise UserError(
-            f"No corpus {repository!r}: {looked}, and the datasets hub did not give it "
-            f"({type(error).__name__}: {reason})."
+            f"The datasets hub did not give {repository!r} ({type(error).__name__}: {reason}); "
+            f"data of your own are named by their path, here or under ${DATA_VARIABLE}."
         ) from error
     splits = {SPLIT_NAMES[split]: found[split] for split in found if split in SPLIT_NAMES}
     if "train" not in splits:
@@ -243,15 +245,6 @@ def open_splits(repository: str, config: str | None, looked: str) -> Mapping[str
             f"The dataset {repository} has no train split: it has {', '.join(found) or 'none'}."
         )
     return splits
-
-
-def _text_of(row: Mapping[str, Any], column: str, name: str) -> str:
-    if column not in row:
-        raise UserError(
-            f"The dataset {name} has no column {column!r} but {', '.join(row)}: "
-            "name one as hf:name:config:column."
-        )
-    return str(row[column])
 
 
 def group_by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:

@@ -1,9 +1,9 @@
 """Tokenizers: trained on a corpus, or given as a SentencePiece file or a Hugging Face folder.
 
 Trained ones are SentencePiece unigram models with byte fallback and no normalisation, so that any
-text comes back from its ids unchanged (with lower-casing: up to case). Spaces are kept as they are
-and none is put before a line. The special tokens look like `<|eos|>`, not `</s>` or `<unk>`, which
-occur in real text: WikiText is full of `<unk>`.
+text comes back from its ids unchanged (with lower-casing: up to case), but for U+2581, which is
+SentencePiece's own sign for a space. Spaces are kept as they are and none is put before a line. The
+special tokens look like `<|eos|>`, not `<unk>`, of which WikiText is full.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import io
 import json
 import os
 import random
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def load_tokenizer(
     """
     found = next((place for place in candidates(os.fspath(path)) if place.exists()), None)
     if found is not None and found.is_file():
-        return _from_model(found.read_bytes(), lowercase, found)
+        return fast_tokenizer(found.read_bytes(), lowercase, found)
     tokenizer: PreTrainedTokenizerBase
     try:
         tokenizer = AutoTokenizer.from_pretrained(os.fspath(found or path))
@@ -62,14 +61,10 @@ def load_tokenizer(
             "a SentencePiece .model file, a folder with tokenizer.json or a hub name."
         ) from error
     if lowercase and not lowers_case(tokenizer):
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise UserError(
-                f"{type(tokenizer).__name__} cannot be told to lower the case of its text: "
-                "leave lowercase off."
-            )
-        steps = [normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
-        backend.normalizer = normalizers.Sequence(steps)
+        raise UserError(
+            f"The tokenizer {os.fspath(path)!r} does not lower the case of its text: leave "
+            "lowercase off, or give a SentencePiece .model file."
+        )
     if found is not None and (found / MODEL_FILE).is_file():
         model = (found / MODEL_FILE).read_bytes()
         if len(parse_model(model, found / MODEL_FILE).pieces) == len(tokenizer):
@@ -78,33 +73,19 @@ def load_tokenizer(
 
 
 def train_tokenizer(
-    lines: Iterable[str],
-    vocab_size: int,
-    lowercase: bool = False,
-    symbols: Sequence[str] = (),
+    lines: Iterable[str], vocab_size: int, lowercase: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Train a tokenizer of exactly `vocab_size` pieces.
-
-    Each of `symbols` is always one piece, whatever surrounds it.
-    """
-    for symbol in symbols:
-        if not symbol or symbol != "".join(symbol.split()):
-            raise UserError(
-                f"The symbol {symbol!r} is empty or has white space in it: leave it out."
-            )
-    if lowercase:
-        lines, symbols = map(lower, lines), [lower(symbol) for symbol in symbols]
+    """Train a tokenizer of exactly `vocab_size` pieces."""
     written = io.BytesIO()
     special: dict[str, Any] = {}
     for number, (role, token) in enumerate(SPECIAL_TOKENS.items()):
         special |= {f"{role}_id": number, f"{role}_piece": token}
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(_sample(lines)),
+            sentence_iterator=iter(_sample(map(lower, lines) if lowercase else lines)),
             model_writer=written,
             model_type="unigram",
             vocab_size=vocab_size,
-            user_defined_symbols=list(dict.fromkeys(symbols)),
             byte_fallback=True,
             character_coverage=0.9995,
             normalization_rule_name="identity",
@@ -117,30 +98,25 @@ def train_tokenizer(
             **special,
         )
     except RuntimeError as error:
-        raise _explained(error, vocab_size) from error
-    return _from_model(written.getvalue(), lowercase)
+        # SentencePiece says which sizes are possible, behind the place in its own code.
+        reason = str(error).rpartition("] ")[2].strip() or "It holds no text."
+        raise UserError(
+            f"No tokenizer of {vocab_size} pieces can be trained on this text: {reason}"
+        ) from error
+    return fast_tokenizer(written.getvalue(), lowercase)
 
 
 def cached_tokenizer(
-    lines: Callable[[], Iterable[str]],
-    content: str,
-    config: TokenizerConfig,
-    symbols: Sequence[str] = (),
+    lines: Callable[[], Iterable[str]], content: str, config: TokenizerConfig
 ) -> PreTrainedTokenizerBase:
     """Return a tokenizer trained on the lines, from the cache if there is one of that content."""
     size, lowercase = config.vocab_size, config.lowercase
-    key = key_of(TRAINING_RECIPE, content, str(size), str(lowercase), *symbols)
+    key = key_of(TRAINING_RECIPE, content, str(size), str(lowercase))
 
     def fill(folder: Path) -> None:
-        save_tokenizer(train_tokenizer(lines(), size, lowercase, symbols), folder)
+        save_tokenizer(train_tokenizer(lines(), size, lowercase), folder)
 
     return load_tokenizer(entry(cache_folder(config.cache) / "tokenizers" / key, fill))
-
-
-def _from_model(model: bytes, lowercase: bool, path: Path | None = None) -> PreTrainedTokenizerBase:
-    tokenizer = fast_tokenizer(parse_model(model, path), lowercase)
-    setattr(tokenizer, ATTRIBUTE, SentencePieceEncoder(model, lowercase))
-    return tokenizer
 
 
 def _sample(lines: Iterable[str]) -> list[str]:
@@ -152,7 +128,7 @@ def _sample(lines: Iterable[str]) -> list[str]:
     random_ = random.Random(SEED)
     sample: list[str] = []
     # SentencePiece skips a sentence with a tab in it; tabs are left to byte fallback.
-    clean = (line.replace("\t", " ").replace(SPACE, STAND_IN) for line in lines)
+    clean = (line.replace("\t", " ") for line in lines)
     for number, stretch in enumerate(
         line[start : start + SAMPLE_CHARACTERS]
         for line in clean
@@ -172,23 +148,6 @@ def _sample(lines: Iterable[str]) -> list[str]:
     return kept
 
 
-def _explained(error: RuntimeError, vocab_size: int) -> UserError:
-    message = str(error)
-    if largest := re.search(r"value <= (\d+)", message):
-        return UserError(
-            f"A vocabulary of {vocab_size} pieces is more than this corpus can give: "
-            f"set vocab_size to {largest[1]} or less."
-        )
-    if smallest := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", message):
-        return UserError(
-            f"A vocabulary of {vocab_size} pieces cannot hold the characters of this corpus: "
-            f"set vocab_size to more than {smallest[1]}."
-        )
-    if "sentences_.empty()" in message:
-        return UserError("The corpus holds no text that a tokenizer could be trained on.")
-    return UserError(f"SentencePiece could not train a tokenizer: {message.splitlines()[0]}")
-
-
 # -- encoding by SentencePiece itself --------------------------------------------------------------
 
 MODEL_FILE = "sentencepiece.model"
@@ -200,15 +159,12 @@ class SentencePieceEncoder:
 
     def __init__(self, model: bytes, lowercase: bool) -> None:
         self.model, self.lowercase = model, lowercase
-        self._escape = _is_lossless(parse_model(model))
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
 
     def __call__(self, lines: list[str]) -> list[list[int]]:
         """Return the ids of each line."""
         if self.lowercase:
             lines = [lower(line) for line in lines]
-        if self._escape:
-            lines = [line.replace(SPACE, STAND_IN) for line in lines]
         ids: list[list[int]] = self._processor.encode(lines)
         return ids
 
@@ -252,25 +208,13 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list
 
 # -- SentencePiece models as fast tokenizers ------------------------------------------------------
 #
-# transformers 5.22 converts SentencePiece files in two ways, and both change ids on ordinary
-# lines: `TokenizersBackend` neither adds the leading space nor collapses others, and
-# `SpmConverter` cuts user-defined symbols out first and then strips the text before each of them.
-# Here each rule of the model file becomes the `tokenizers` step that does the same:
-#
-# - A user-defined symbol is a piece like any other whose score is the one SentencePiece's own
-#   Viterbi search gives it (its bytes times the best score, less 0.1).
-# - No pre-tokenizer splits words: the search runs over the whole line, as in SentencePiece.
-# - The text of a byte piece, such as "<0x41>", stands for itself: SentencePiece keeps byte pieces
-#   out of its search, `tokenizers` does not, so the text is cut there.
-#
-# Differences remain where two cuts of a line score exactly alike (runs of one character; rounding
-# decides), in the text of special tokens, and, in models that bring a character map, in combining
-# accents and the visible space U+2581. Token files are therefore written by SentencePiece itself.
+# transformers 5.22 converts SentencePiece files in two ways, and both change ids on ordinary lines
+# (leading spaces, user-defined symbols). Here each rule of the model file becomes the `tokenizers`
+# step that does the same. Differences remain where two cuts of a line score exactly alike (runs of
+# one character; rounding decides), in the text of special tokens, and, in models that bring a
+# character map, in combining accents. Token files are therefore written by SentencePiece itself.
 
 SPACE = "\u2581"  # SentencePiece's visible space
-# Trained tokenizers write the visible space itself as this noncharacter, which Unicode keeps out of
-# exchanged text: else it would come back as a space.
-STAND_IN = "\ufdd0"
 
 # Protobuf makes its classes at run time, out of a type checker's sight.
 _spm: Any = sentencepiece_model_pb2
@@ -295,9 +239,13 @@ def parse_model(content: bytes, path: Path | None = None) -> Model:
     return model
 
 
-def fast_tokenizer(model: Model, lowercase: bool) -> PreTrainedTokenizerFast:
+def fast_tokenizer(
+    content: bytes, lowercase: bool, path: Path | None = None
+) -> PreTrainedTokenizerBase:
     """Return a SentencePiece model as a Hugging Face tokenizer, lower-casing first if asked for."""
+    model = parse_model(content, path)
     spec = model.trainer_spec
+    # A user-defined symbol is a piece with the score that SentencePiece's own search gives it.
     best = max(piece.score for piece in model.pieces if piece.type == Piece.NORMAL)
     vocab = [
         (
@@ -310,7 +258,7 @@ def fast_tokenizer(model: Model, lowercase: bool) -> PreTrainedTokenizerFast:
     ]
     backend = Tokenizer(models.Unigram(vocab, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback))
     backend.normalizer, backend.decoder = _normalizer(model, lowercase), _decoder(model)
-    if spec.byte_fallback:
+    if spec.byte_fallback:  # the text of a byte piece, such as "<0x41>", stands for itself
         backend.pre_tokenizer = pre_tokenizers.Split(
             Regex("<(?=0x[0-9A-F]{2}>)"), behavior="merged_with_previous"
         )
@@ -320,12 +268,14 @@ def fast_tokenizer(model: Model, lowercase: bool) -> PreTrainedTokenizerFast:
         for role, number in ids.items()
         if 0 <= number < len(model.pieces)
     }
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
         **special,
     )
+    setattr(tokenizer, ATTRIBUTE, SentencePieceEncoder(content, lowercase))
+    return tokenizer
 
 
 def _normalizer(model: Model, lowercase: bool) -> normalizers.Normalizer:
@@ -338,8 +288,6 @@ def _normalizer(model: Model, lowercase: bool) -> normalizers.Normalizer:
     if spec.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    if _is_lossless(model):
-        steps.append(normalizers.Replace(SPACE, STAND_IN))
     if spec.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
@@ -353,13 +301,4 @@ def _decoder(model: Model) -> decoders.Decoder:
     steps.append(decoders.Fuse())
     if model.normalizer_spec.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
-    if _is_lossless(model):
-        steps.append(decoders.Replace(STAND_IN, SPACE))
     return decoders.Sequence(steps)
-
-
-def _is_lossless(model: Model) -> bool:
-    """Return whether the model changes nothing of its input, as those trained here do not."""
-    spec = model.normalizer_spec
-    changes = spec.precompiled_charsmap or spec.remove_extra_whitespaces or spec.add_dummy_prefix
-    return model.trainer_spec.byte_fallback and not changes

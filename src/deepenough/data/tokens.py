@@ -45,19 +45,14 @@ class Prepared:
 
 
 def prepare(text: str, dataset: DatasetConfig) -> Prepared:
-    """Open a text, load or train the tokenizer, encode every split; all of it is cached.
+    """Return the tokenizer and the tokens of every split of a text; both are cached.
 
-    Args:
-        text: A name as `open_corpus` takes it: a file, a folder, `python`, a data set of the hub.
-        dataset: How to split and tokenize it.
-
-    Returns:
-        The tokenizer and the token file of every split.
+    `text` is a name as `open_corpus` takes it.
     """
     corpus = _open(text, dataset)
     if dataset.tokenizer is None:
         lines, content = partial(corpus.lines, "train"), corpus.fingerprint("train")
-        tokenizer = cached_tokenizer(lines, content, dataset, dataset.symbols)
+        tokenizer = cached_tokenizer(lines, content, dataset)
     else:
         tokenizer = load_tokenizer(dataset.tokenizer, dataset.lowercase)
     tokens = {
@@ -78,15 +73,8 @@ def split_tokens(
 ) -> tuple[TokenFile, str]:
     """Return the tokens of one split of a text under a model's own tokenizer, and its name.
 
-    Args:
-        text: A name as `open_corpus` takes it.
-        dataset: Where to cache, and how much is held out; its tokenizer is not read.
-        split: Which part; None for test, else valid, else train.
-        tokenizer: The tokenizer of the model that will read the tokens.
-        end_of_line: Whether the tokenizer's end token follows each line.
-
-    Raises:
-        UserError: The text has no such split.
+    The split is by default test, else valid, else train. Of `dataset` the cache and the shares held
+    out are read, not the tokenizer.
     """
     corpus = _open(text, dataset)
     split = split or corpus.splits[-1]
@@ -235,10 +223,6 @@ class ContextBatches:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if batch_size < 1 or length < 1:
-            raise UserError(
-                f"Batch size and length must be at least 1: got {batch_size} and {length}."
-            )
         if batch_size % world_size:
             raise UserError(
                 f"A batch of {batch_size} streams cannot be shared by {world_size} processes: "

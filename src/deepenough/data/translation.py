@@ -1,10 +1,9 @@
 """Parallel text: pairs of a sentence and its translation, streamed, and as token ids.
 
-Pairs come from a folder with files such as `train.en` and `train.de`, from two files of one stem
-(`news` for `news.en` and `news.de`), from the same under `$DEEPENOUGH_DATA`, or from a `datasets`
-name with a column for each language or one column `translation`. Pairs of which one side is empty
-are dropped and counted. Files of different lengths and files that are not UTF-8 are refused, since
-a model would learn from misaligned or broken text.
+Pairs come from a folder with files such as `train.en` and `train.de`, here or under
+`$DEEPENOUGH_DATA`, or from a `datasets` name with a column for each language or one column
+`translation`. Pairs of which one side is empty are dropped and counted. Files of different lengths
+and files that are not UTF-8 are refused: a model would learn from misaligned or broken text.
 """
 
 from __future__ import annotations
@@ -89,42 +88,23 @@ class ParallelText:
                 self.name, split, num_empty, num_empty + num_kept,
             )  # fmt: skip
         if not num_kept:
-            raise UserError(f"The {split} split of {self.name} holds no pair with text.")
+            raise UserError(
+                f"The {split} split of {self.name} holds no pair with text: give such files, or "
+                "more training pairs to take some from."
+            )
 
 
 def open_parallel(data: str, dataset: TranslationDataConfig) -> ParallelText:
     """Return the parallel text named `data`; a split that it lacks is held out of the training."""
-    languages = (dataset.source, dataset.target)
-    sources = None if data.startswith("hf:") else _find_files(data, dataset)
-    if sources is None:
-        sources = _from_hub(data, languages)
-    if dataset.test is not None and not _is_folder(data):
-        raise UserError(
-            f"{data} is no folder with several test files: leave out test ({dataset.test!r})."
-        )
+    places = [] if data.startswith("hf:") else candidates(data)
+    folder = next((place for place in places if place.is_dir()), None)
+    sources = _from_hub(data, dataset) if folder is None else _in_folder(folder, dataset)
     missing = [split for split in ("valid", "test") if split not in sources]
     if missing:
         train = sources["train"]
         for split in ("train", *missing):
             sources[split] = partial(_held_out, train, split, missing)
     return ParallelText(data, sources)
-
-
-def _is_folder(data: str) -> bool:
-    return not data.startswith("hf:") and any(path.is_dir() for path in candidates(data))
-
-
-def _find_files(data: str, dataset: TranslationDataConfig) -> dict[str, Pairs] | None:
-    for path in candidates(data):
-        if path.is_dir():
-            return _in_folder(path, dataset)
-        files = [path.with_name(f"{path.name}.{lang}") for lang in (dataset.source, dataset.target)]
-        if found := [file for file in files if file.is_file()]:
-            if len(found) == 1:
-                lacking = next(file for file in files if file not in found)
-                raise UserError(f"{found[0]} has no counterpart: there is no {lacking}.")
-            return {"train": partial(read_pairs, *files)}
-    return None
 
 
 def _in_folder(folder: Path, dataset: TranslationDataConfig) -> dict[str, Pairs]:
@@ -173,29 +153,30 @@ def read_pairs(source: Path, target: Path) -> Iterator[Pair]:
         yield Pair(one, other)
 
 
-def _from_hub(data: str, languages: tuple[str, str]) -> dict[str, Pairs]:
+def _from_hub(data: str, dataset: TranslationDataConfig) -> dict[str, Pairs]:
+    languages = (dataset.source, dataset.target)
     if not data.startswith("hf:") and not is_hub_name(data):
         raise UserError(
             f"There is no parallel text {data}: give a folder with train.{languages[0]} and "
-            f"train.{languages[1]}, or the stem of two such files.{did_you_mean(data)}"
+            f"train.{languages[1]}.{did_you_mean(data)}"
+        )
+    if dataset.test is not None:
+        raise UserError(
+            f"{data} is no folder with several test files: leave out test ({dataset.test!r})."
         )
     name, _, config = data.removeprefix("hf:").partition(":")
-    found = open_splits(name, config or None, "no folder or pair of files of that name is here")
+    found = open_splits(name, config or None)
     return {split: partial(_hub_pairs, rows, languages, name) for split, rows in found.items()}
 
 
 def _hub_pairs(rows: Any, languages: tuple[str, str], name: str) -> Iterator[Pair]:
     for row in rows:
         texts = row.get("translation", row)
-        if not isinstance(texts, dict):
+        here = list(texts) if isinstance(texts, dict) else []
+        if lacking := [language for language in languages if language not in here]:
             raise UserError(
-                f"The column translation of the dataset {name} does not map languages to text: "
-                "give a dataset with a column for each language."
-            )
-        if lacking := [language for language in languages if language not in texts]:
-            raise UserError(
-                f"The dataset {name} has no language {lacking[0]!r} but {', '.join(texts)}: set "
-                "dataset.source and dataset.target."
+                f"The dataset {name} has no language {lacking[0]!r} but {', '.join(here) or 'none'}"
+                ": set dataset.source and dataset.target."
             )
         sides = [texts[language] for language in languages]
         # No text is an empty side; a line break would be two lines for everything that follows.
@@ -203,19 +184,10 @@ def _hub_pairs(rows: Any, languages: tuple[str, str], name: str) -> Iterator[Pai
 
 
 def _held_out(pairs: Pairs, wanted: str, missing: list[str]) -> Iterator[Pair]:
-    num_pairs = num_wanted = 0
-    for pair in pairs():
-        index = num_pairs % HELD_OUT_EVERY
-        num_pairs += 1
-        split = missing[index] if index < len(missing) else "train"
-        if split == wanted:
-            num_wanted += 1
+    for number, pair in enumerate(pairs()):
+        index = number % HELD_OUT_EVERY
+        if (missing[index] if index < len(missing) else "train") == wanted:
             yield pair
-    if num_pairs and not num_wanted:
-        raise UserError(
-            f"{num_pairs} training pair{'s are' if num_pairs > 1 else ' is'} too few to keep some "
-            f"for {' and '.join(missing)}: give such files, or more pairs."
-        )
 
 
 # -- token ids -------------------------------------------------------------------------------------
@@ -228,24 +200,14 @@ class Sentences:
     """
 
     def __init__(self, sentences: Iterable[Sequence[int]] = ()) -> None:
-        self._ids, self._starts = array("i"), array("q", [0])
+        self.ids, self.starts = array("i"), array("q", [0])
         for sentence in sentences:
             self.append(sentence)
 
     def append(self, sentence: Sequence[int]) -> None:
         """Add a sentence."""
-        self._ids.extend(sentence)
-        self._starts.append(len(self._ids))
-
-    @property
-    def ids(self) -> np.ndarray:
-        """Return the ids of all sentences, one after another."""
-        return np.asarray(self._ids)
-
-    @property
-    def starts(self) -> np.ndarray:
-        """Return where each sentence starts, and where the last one ends."""
-        return np.asarray(self._starts)
+        self.ids.extend(sentence)
+        self.starts.append(len(self.ids))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -253,10 +215,10 @@ class Sentences:
         return np.diff(self.starts)
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self.starts) - 1
 
     def __getitem__(self, row: int) -> array[int]:
-        return self._ids[self._starts[row] : self._starts[row + 1]]
+        return self.ids[self.starts[row] : self.starts[row + 1]]
 
     def padded(self, rows: Sequence[int], value: int) -> Tensor:
         """Return the given sentences as one tensor, padded with `value` at their ends."""
@@ -279,9 +241,7 @@ class EncodedPairs:
 
     def head(self, num: int | None) -> EncodedPairs:
         """Return the first `num` pairs, all of them for None."""
-        if num is None:
-            return self
-        rows = range(min(num, len(self)))
+        rows = range(len(self))[:num]
         source, target = (Sentences(side[i] for i in rows) for side in (self.source, self.target))
         return EncodedPairs(source, target, self.pad, self.pairs[:num])
 
@@ -314,15 +274,10 @@ def joint_tokenizer(text: ParallelText, dataset: TranslationDataConfig) -> Any:
 def encode_pairs(
     pairs: Iterable[Pair], tokenizer: Any, max_length: int, name: str, *, truncate: bool
 ) -> EncodedPairs:
-    """Return pairs as token ids.
+    """Return pairs as token ids, at most `max_length` a sentence; warnings call them `name`.
 
-    Args:
-        pairs: The text.
-        tokenizer: Of both languages.
-        max_length: Most tokens of a sentence.
-        name: What warnings call the text.
-        truncate: True for measuring, where every sentence counts: longer sentences are cut, and the
-            text is kept. False for training: pairs with a longer sentence are left out.
+    `truncate` is for measuring, where every sentence counts: longer ones are cut, and the text is
+    kept. Without it, for training, pairs with a longer sentence are left out.
     """
     encode, end = encoder_of(tokenizer), tokenizer.eos_token_id
     encoded = EncodedPairs(Sentences(), Sentences(), tokenizer.pad_token_id, [])

@@ -311,8 +311,8 @@ class TranslationTrainConfig(LazyTrainConfig):
     """Train a translator that updates only what still changes."""
 
     data: str = "multi30k"
-    """Parallel text: a folder with files such as train.en and train.de, the stem of two files, the
-    same under $DEEPENOUGH_DATA, or a `datasets` name (`hf:name`, `hf:name:config`)."""
+    """Parallel text: a folder with files such as train.en and train.de, here or under
+    $DEEPENOUGH_DATA, or a `datasets` name (`hf:name`, `hf:name:config`)."""
 
     dataset: TranslationDataConfig = field(default_factory=TranslationDataConfig)
     model: LazyModelConfig = field(

@@ -22,6 +22,7 @@ from torch import Tensor
 from deepenough.artifacts import atomic_path
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder
+from deepenough.training.logging import writing
 
 _PREFIX = "step-"
 _STATE = "state.json"
@@ -47,23 +48,17 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     Later ones go too: they are of a past from which the run did not go on.
     """
     final = folder / f"{_PREFIX}{checkpoint.step:09d}"
-    try:
-        for left in folder.glob(f"{_PREFIX}*.tmp"):  # by a kill
-            shutil.rmtree(left, ignore_errors=True)
-        with atomic_path(final) as partial:
-            partial.mkdir(parents=True)
-            for part in _PARTS:
-                # Tied weights share memory, which safetensors refuses; they are written twice.
-                tensors = getattr(checkpoint, part).items()
-                copies = {name: value.detach().cpu().clone() for name, value in tensors}
-                save_file(copies, partial / f"{part}.safetensors")
-            content = {"step": checkpoint.step} | checkpoint.values
-            (partial / _STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"The checkpoint of step {checkpoint.step} could not be written to {folder} ({error}); "
-            "the previous one is intact: make room and go on with --resume."
-        ) from error
+    for left in folder.glob(f"{_PREFIX}*.tmp"):  # by a kill
+        shutil.rmtree(left, ignore_errors=True)
+    with writing(final), atomic_path(final) as partial:
+        partial.mkdir(parents=True)
+        for part in _PARTS:
+            # Tied weights share memory, which safetensors refuses; they are written twice.
+            tensors = getattr(checkpoint, part).items()
+            copies = {name: value.detach().cpu().clone() for name, value in tensors}
+            save_file(copies, partial / f"{part}.safetensors")
+        content = {"step": checkpoint.step} | checkpoint.values
+        (partial / _STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
     names = list_names(folder)
     kept = names[: names.index(final.name) + 1][-keep:]
     for name in names:
@@ -81,7 +76,7 @@ def load_last(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     for name in reversed(list_names(folder)):
         try:
             return _load(folder / name), damaged
-        except (OSError, ValueError, KeyError, SafetensorError):
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError):
             damaged.append(name)
     if damaged:
         raise UserError(
@@ -101,8 +96,6 @@ def list_names(folder: Path) -> list[str]:
 
 def _load(path: Path) -> Checkpoint:
     values = json.loads((path / _STATE).read_text(encoding="utf-8"))
-    if not isinstance(values, dict):
-        raise ValueError("the state of a checkpoint is a JSON object")
     # Copies, because what is loaded is mapped from the file at any alignment, on which the last bit
     # of a matrix product may depend.
     tensors = {
@@ -114,11 +107,8 @@ def _load(path: Path) -> Checkpoint:
 
 def optimizer_tensors(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return an optimiser's state as named tensors: `name.parameter.key`."""
-    return {
-        f"{name}.{index}.{key}": torch.as_tensor(value)
-        for index, state in optimizer.state_dict()["state"].items()
-        for key, value in state.items()
-    }
+    state = _flatten(optimizer.state_dict()["state"], f"{name}.")
+    return {key: torch.as_tensor(value) for key, value in state.items()}
 
 
 def restore_optimizer(
@@ -145,11 +135,11 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], run: Ru
             )
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
             flat |= _flatten(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
+            flat[f"{prefix}{key}"] = value
     return flat

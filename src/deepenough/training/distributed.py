@@ -1,22 +1,24 @@
 """Several processes that train one model: who does what, and how they agree.
 
-Processes come from `torchrun` or `accelerate launch`; alone, everything here costs nothing. What
-one process decides for all travels as JSON, so nothing is pickled on the way either.
+Processes come from `torchrun` or `accelerate launch`; alone, everything here costs nothing.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from torch import Tensor
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+)
 
 from deepenough.errors import UserError
 from deepenough.training.config import TrainingConfig
@@ -62,38 +64,26 @@ def make_accelerator(settings: TrainingConfig, may_skip: bool = True) -> Acceler
 
 def is_main_process() -> bool:
     """Return whether this is the first process, where there need not be an accelerator."""
-    if torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """Run `function` in the first process and return its result, or raise its UserError, in all.
-
-    The result must be something that JSON can say.
-    """
-    if accelerator.num_processes == 1:
-        return function()
-    answer = b""
+    """Run `function` in the first process and return its result, or raise its UserError, in all."""
+    answer: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
-            answer = json.dumps({"result": function()}).encode()
-        except UserError as error:
-            answer = json.dumps({"error": str(error)}).encode()
-    content = json.loads(_broadcast(answer, accelerator))
-    if "error" in content:
-        raise UserError(content["error"])
-    result: T = content["result"]
+            answer[0] = function()
+        except UserError as refusal:
+            answer[1] = refusal
+    result, error = broadcast_object_list(answer)
+    if error is not None:
+        raise error
     return result
 
 
 def from_all(accelerator: Accelerator | None, value: T) -> list[T]:
-    """Return what each process gives (something that JSON can hold), in their order, in all."""
-    if accelerator is None or accelerator.num_processes == 1:
-        return [value]
-    own = json.dumps(value).encode()
-    senders = range(accelerator.num_processes)
-    return [json.loads(_broadcast(own, accelerator, sender)) for sender in senders]
+    """Return what each process gives, in their order, in all."""
+    return [value] if accelerator is None else gather_object([value])
 
 
 def place_among(accelerator: Accelerator | None) -> tuple[int, int]:
@@ -101,34 +91,3 @@ def place_among(accelerator: Accelerator | None) -> tuple[int, int]:
     if accelerator is None:
         return 0, 1
     return accelerator.process_index, accelerator.num_processes
-
-
-def _broadcast(content: bytes, accelerator: Accelerator, sender: int = 0) -> bytes:
-    size = torch.tensor(len(content), device=accelerator.device)
-    torch.distributed.broadcast(size, sender)
-    data = torch.zeros(int(size), dtype=torch.uint8)
-    if accelerator.process_index == sender:
-        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    data = data.to(accelerator.device)
-    torch.distributed.broadcast(data, sender)
-    return bytes(data.cpu().numpy())
-
-
-def mean_over(accelerator: Accelerator, value: Tensor) -> float:
-    """Return the mean of a number over all processes."""
-    if accelerator.num_processes > 1:
-        value = accelerator.reduce(value, reduction="mean")
-    return float(value)
-
-
-def all_streams(accelerator: Accelerator, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the streams (first axis) of all processes in their order, from each one's own."""
-    if accelerator.num_processes == 1:
-        return dict(state)
-    return {name: accelerator.gather(streams.contiguous()) for name, streams in state.items()}
-
-
-def own_streams(accelerator: Accelerator, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this process's streams out of those of all processes."""
-    rank, world = accelerator.process_index, accelerator.num_processes
-    return {name: streams.chunk(world)[rank] for name, streams in state.items()}

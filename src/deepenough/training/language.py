@@ -28,8 +28,8 @@ from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.tokens import ContextBatches, Prepared, TokenFile
 from deepenough.errors import UserError
 from deepenough.training.config import TrainingConfig
-from deepenough.training.distributed import place_among
-from deepenough.training.logging import without_bars
+from deepenough.training.distributed import from_all, place_among
+from deepenough.training.logging import perplexity, without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, Task
 
 Memories = tuple[Tensor | None, ...]
@@ -66,13 +66,8 @@ class LanguageTask(Task):
 
     def _streams(self, ids: npt.NDArray[np.integer[Any]]) -> ContextBatches:
         """Return the batches of this process over some training text."""
-        return ContextBatches(
-            ids,
-            self.data.batch_size,
-            self.data.length,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        size, length = self.data.batch_size, self.data.length
+        return ContextBatches(ids, size, length, rank=self.rank, world_size=self.world_size)
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss of the next segment of every stream; the memory moves on."""
@@ -179,21 +174,19 @@ def evaluate_language(
     batches = ContextBatches(tokens.ids, num_streams, data.length, rank=rank, world_size=world)
     model.eval()
     memories: Memories | None = None
-    total = torch.zeros((), dtype=torch.float64)
-    flops = 0.0
-    count = 0
-    for batch in batches:
+    total, flops, count = 0.0, 0.0, 0
+    for index in range(len(batches)):
+        batch = batches[index]
         targets = batch["labels"].to(model.device)
         output = model(batch["input_ids"].to(model.device), targets=targets, memories=memories)
         memories = output.memories
-        total += output.loss.double().cpu() * targets.numel()
+        total += float(output.loss) * targets.numel()
         flops += output.trace.total_flops
         count += targets.numel()
     per_token = flops / count
-    if accelerator is not None and world > 1:
-        total = accelerator.reduce(total.to(accelerator.device), reduction="sum")
-        count *= world
-    return language_values(float(total), count, tokens) | {"flops_per_token": per_token}
+    if world > 1:
+        total, count = sum(from_all(accelerator, total)), count * world
+    return language_values(total, count, tokens) | {"flops_per_token": per_token}
 
 
 def num_evaluation_streams(tokens: TokenFile, data: DatasetConfig, split: str = "given") -> int:
@@ -222,12 +215,8 @@ def language_values(loss_sum: float, num_tokens: int, text: TokenFile) -> dict[s
     loss = loss_sum / num_tokens
     return {
         "loss": loss,
-        "perplexity": _exp(loss),
-        "word_perplexity": _exp(loss * len(text) / text.num_words),
+        "perplexity": perplexity(loss),
+        "word_perplexity": perplexity(loss * len(text) / text.num_words),
         "bits_per_byte": loss * len(text) / text.num_bytes / math.log(2.0),
         "tokens": num_tokens,
     }
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf

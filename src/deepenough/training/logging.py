@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from safetensors import SafetensorError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -27,6 +28,19 @@ from deepenough.runs import Metrics, Record, RunFolder
 log = logging.getLogger("deepenough")
 
 SECONDS_BETWEEN_LINES = 30.0
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in a sentence what a full disk or a missing permission means for a run."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"{path} cannot be written ({reason}); the last checkpoint is intact: make room and go "
+            "on with --resume."
+        ) from error
 
 
 class Recorder:
@@ -42,7 +56,7 @@ class Recorder:
         """Forget what an earlier run recorded after `step`, everything if that is 0."""
         self._first = step + 1
         if self.enabled:
-            with self._writing():
+            with writing(self.run.path):
                 self._metrics = Metrics(self.run.metrics)
                 self._metrics.truncate_after(step or -1)
 
@@ -56,7 +70,7 @@ class Recorder:
             Summary.Value(tag=f"{kind}/{name}", simple_value=value)
             for name, value in numbers.items()
         ]
-        with self._writing():
+        with writing(self.run.path):
             self._add_event(step=step, summary=Summary(value=scalars))
         shown = " ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         log.info("step %d %s: %s", step, kind, shown)
@@ -81,16 +95,6 @@ class Recorder:
         event = Event(wall_time=time.time(), **fields)
         RecordWriter(self._events).write(event.SerializeToString())
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self.run.path} cannot be written to ({error.strerror or error}); the last "
-                "checkpoint is intact: make room and go on with --resume."
-            ) from error
-
 
 @dataclass
 class Meter:
@@ -112,8 +116,12 @@ class Meter:
         """Return the values for a record; counting begins anew."""
         loss, rate = self.loss / self.steps, self.units / max(self.seconds, 1e-9)
         vars(self).update(vars(Meter()))
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        return {"loss": loss, "perplexity": perplexity, "tokens_per_second": rate}
+        return {"loss": loss, "perplexity": perplexity(loss), "tokens_per_second": rate}
+
+
+def perplexity(loss: float) -> float:
+    """Return `exp(loss)`, infinite where it is too large for a float."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 class _LogFile(logging.FileHandler):
@@ -124,10 +132,8 @@ class _LogFile(logging.FileHandler):
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
     """Send deepenough's messages to a file, behind what is there."""
-    try:
+    with writing(path):
         file = _LogFile(path, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [file]
     if not logging.getLogger().handlers:  # else an application shows messages in its own way
@@ -170,16 +176,8 @@ def reading(
 ) -> Iterator[Callable[..., None]]:
     """Show the progress of long work: a bar on a terminal, elsewhere a line now and then.
 
-    Args:
-        unit: What is counted.
-        title: What is done.
-        start: How much was done before.
-        enabled: Whether anything is shown.
-        console: Where; by default standard error.
-
-    Yields:
-        A function to call with how much is done, of how much if that is known, and what to show
-        beside the time left; by default that is the rate.
+    Yields a function to call with how much is done (`start` of it before), of how much if that is
+    known, and what to show beside the time left; by default that is the rate in `unit`.
     """
     console = console or Console(stderr=True)
     began = last_line = time.perf_counter()

@@ -14,16 +14,14 @@ import contextlib
 import ctypes
 import logging
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from deepenough.artifacts import atomic_path
@@ -33,8 +31,8 @@ from deepenough.runs import RunFolder, read_records
 from deepenough.training import checkpoint as checkpoints
 from deepenough.training.checkpoint import Checkpoint
 from deepenough.training.config import TrainingConfig, lr_factor, seed_at
-from deepenough.training.distributed import all_streams, mean_over, on_main, own_streams
-from deepenough.training.logging import Meter, Recorder, log_to, reading
+from deepenough.training.distributed import on_main
+from deepenough.training.logging import Meter, Recorder, log_to, reading, writing
 from deepenough.training.task import Task
 
 logger = logging.getLogger("deepenough")
@@ -60,7 +58,14 @@ class Trainer:
         self.task, self.settings, self.run, self.accelerator = task, settings, run, accelerator
         model = task.model.to(accelerator.device)
         self.optimizers = {
-            phase: _optimizer(settings, groups) for phase, groups in task.parameters().items()
+            phase: torch.optim.AdamW(
+                [{"lr_scale": 1.0} | group for group in groups],
+                lr=settings.lr,
+                betas=(settings.betas[0], settings.betas[1]),
+                weight_decay=settings.weight_decay,
+                fused=True,
+            )
+            for phase, groups in task.parameters().items()
         }
         self.model = accelerator.prepare_model(model)
         self.meter = Meter()
@@ -91,11 +96,15 @@ class Trainer:
         for phase, optimizer in self.optimizers.items():
             checkpoints.restore_optimizer(phase, optimizer, found.optimizers)
         vars(self.meter).update(found.values["meter"])
-        self.task.load_state(own_streams(self.accelerator, found.task))
+        # A checkpoint holds the streams of all processes, whose number may have changed.
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        own = {name: streams.chunk(world)[rank] for name, streams in found.task.items()}
+        self.task.load_state(own)
         logger.info("going on from step %d", found.step)
 
     def _save(self, step: int) -> None:
-        streams = all_streams(self.accelerator, self.task.state())
+        state = self.task.state().items()
+        streams = {name: self.accelerator.gather(own.contiguous()) for name, own in state}
 
         def write() -> None:
             tensors: dict[str, Tensor] = {}
@@ -138,11 +147,13 @@ class Trainer:
         if done % settings.valid_every == 0 or last:
             self._evaluate(done, "valid")
         if done % settings.save_every == 0 or last:
-            self._check_weights(done)
+            # No checkpoint of weights that are not finite may replace a good one.
+            if not all(bool(p.isfinite().all()) for p in self.task.model.parameters()):
+                raise self._diverged(done, "Weights became infinite")
             self._save(done)
 
     def _step(self, step: int) -> StepResult:
-        """Return one step of every phase due; the first one's result."""
+        """Make one step of every optimiser that is due; return the first one's result."""
         self.task.begin_step(step)
         results = [self._phase(step, phase) for phase in self.task.phases(step)]
         self.task.end_step()
@@ -162,9 +173,10 @@ class Trainer:
                 accelerator.backward(batch.objective / settings.accumulate)
             total += batch.loss.detach() / settings.accumulate
             units += batch.units
-        loss = mean_over(accelerator, total)
+        loss = float(accelerator.reduce(total, reduction="mean"))
         optimizer = self.optimizers[phase]
-        norm = self._clip(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = float(nn.utils.clip_grad_norm_(parameters, settings.clip or math.inf))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._diverged(step + 1, f"The loss became {loss} (gradient norm {norm})")
         for group in optimizer.param_groups:
@@ -173,10 +185,6 @@ class Trainer:
         for each in self.optimizers.values():
             each.zero_grad(set_to_none=True)
         return StepResult(loss, norm, units * accelerator.num_processes)
-
-    def _clip(self, optimizer: torch.optim.Optimizer) -> float:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return float(nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf))
 
     def _evaluate(self, step: int, split: str) -> None:
         started = time.perf_counter()
@@ -188,11 +196,6 @@ class Trainer:
         values["seconds"] = time.perf_counter() - started
         self.recorder.record(step, split, values)
 
-    def _check_weights(self, step: int) -> None:
-        """Refuse weights that are not finite: no such checkpoint may replace a good one."""
-        if not all(bool(p.isfinite().all()) for p in self.task.model.parameters()):
-            raise self._diverged(step, "Weights became infinite")
-
     def _diverged(self, step: int, what: str) -> UserError:
         if checkpoints.list_names(self.run.checkpoints):
             advice = "the last checkpoint is intact: lower train.lr and go on with --resume."
@@ -202,100 +205,56 @@ class Trainer:
 
     def _finish(self) -> None:
         """Write the model and measure the test split, unless an earlier run has done so."""
-        steps = self.settings.steps
-        if not on_main(self.accelerator, lambda: self.run.model.exists()):
-            on_main(self.accelerator, lambda: _write_model(self.task, self.run.model))
-        if not on_main(self.accelerator, lambda: _has_record(self.run, steps, "test")):
+        run, steps = self.run, self.settings.steps
+
+        def write_model() -> bool:
+            if not run.model.exists():
+                with writing(run.model), atomic_path(run.model) as partial:
+                    self.task.save(partial)
+            records = read_records(run.metrics)[0] if run.metrics.is_file() else []
+            return any(record.step == steps and record.kind == "test" for record in records)
+
+        if not on_main(self.accelerator, write_model):
             self._evaluate(steps, "test")
 
 
-def _optimizer(settings: TrainingConfig, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-    beta1, beta2 = settings.betas
-    return torch.optim.AdamW(
-        [{"lr_scale": 1.0} | group for group in groups],
-        lr=settings.lr,
-        betas=(beta1, beta2),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-
-
-def _has_record(run: RunFolder, step: int, kind: str) -> bool:
-    records = read_records(run.metrics)[0] if run.metrics.is_file() else []
-    return any(record.step == step and record.kind == kind for record in records)
-
-
-def _write_model(task: Task, folder: Path) -> None:
-    """Write the model's folder, whole or not at all."""
-    try:
-        with atomic_path(folder) as partial:
-            task.save(partial)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"The model could not be written to {folder} ({error}); the last checkpoint is intact: "
-            "make room and finish with --resume."
-        ) from error
-
-
-class TrainingRun(Protocol):
-    """Settings of a command that trains: those of `RunConfig`, and `train`."""
-
-    out: str
-    resume: bool
-    overwrite: bool
-    train: TrainingConfig
-
-
-def check_folder(config: TrainingRun, accelerator: Accelerator) -> None:
+def check_folder(config: Any, accelerator: Accelerator) -> None:
     """Refuse a run folder that is in the way before long work begins."""
-
-    def check() -> None:
-        RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
-
-    on_main(accelerator, check)
+    options = {"resume": config.resume, "overwrite": config.overwrite}
+    on_main(accelerator, lambda: RunFolder.check(config.out, **options))
 
 
 @contextlib.contextmanager
-def training(config: TrainingRun, task: Task, accelerator: Accelerator) -> Iterator[Trainer]:
-    """Yield a trainer in its run folder, ready to begin or to go on."""
+def training(config: Any, task: Task, accelerator: Accelerator) -> Iterator[Trainer]:
+    """Yield a trainer in its run folder, ready to begin or to go on.
+
+    `config` is that of a command that trains: a `RunConfig` with a `TrainingConfig` as `train`.
+    """
     run = RunFolder(Path(config.out))
+    options = {"resume": config.resume, "overwrite": config.overwrite}
+    on_main(accelerator, lambda: RunFolder.create(run.path, **options))
 
-    def begin() -> None:
-        RunFolder.create(run.path, resume=config.resume, overwrite=config.overwrite)
+    def write_config() -> None:
+        # Given again as --config, it must neither resume nor delete anything by itself.
+        with writing(run.config):
+            dump(replace(config, resume=False, overwrite=False), run.config)
 
-    on_main(accelerator, begin)
     with contextlib.ExitStack() as stack:
         if accelerator.is_main_process:
             stack.enter_context(log_to(run.log))
         trainer = Trainer(task, config.train, run, accelerator)
         trainer.resume()
         if trainer.first < config.train.steps:
-            on_main(accelerator, lambda: _write_config(config, run))
+            on_main(accelerator, write_config)
         else:  # what was trained stays described as it was
             logger.info("All %d steps are made already: nothing is trained.", trainer.first)
         yield trainer
 
 
-def _write_config(config: Any, run: RunFolder) -> None:
-    # Given again as --config, it must neither resume nor delete anything by itself.
-    kept = replace(config, resume=False, overwrite=False)
-    try:
-        dump(kept, run.config)
-    except OSError as error:
-        raise UserError(f"{run.config} cannot be written: {error.strerror}.") from error
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_NEVER, _HUGE = -1, 1 << 30
-
-
-def keep_freed_memory() -> bool:
-    """Return whether the C library took the hint; elsewhere than on glibc nothing is changed."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
+def keep_freed_memory() -> None:
+    """Tell glibc not to give freed memory back; on other systems nothing is changed."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # there is no such function
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    taken = (mallopt(_MMAP_THRESHOLD, _HUGE), mallopt(_TRIM_THRESHOLD, _NEVER))
-    return all(taken)
+        trim_threshold, mmap_threshold = -1, -3  # as malloc.h numbers them
+        mallopt(mmap_threshold, 1 << 30)
+        mallopt(trim_threshold, -1)  # never
