@@ -133,8 +133,6 @@ def test_tensorboard_shows_the_search(commands: Commands) -> None:
     tags = set(events.Tags()["scalars"])
     assert {"train/loss", "train/lr", "train/tau", "train/perplexity", "train/entropy"} <= tags
     assert {"valid/loss", "valid/perplexity", "valid/bits_per_byte"} <= tags
-    branches = ("attention", "dense", "identity")
-    assert {f"train/pi/block{b}-{kind}" for b in range(1, 5) for kind in branches} <= tags
     assert [event.step for event in events.Scalars("train/lr")] == list(range(20, STEPS + 1, 20))
 
 
@@ -169,7 +167,7 @@ def test_generate_goes_on_from_a_prompt(
     assert texts[0].startswith("The function returns") and len(texts[0]) > 40
 
 
-def test_commands_are_quiet_but_for_their_progress(
+def test_short_commands_are_quiet(
     commands: Commands, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["par", "train", *commands.data, "--vocab_size", "600", "--pattern", commands.pattern]
@@ -183,5 +181,4 @@ def test_commands_are_quiet_but_for_their_progress(
         str(tmp_path / "run"),
     ]
     assert main(words) == 0
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("step 1/1: loss ") and "tokens/s" in line and line.endswith("left")
+    assert capfd.readouterr().err == ""
