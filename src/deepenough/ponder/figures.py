@@ -1,15 +1,14 @@
 """Figures of pondering: accuracy against passes, when examples stop, and the parity experiment.
 
-Built from a run's records alone. A run may have been measured several times: of every model the
-last evaluation counts. Records that lack something are left out.
+Built from a run's records alone. A run may have been measured several times: the last evaluation
+counts. Records that lack something are left out.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +17,6 @@ from deepenough.figure import (
     BLUE,
     GREEN,
     GREY,
-    ORANGE,
-    PURPLE,
     SKY,
     VERMILION,
     Axis,
@@ -38,30 +35,19 @@ from deepenough.figure import (
     numbers,
     shortened,
 )
-from deepenough.runs import Record
 
 HEADING = "Ponder"
 EXIT, PASSES, EXAMPLE, PARITY = "ponder_exit", "ponder_passes", "ponder_example", "parity"
 """Kinds of the records that are read here."""
 
-MODELS = {"ponder": "pondering", "weighted": "PABEE-trained", "last": "full depth"}
 POLICIES = {
-    "quantile": "halting probability",
-    "confidence": "confidence",
-    "patience": "patience",
-    "fixed": "fixed number of passes",
+    "quantile": ("halting probability", BLUE, "solid"),
+    "confidence": ("confidence", GREEN, "solid"),
+    "patience": ("patience", SKY, "dashed"),
+    "fixed": ("fixed number of passes", GREY, "dotted"),
 }
+"""Name, colour and style of the line of each way to stop."""
 MECHANISMS = {"ponder": "PonderNet", "act": "ACT", "fixed": "fixed depth"}
-STYLES = {"patience": "dashed", "fixed": "dotted"}
-COLORS = {
-    ("ponder", "quantile"): BLUE,
-    ("ponder", "confidence"): GREEN,
-    ("ponder", "patience"): SKY,
-    ("ponder", "fixed"): GREY,
-    ("weighted", "confidence"): PURPLE,
-    ("weighted", "patience"): VERMILION,
-    ("weighted", "fixed"): ORANGE,
-}
 MAX_GROUPS = 7
 """With more labels than colours, a heat map takes the place of bars."""
 DEPTH_SHOWN = 0.12
@@ -73,44 +59,15 @@ CHANCE = 0.5
 # -- records ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PolicyPoint:
-    """One way of stopping: a policy with its setting, and what it reached."""
+class PolicyPoint(NamedTuple):
+    """What one setting of one way to stop has reached."""
 
-    model: str
     policy: str
-    setting: float
     passes: float
     accuracy: float
 
 
-@dataclass(frozen=True)
-class PassTable:
-    """How many examples of each group made 1, 2, ... passes."""
-
-    model: str
-    by: str
-    groups: tuple[str, ...]
-    counts: np.ndarray
-    """[groups, N]"""
-
-
-@dataclass(frozen=True)
-class HaltingExample:
-    """One example pass by pass."""
-
-    text: str
-    label: str
-    passes: int
-    halting: np.ndarray
-    """[N], probability of halting at each pass."""
-    answers: tuple[str, ...]
-    confidence: np.ndarray
-    """[N], probability of the answer at each pass."""
-
-
-@dataclass(frozen=True)
-class ParityBand:
+class ParityBand(NamedTuple):
     """Results on parity inputs of similar difficulty."""
 
     lowest: int
@@ -123,41 +80,12 @@ class ParityBand:
 
 
 def exit_points(run: Run) -> list[PolicyPoint]:
-    """Return every measured way of stopping."""
+    """Return every measured way of stopping that has a name."""
     found = []
-    for record in _latest(run, EXIT):
-        values = record.values
-        read = numbers(values, "setting", "passes", "accuracy")
-        if read is not None and isinstance(values.get("policy"), str):
-            found.append(PolicyPoint(_model(record), values["policy"], *read))
-    return found
-
-
-def pass_tables(run: Run) -> list[PassTable]:
-    """Return the tables of passes by label and by difficulty."""
-    found = []
-    for record in _latest(run, PASSES):
-        groups, counts = _texts(record.values.get("groups")), _array(record.values.get("counts"), 2)
-        if counts is None or groups is None or len(groups) != len(counts):
-            continue
-        by = str(record.values.get("by", ""))
-        found.append(PassTable(_model(record), by, groups, counts))
-    return found
-
-
-def halting_examples(run: Run) -> list[HaltingExample]:
-    """Return the examples whose halting was recorded pass by pass."""
-    found = []
-    for record in _latest(run, EXAMPLE):
-        values = record.values
-        halting, sure = _array(values.get("halting"), 1), _array(values.get("confidence"), 1)
-        answers, passes = _texts(values.get("answers")), number(values.get("passes"))
-        if halting is None or sure is None or passes is None or answers is None:
-            continue
-        if not len(halting) == len(sure) == len(answers):
-            continue
-        text, label = str(values.get("text", "")), str(values.get("label", ""))
-        found.append(HaltingExample(text, label, int(passes), halting, answers, sure))
+    for values in _latest(run, EXIT):
+        read = numbers(values, "passes", "accuracy")
+        if read is not None and values.get("policy") in POLICIES:
+            found.append(PolicyPoint(values["policy"], *read))
     return found
 
 
@@ -175,20 +103,11 @@ def parity_bands(run: Run) -> list[ParityBand]:
     return sorted(found, key=lambda band: band.lowest)
 
 
-def _latest(run: Run, kind: str) -> Iterator[Record]:
-    """Yield the records of a kind from the last evaluation of every model."""
-    own = run.of_kind(kind)
-    last: dict[str, float] = {}
-    for record in own:
-        order = number(record.values.get("evaluation")) or 0.0
-        last[_model(record)] = max(order, last.get(_model(record), 0.0))
-    for record in own:
-        if (number(record.values.get("evaluation")) or 0.0) == last[_model(record)]:
-            yield record
-
-
-def _model(record: Record) -> str:
-    return str(record.values.get("model", ""))
+def _latest(run: Run, kind: str) -> list[dict[str, Any]]:
+    """Return the values of the records of a kind from the last evaluation."""
+    found = [record.values for record in run.of_kind(kind)]
+    order = [number(values.get("evaluation")) or 0.0 for values in found]
+    return [v for v, own in zip(found, order, strict=True) if own == max(order)]
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
@@ -214,59 +133,48 @@ def frontier_figure(run: Run) -> FigureSpec | None:
     points = exit_points(run)
     if not points:
         return None
-    alone = [p for p in points if p.model == "last"]
-    by_way: dict[tuple[str, str], list[PolicyPoint]] = {}
-    for point in points:
-        if point.model != "last":
-            by_way.setdefault((point.model, point.policy), []).append(point)
     lines = []
-    for (model, policy), own in by_way.items():
-        ordered = sorted(own, key=lambda p: p.passes)
-        lines.append(
-            Line(
-                f"{MODELS.get(model, model)}, {POLICIES.get(policy, policy)}".strip(", "),
-                [p.passes for p in ordered],
-                [p.accuracy for p in ordered],
-                COLORS.get((model, policy), BLACK),
-                STYLES.get(policy, "solid"),
-            )
-        )
-    rules = []
-    if alone:
-        best = max(alone, key=lambda p: p.passes)
-        rules.append(Rule(best.accuracy, f"full depth, trained alone ({best.passes:g} passes)"))
+    for policy, (name, color, style) in POLICIES.items():
+        own = sorted((p for p in points if p.policy == policy), key=lambda p: p.passes)
+        if own:
+            passes, accuracies = [p.passes for p in own], [p.accuracy for p in own]
+            lines.append(Line(name, passes, accuracies, color, style))
     top, bottom = (pick(p.accuracy for p in points) for pick in (max, min))
     low = max(bottom, top - DEPTH_SHOWN)
     caption = "Each point is one setting of one way to stop; passes are the mean over examples."
     if bottom < low:
         caption += f" Settings below {low:.0%} accuracy are not shown."
     y = Axis("accuracy", percent=True, low=low - 0.004, high=top + 0.006)
-    chart = Chart(Axis("mean passes", whole=True), y, lines, rules=rules)
+    chart = Chart(Axis("mean passes", whole=True), y, lines)
     return _figure(run, "ponder_frontier", "Accuracy against mean passes", caption, [chart])
 
 
 def passes_figure(run: Run) -> FigureSpec | None:
     """Return how many passes examples make, by label and by difficulty."""
-    tables = {table.by: table for table in pass_tables(run) if table.model in ("ponder", "")}
-    shown = [tables[by] for by in ("label", "difficulty") if by in tables]
-    panels = [panel for table in shown if (panel := _pass_panel(table)) is not None]
+    panels = {}
+    for values in _latest(run, PASSES):
+        groups, counts = _texts(values.get("groups")), _array(values.get("counts"), 2)
+        if counts is not None and groups is not None and len(groups) == len(counts):
+            kept = counts.sum(axis=1) > 0
+            if kept.any():
+                names = [name for name, keep in zip(groups, kept, strict=True) if keep]
+                by_label = values.get("by") == "label"
+                panels[by_label] = _pass_panel(names, counts[kept], by_label)
     if not panels:
         return None
     caption = "How many passes examples make, as a share of their group."
-    if "difficulty" in tables:
+    if False in panels:
         caption += " An example is as difficult as the pass from which its answer stays the same."
-    return _figure(run, "passes", "Passes made", caption, panels, columns=2, wide=True)
+    shown = [panels[by_label] for by_label in (True, False) if by_label in panels]
+    return _figure(run, "passes", "Passes made", caption, shown, columns=2, wide=True)
 
 
-def _pass_panel(table: PassTable) -> Chart | HeatMap | None:
-    totals = table.counts.sum(axis=1)
-    kept = totals > 0
-    if not kept.any():
-        return None
-    groups = [name for name, keep in zip(table.groups, kept, strict=True) if keep]
-    shares = table.counts[kept] / totals[kept][:, None]
+def _pass_panel(groups: Sequence[str], counts: np.ndarray, by_label: bool) -> Chart | HeatMap:
+    """Return bars of few labels, else a heat map; `counts` are `[groups, N]`."""
+    totals = counts.sum(axis=1)
+    shares = counts / totals[:, None]
     passes = [str(number + 1) for number in range(shares.shape[1])]
-    if table.by == "label" and len(groups) <= MAX_GROUPS:
+    if by_label and len(groups) <= MAX_GROUPS:
         means = shares @ np.arange(1, shares.shape[1] + 1)
         bars = [
             Bars(f"{shortened(name, 24)} (mean {mean:.2f})", row.tolist())
@@ -274,13 +182,11 @@ def _pass_panel(table: PassTable) -> Chart | HeatMap | None:
         ]
         y = Axis("share of the label's examples", percent=True, low=0.0)
         return Chart(Axis("passes"), y, bars=bars, categories=passes, title="by label")
-    by_label = table.by == "label"
-    names = [
-        f"{shortened(name, 16)} ({int(total)})"
-        for name, total in zip(groups, totals[kept], strict=True)
-    ]
     return HeatMap(
-        names,
+        [
+            f"{shortened(name, 16)} ({int(total)})"
+            for name, total in zip(groups, totals, strict=True)
+        ],
         passes,
         shares.tolist(),
         Axis("passes made"),
@@ -293,40 +199,45 @@ def _pass_panel(table: PassTable) -> Chart | HeatMap | None:
 
 def halting_figure(run: Run) -> FigureSpec | None:
     """Return when chosen examples stop, pass by pass."""
-    examples = halting_examples(run)
-    panels = []
-    for example in examples:
-        passes = [str(number + 1) for number in range(len(example.halting))]
-        bars = []
-        for name, color, right in (
-            ("stops here, answer right", BLUE, True),
-            ("stops here, answer wrong", VERMILION, False),
-        ):
-            values = [
-                float(p) if (answer == example.label) is right else None
-                for p, answer in zip(example.halting, example.answers, strict=True)
-            ]
-            if any(value is not None for value in values):
-                bars.append(Bars(name, values, color))
-        places = [float(place) for place in range(len(passes))]
-        sure = Line("confidence in the answer", places, example.confidence.tolist(), BLACK)
-        panels.append(
-            Chart(
-                Axis("pass"),
-                Axis("probability", low=0.0, high=1.05),
-                [sure],
-                bars,
-                passes,
-                rules=[Rule(example.passes - 0.5, "stopped", vertical=True)],
-                title=f"“{shortened(example.text, 90)}” ({shortened(example.label, 20)})",
-            )
-        )
+    panels = [panel for values in _latest(run, EXAMPLE) if (panel := _halting_panel(values))]
     if not panels:
         return None
     caption = (
         "Bars: the probability of stopping at each pass. Dashed: where the example was stopped."
     )
     return _figure(run, "halting", "When examples stop", caption, panels, wide=True)
+
+
+def _halting_panel(values: dict[str, Any]) -> Chart | None:
+    """Return one example pass by pass, or None if its record lacks something."""
+    halting, sure = _array(values.get("halting"), 1), _array(values.get("confidence"), 1)
+    answers, stopped = _texts(values.get("answers")), number(values.get("passes"))
+    if halting is None or sure is None or answers is None or stopped is None:
+        return None
+    if not len(halting) == len(sure) == len(answers):
+        return None
+    text, label = str(values.get("text", "")), str(values.get("label", ""))
+    bars = []
+    for name, color, right in (
+        ("stops here, answer right", BLUE, True),
+        ("stops here, answer wrong", VERMILION, False),
+    ):
+        shown = [
+            float(p) if (answer == label) is right else None
+            for p, answer in zip(halting, answers, strict=True)
+        ]
+        if any(value is not None for value in shown):
+            bars.append(Bars(name, shown, color))
+    places = [float(place) for place in range(len(halting))]
+    return Chart(
+        Axis("pass"),
+        Axis("probability", low=0.0, high=1.05),
+        [Line("confidence in the answer", places, sure.tolist(), BLACK)],
+        bars,
+        [str(place + 1) for place in range(len(halting))],
+        rules=[Rule(stopped - 0.5, "stopped", vertical=True)],
+        title=f"“{shortened(text, 90)}” ({shortened(label, 20)})",
+    )
 
 
 def parity_figure(run: Run) -> FigureSpec | None:
@@ -402,13 +313,11 @@ def _exit_findings(run: Run) -> list[str]:
     points = exit_points(run)
     if not points:
         return []
-    model = "ponder" if any(p.model == "ponder" for p in points) else points[0].model
-    own = [point for point in points if point.model == model]
-    full = max(own, key=lambda p: p.passes)
-    quick = min((p for p in own if p.accuracy >= full.accuracy), key=lambda p: p.passes)
+    full = max(points, key=lambda p: p.passes)
+    quick = min((p for p in points if p.accuracy >= full.accuracy), key=lambda p: p.passes)
     found = f"Accuracy {100 * full.accuracy:.1f} % with {full.passes:.2f} passes"
     if quick.passes < full.passes:
-        way = POLICIES.get(quick.policy, quick.policy)
+        way = POLICIES[quick.policy][0]
         return [f"{found}; at least as accurate with {quick.passes:.2f} passes (by {way})."]
     return [f"{found}; no setting that stops earlier is as accurate."]
 
