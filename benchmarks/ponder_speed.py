@@ -4,7 +4,6 @@ Inference: ALBERT's base shape (768 wide, 12 passes) on 32 texts of 64 tokens th
 probability 0.2 after each pass, passes drawn with fixed seeds. Timed beside it on the same
 texts and draws: all 12 passes; stopping when the last example halts, as a batch that cannot shrink
 must; transformers' own `AlbertModel` of 12 layers. The same with 12 layers that are not shared.
-Stream: the same examples through a batch whose freed rows are refilled, against batch after batch.
 Training: one step (forward, backward, AdamW) of pondering against the same layers with a classifier
 and a loss at each.
 """
@@ -42,7 +41,7 @@ TRAINING_TEXTS = 16
 
 
 def measure(rounds: int = 5, batches: int = 4, threads: int = 2) -> dict[str, Any]:
-    """Time inference, a stream and a training step; return seconds and ratios.
+    """Time inference and a training step; return seconds and ratios.
 
     Args:
         rounds: Rounds in which all that is compared takes turns.
@@ -61,7 +60,6 @@ def measure(rounds: int = 5, batches: int = 4, threads: int = 2) -> dict[str, An
     return {
         "shared_layer": inference(shared, albert, range(batches), rounds),
         "own_layers": inference(own, bert, range(batches), rounds),
-        "stream": stream(shared, rounds),
         "training": training(rounds),
         "settings": {"rounds": rounds, "texts": TEXTS, "length": LENGTH, "halt": HALT},
     }
@@ -119,32 +117,6 @@ def inference(model: Any, encoder: Any, seeds: range, rounds: int) -> dict[str, 
         "faster_than_until_the_last_halts": timings.ratio("until_the_last_halts", "pondering"),
         "ratio_to_transformers": timings.ratio("pondering", "transformers"),
         "share_of_passes": float(made.mean()) / PASSES,
-    }
-
-
-@torch.inference_mode()
-def stream(model: Any, rounds: int, num_batches: int = 3) -> dict[str, Any]:
-    """Return the seconds of batches of 8 rows with and without refilling freed rows."""
-    rows = 8
-    halt_with(model.eval(), HALT)
-    ids = texts(num_batches * rows)["input_ids"]
-    policy = SampledExit(0)
-
-    @torch.inference_mode()
-    def batch_after_batch() -> None:
-        for start in range(0, len(ids), rows):
-            numbers = torch.arange(start, start + rows)
-            model(ids[start : start + rows], policy=policy, example_ids=numbers)
-
-    def refilled() -> None:
-        for _ in model.stream(({"input_ids": row} for row in ids), policy, rows):
-            pass
-
-    functions = {"batch_after_batch": batch_after_batch, "refilled": refilled}
-    timings = interleaved(functions, rounds)
-    return {
-        "seconds": {name: timings.best(name) for name in functions},
-        "faster": timings.ratio("batch_after_batch", "refilled"),
     }
 
 

@@ -17,10 +17,12 @@ from deepenough.measurement import ComparedData, ComparedRun
 from deepenough.ponder.config import ExitConfig, PonderEvalConfig, PonderGrid
 from deepenough.ponder.evaluation import (
     CONFIDENCES,
+    THRESHOLDS,
     AllPasses,
     FinishedRun,
     all_passes,
     evaluate,
+    examples_in_batches,
     load_classifier,
     open_candidate,
     passes_by,
@@ -33,7 +35,7 @@ from deepenough.ponder.evaluation import (
     sweep,
 )
 from deepenough.ponder.halting import ConfidenceExit, FixedExit, PatienceExit, QuantileExit
-from deepenough.runs import read_records
+from deepenough.runs import Record, read_records
 
 # Answers of four examples after three passes; the right one is always 1.
 ANSWERS = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0], [1, 1, 0, 1]])
@@ -67,10 +69,10 @@ def test_difficulty_is_the_pass_from_which_the_answer_stays(answers: AllPasses) 
 
 
 def test_the_sweep_has_every_way_once(answers: AllPasses) -> None:
-    points = sweep(answers, thresholds=(0.5, 1.0))
+    points = sweep(answers)
     ways = [(point["policy"], point["setting"]) for point in points]
     assert ways == [
-        *[("quantile", 0.5), ("quantile", 1.0)],
+        *[("quantile", value) for value in THRESHOLDS],
         *[("confidence", value) for value in CONFIDENCES],
         *[("patience", 1), ("patience", 2)],
         *[("fixed", 1), ("fixed", 2), ("fixed", 3)],
@@ -95,19 +97,17 @@ def test_chosen_examples_span_the_whole_range() -> None:
 
 
 def test_records_hold_what_pictures_need(answers: AllPasses) -> None:
-    found = records(
-        answers, QuantileExit(0.5), ["no", "yes"], list("abcd"), step=7, about={"model": "ponder"}
-    )
-    assert all(r.step == 7 and r.values["num_passes"] == 3 for r in found)
-    tables = {r.values["by"]: r.values for r in found if r.kind == "ponder_passes"}
+    found = list(records(answers, QuantileExit(0.5), ["no", "yes"], list("abcd")))
+    assert all(values["num_passes"] == 3 for _, values in found)
+    tables = {values["by"]: values for kind, values in found if kind == "ponder_passes"}
     assert tables["label"]["counts"] == [[0, 0, 0], [2, 1, 1]]
     assert tables["difficulty"]["counts"] == [[1, 0, 1], [0, 1, 0], [1, 0, 0]]
-    shown = [r.values for r in found if r.kind == "ponder_example"]
+    shown = [values for kind, values in found if kind == "ponder_example"]
     assert [example["text"] for example in shown] == ["d", "a", "b", "c"]  # by expected passes
     first = shown[1]
     assert first["halting"] == pytest.approx([0.6, 0.2, 0.2], abs=1e-5)
     assert first["answers"] == ["yes"] * 3 and first["passes"] == 1
-    assert all(r.to_json() for r in found)
+    assert all(Record(7, kind, values).to_json() for kind, values in found)
 
 
 def test_evaluate_writes_the_whole_frontier(trained: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_evaluate_writes_the_whole_frontier(trained: Path, tmp_path: Path) -> No
     first = [record for record in records if record.values.get("evaluation") == 1]
     again = [record for record in records if record.values.get("evaluation") == 2]
     kinds = [record.kind for record in first]
-    assert [record.kind for record in again] == [k for k in kinds if k != "ponder_time"]
+    assert [record.kind for record in again] == kinds
     exits = [record.values for record in first if record.kind == "ponder_exit"]
     assert {point["policy"] for point in exits} == {"quantile", "confidence", "patience", "fixed"}
     full = next(p for p in exits if p["policy"] == "fixed" and p["setting"] == 3)
@@ -141,16 +141,16 @@ def test_evaluate_writes_the_whole_frontier(trained: Path, tmp_path: Path) -> No
 
 def test_what_is_replayed_is_what_really_stops(trained: Path) -> None:
     """The quality of the sweep is that of inference that leaves the batch."""
-    records, _ = read_records(trained / "metrics.jsonl")
-    if not any(record.kind == "ponder_time" for record in records):
-        evaluate(PonderEvalConfig(str(trained)))
-        records, _ = read_records(trained / "metrics.jsonl")
-    timed = {r.values["policy"]: r.values for r in records if r.kind == "ponder_time"}
-    exits = [record.values for record in records if record.kind == "ponder_exit"]
-    half = next(p for p in exits if p["policy"] == "quantile" and p["setting"] == 0.5)
-    assert timed["own exit"]["passes"] == pytest.approx(half["passes"])
-    assert timed["own exit"]["accuracy"] == pytest.approx(half["accuracy"])
-    assert timed["all passes"]["passes"] == 3.0
+    finished = FinishedRun(str(trained))
+    texts, split = finished.open_split(None, None)
+    examples = EncodedExamples(texts.split(split), finished.tokenizer, finished.token_limit)
+    batches, labels = examples_in_batches(finished.model, examples, 16)
+    outputs = [finished.model(**batch, policy=QuantileExit(0.5)) for batch in batches]
+    expected = quality(all_passes(finished.model, examples), QuantileExit(0.5))
+    passes = torch.cat([output.passes for output in outputs]).double().mean()
+    right = torch.cat([output.logits for output in outputs]).argmax(-1) == labels
+    assert float(passes) == pytest.approx(expected["passes"])
+    assert float(right.double().mean()) == pytest.approx(expected["accuracy"])
 
 
 def test_predictions_stream(trained: Path) -> None:
@@ -164,11 +164,11 @@ def test_predictions_stream(trained: Path) -> None:
 
     answers = predict(str(trained), endless(), batch_size=4)
     found = [next(answers) for _ in range(6)]
-    assert [answer["label"] for answer in found] == ["1", "0"] * 3
-    assert all(0.5 < answer["probability"] <= 1 and 1 <= answer["passes"] <= 3 for answer in found)
+    assert [answer.label for answer in found] == ["1", "0"] * 3
+    assert all(0.5 < answer.probability <= 1 and 1 <= answer.passes <= 3 for answer in found)
     assert asked < 2000
     fixed = predict(str(trained), ["good"], ExitConfig(exit="fixed", passes=2))
-    assert next(fixed)["passes"] == 2
+    assert next(fixed).passes == 2
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_processes_share_the_measuring(trained: Path) -> None:
         all_passes(model, examples, share)  # type: ignore[arg-type]
     logits, halts = (sum(parts) for parts in zip(*(share.parts for share in shares), strict=True))
     torch.testing.assert_close(logits, alone.step_logits)
-    torch.testing.assert_close(halts[:, :-1].logit(), alone.halt_logits)
+    torch.testing.assert_close(halts, alone.halt_logits)
 
 
 def test_an_option_names_its_exit(trained: Path) -> None:

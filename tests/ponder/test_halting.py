@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 from deepenough import UserError
 from deepenough.ponder.config import PonderConfig
 from deepenough.ponder.halting import (
-    MULTI_LABEL,
-    REGRESSION,
-    SINGLE_LABEL,
     ConfidenceExit,
     FixedExit,
     PatienceExit,
@@ -33,7 +30,6 @@ from deepenough.ponder.halting import (
     make_policy,
     ponder_loss,
     ponder_loss_ref,
-    problem_type,
 )
 from deepenough.ponder.inference import replay
 
@@ -167,7 +163,7 @@ def test_loss_by_hand():
     # Two passes, one example: p = (1/4, 3/4); the answers give the right label 1/2 and 4/5.
     logits = torch.tensor([[[0.0, 0.0]], [[0.0, math.log(4)]]])
     log_p = torch.tensor([[0.25, 0.75]]).log()
-    loss = ponder_loss(logits, log_p, torch.tensor([1]), SINGLE_LABEL, 0.5, kl_weight=2.0)
+    loss = ponder_loss(logits, log_p, torch.tensor([1]), 0.5, kl_weight=2.0)
     task = 0.25 * math.log(2) + 0.75 * math.log(5 / 4)
     divergence = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)  # from (1/2, 1/2)
     assert loss.task.item() == pytest.approx(task)
@@ -179,7 +175,7 @@ def test_loss_by_hand():
 @given(st.integers(0, 10_000), st.floats(0.05, 0.95), st.floats(0, 3))
 def test_loss_equals_the_loop(seed, target, beta):
     logits, halt, targets = a_case(seed)
-    loss = ponder_loss(logits, log_halting(halt, 5), targets, SINGLE_LABEL, target, beta)
+    loss = ponder_loss(logits, log_halting(halt, 5), targets, target, beta)
     lambdas = F.pad(halt.sigmoid(), (0, 1))
     expected = ponder_loss_ref(logits, lambdas, targets, target, beta)
     assert [term.item() for term in loss] == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -190,7 +186,7 @@ def test_gradients_of_the_loss_equal_finite_differences():
 
     def value(step_logits: torch.Tensor, halt_logits: torch.Tensor) -> torch.Tensor:
         log_p = log_halting(halt_logits, 4)
-        return ponder_loss(step_logits, log_p, targets, SINGLE_LABEL, 0.3, 0.7).total
+        return ponder_loss(step_logits, log_p, targets, 0.3, 0.7).total
 
     assert torch.autograd.gradcheck(value, (logits.requires_grad_(), halt.requires_grad_()))
 
@@ -199,58 +195,23 @@ def test_depth_does_not_scale_the_task():
     """With the same answer at every pass, the expected loss is that of the answer."""
     logits, halt, targets = a_case(2)
     same = logits[:1].expand(5, -1, -1)
-    loss = ponder_loss(same, log_halting(halt, 5), targets, SINGLE_LABEL, 0.3, 0.0)
+    loss = ponder_loss(same, log_halting(halt, 5), targets, 0.3, 0.0)
     assert loss.total.item() == pytest.approx(F.cross_entropy(logits[0], targets).item())
 
 
-def test_kinds_of_task_equal_torchs_losses():
+def test_the_loss_of_answers_equals_torchs():
     logits, _, targets = a_case(3)
-    several = (torch.arange(12) % 2).view(4, 3).double()
-    numbers = torch.randn(4, dtype=torch.float64)
-    for problem, answers, labels, expected in (
-        (SINGLE_LABEL, logits[0], targets, F.cross_entropy(logits[0], targets)),
-        (
-            MULTI_LABEL,
-            logits[0],
-            several,
-            F.binary_cross_entropy_with_logits(logits[0], several),
-        ),
-        (REGRESSION, logits[0, :, :1], numbers, F.mse_loss(logits[0, :, 0], numbers)),
-        (REGRESSION, logits[0], several, F.mse_loss(logits[0], several)),
-    ):
-        assert answer_loss(answers, labels, problem).item() == pytest.approx(expected.item())
-
-
-def test_ignored_labels_do_not_count():
-    logits, halt, targets = a_case(4)
-    targets[1] = -100
-    kept = torch.tensor([0, 2, 3])
-    log_p = log_halting(halt, 5)
-    loss = ponder_loss(logits, log_p, targets, SINGLE_LABEL, 0.3, 0.0)
-    alone = ponder_loss(logits[:, kept], log_p[kept], targets[kept], SINGLE_LABEL, 0.3, 0.0)
-    assert loss.task.item() == pytest.approx(alone.task.item())
+    expected = F.cross_entropy(logits[0], targets)
+    assert answer_loss(logits[0], targets).item() == pytest.approx(expected.item())
 
 
 def test_fixed_weights_are_a_weighted_mean():
     logits, _, targets = a_case(5)
     weights = torch.tensor([1.0, 2, 3, 4, 5]) / 15
     each = torch.stack([F.cross_entropy(step, targets) for step in logits])
-    loss = fixed_loss(logits, weights, targets, SINGLE_LABEL)
+    loss = fixed_loss(logits, weights, targets)
     assert loss.total.item() == pytest.approx((each * weights).sum().item())
     assert loss.kl.item() == 0
-
-
-@pytest.mark.parametrize(
-    ("labels", "num_labels", "problem"),
-    [
-        (torch.zeros(3), 1, REGRESSION),
-        (torch.zeros(3, dtype=torch.long), 2, SINGLE_LABEL),
-        (torch.zeros(3, dtype=torch.int), 2, SINGLE_LABEL),
-        (torch.zeros(3, 2), 2, MULTI_LABEL),
-    ],
-)
-def test_problem_types_are_those_of_transformers(labels, num_labels, problem):
-    assert problem_type(labels, num_labels) == problem
 
 
 def logit(*lambdas: float) -> torch.Tensor:
@@ -262,20 +223,17 @@ def answers(*labels: int, num_labels: int = 3) -> torch.Tensor:
     return torch.eye(num_labels)[list(labels)][:, None]
 
 
-ONE = torch.arange(1)
-
-
 @pytest.mark.parametrize(
     ("threshold", "expected"), [(0.1, 1), (0.3, 2), (0.5, 3), (0.9, 4), (0.95, 5), (1.0, 5)]
 )
 def test_quantile_stops_at_the_first_pass_that_reaches_it(threshold, expected):
     halts = logit(0.2, 0.2, 0.5, 0.8)  # sums of p: 0.2, 0.36, 0.68, 0.936, 1
-    assert replay(QuantileExit(threshold), answers(0, 0, 0, 0, 0), halts, ONE) == expected
+    assert replay(QuantileExit(threshold), answers(0, 0, 0, 0, 0), halts) == expected
 
 
 def test_quantile_of_one_never_stops_early():
     certain = torch.full((1, 4), 80.0)
-    assert replay(QuantileExit(1.0), answers(0, 0, 0, 0, 0), certain, ONE) == 5
+    assert replay(QuantileExit(1.0), answers(0, 0, 0, 0, 0), certain) == 5
 
 
 def test_sampled_passes_follow_the_halting_distribution():
@@ -284,16 +242,16 @@ def test_sampled_passes_follow_the_halting_distribution():
     logits = answers(0, 0, 0, 0).expand(4, examples, 3)
     for policy in (SampledExit(seed=3), SampledExit()):
         torch.manual_seed(0)
-        passes = replay(policy, logits, halts.expand(examples, -1), torch.arange(examples))
+        passes = replay(policy, logits, halts.expand(examples, -1))
         shares = torch.bincount(passes, minlength=5)[1:] / examples
         assert shares.tolist() == pytest.approx(expected.tolist(), abs=0.025)
 
 
 def test_seeded_draws_belong_to_the_example():
     ids = torch.arange(10)
-    all_at_once = SampledExit(7).start(ids, 2)
-    assert torch.equal(SampledExit(7).start(ids[[8, 3]], 2), all_at_once[[8, 3]])
-    assert not torch.equal(SampledExit(8).start(ids, 2), all_at_once)
+    all_at_once = SampledExit(7).start(ids)
+    assert torch.equal(SampledExit(7).start(ids[[8, 3]]), all_at_once[[8, 3]])
+    assert not torch.equal(SampledExit(8).start(ids), all_at_once)
     assert len(set(all_at_once.flatten().tolist())) == 10
 
 
@@ -301,18 +259,7 @@ def test_seeded_draws_belong_to_the_example():
 def test_confidence_stops_once_the_answer_is_probable(threshold, expected):
     sure = torch.tensor([0.6, 0.8, 0.95, 0.96])
     logits = torch.stack([sure.logit(), torch.zeros(4)], -1)[:, None]
-    assert replay(ConfidenceExit(threshold), logits, None, ONE) == expected
-
-
-def test_confidence_of_several_labels_is_that_of_the_least_certain():
-    policy = ConfidenceExit(0.9, MULTI_LABEL)
-    logits = torch.tensor([[[4.0, -0.1]], [[4.0, -3.0]], [[4.0, -5.0]]])
-    assert replay(policy, logits, None, ONE) == 2
-
-
-def test_confidence_of_a_number_is_refused():
-    with pytest.raises(UserError, match="use patience"):
-        ConfidenceExit(0.9, "regression")
+    assert replay(ConfidenceExit(threshold), logits, None) == expected
 
 
 @pytest.mark.parametrize(
@@ -320,23 +267,14 @@ def test_confidence_of_a_number_is_refused():
 )  # repeated once at pass 3, twice in a row at pass 6
 def test_patience_waits_for_agreement_in_a_row(patience, expected):
     given = answers(0, 1, 1, 2, 2, 2, 0)
-    assert replay(PatienceExit(patience), given, None, ONE) == expected
-
-
-def test_patience_of_numbers_and_of_several_labels():
-    numbers = torch.tensor([1.0, 3.0, 3.2, 9.0])[:, None, None]
-    assert replay(PatienceExit(1), numbers, None, ONE) == 3
-    assert replay(PatienceExit(1, tolerance=0.1), numbers, None, ONE) == 4
-    several = torch.tensor([[2.0, -1.0], [1.0, 3.0], [2.0, 0.5], [1.0, 1.0]])[:, None]
-    assert replay(PatienceExit(1, MULTI_LABEL), several, None, ONE) == 3
-    assert replay(PatienceExit(1), several, None, ONE) == 4  # the likeliest label alone changes
+    assert replay(PatienceExit(patience), given, None) == expected
 
 
 def test_fixed_stops_where_it_says():
     given = answers(0, 0, 0, 0)
-    assert replay(FixedExit(2), given, None, ONE) == 2
-    assert replay(FixedExit(), given, None, ONE) == 4
-    assert replay(FixedExit(9), given, None, ONE) == 4
+    assert replay(FixedExit(2), given, None) == 2
+    assert replay(FixedExit(), given, None) == 4
+    assert replay(FixedExit(9), given, None) == 4
 
 
 def test_settings_name_policies():
@@ -353,7 +291,6 @@ def test_settings_name_policies():
         (lambda: QuantileExit(1.1), "above 0 and at most 1"),
         (lambda: QuantileExit(float("nan")), "above 0 and at most 1"),
         (lambda: PatienceExit(0), "at least 1"),
-        (lambda: PatienceExit(1, tolerance=0.0), "must be positive"),
         (lambda: FixedExit(0), "at least 1"),
     ],
 )

@@ -1,6 +1,7 @@
-"""Texts in, answers out: the convenience calls, transformers' pipeline, and bad texts."""
+"""Texts in, answers out: `predict`, transformers' pipeline and trainer, and bad texts."""
 
 from importlib.util import find_spec
+from itertools import count, islice
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from transformers import (
 from deepenough import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load
-from deepenough.ponder.halting import FixedExit, SampledExit, log_geometric
+from deepenough.ponder.halting import FixedExit, PatienceExit, QuantileExit, SampledExit
+from deepenough.ponder.inference import Prediction
 from deepenough.ponder.modeling import PonderEncoderForSequenceClassification
 
 TEXTS = [
@@ -35,61 +37,66 @@ def saved(make_model, tokenizer, tmp_path):
     return tmp_path
 
 
-def test_ponder_tells_all(make_model, tokenizer):
-    model = make_model(halting_target=0.3)
-    result = model.ponder(TEXTS, tokenizer, labels=[0, 1, 2, 0, 1], batch_size=2)
-    assert result.logits.shape == (5, 3)
-    assert result.step_logits.shape == (4, 5, 3)
-    assert result.halt_probabilities.shape == result.distribution.shape == (5, 4)
-    assert result.distribution.sum(-1).tolist() == pytest.approx([1.0] * 5)
-    torch.testing.assert_close(result.target, log_geometric(0.3, 4).exp())
-    assert result.expected_passes.tolist() == pytest.approx(
-        (result.distribution * torch.arange(1, 5)).sum(-1).tolist()
-    )
-    for row, passes in enumerate(result.passes.tolist()):
-        assert torch.equal(result.logits[row], result.step_logits[passes - 1, row])
-    whole = model.ponder(TEXTS, tokenizer, labels=torch.tensor([0, 1, 2, 0, 1]))
-    assert result.loss.item() == pytest.approx(whole.loss.item(), rel=1e-4)
-    assert not whole.logits.requires_grad
+POLICIES = (QuantileExit(0.5), SampledExit(3), PatienceExit(1), FixedExit(2))
 
 
-def test_ponder_leaves_the_mode_and_batches_do_not_matter(make_model, tokenizer):
-    model = make_model().train()
-    policy = SampledExit(2)
-    one = model.ponder(TEXTS, tokenizer, policy=policy, batch_size=1)
-    assert model.training
-    assert torch.equal(one.passes, model.ponder(TEXTS, tokenizer, policy=policy).passes)
+@pytest.mark.parametrize(
+    ("policy", "batch_size"),
+    [(POLICIES[0], 1), (POLICIES[0], 50), *[(policy, 2) for policy in POLICIES]],
+)
+@pytest.mark.parametrize("kind", ["albert", "bert"])
+@torch.no_grad()
+def test_predictions_equal_texts_one_by_one(
+    make_model, make_albert, tokenizer, kind, policy, batch_size
+):
+    """Read in chunks and sorted by length, they come in order and with the draws of their place."""
+    model = make_albert(num_passes=6) if kind == "albert" else make_model(kind)
+    texts = TEXTS * 4
+    found = list(model.predict(texts, tokenizer, policy=policy, batch_size=batch_size))
+    for number, (text, answer) in enumerate(zip(texts, found, strict=True)):
+        inputs = tokenizer(text, return_tensors="pt")
+        alone = model(**inputs, policy=policy, example_ids=torch.tensor([number]))
+        sure, label = alone.logits.softmax(-1).max(-1)
+        assert (answer.label, answer.passes) == (f"LABEL_{label.item()}", alone.passes.item())
+        assert answer.probability == pytest.approx(sure.item(), rel=1e-4)
 
 
-def test_predict_equals_ponder(make_model, tokenizer):
+def test_endless_texts_are_read_little_ahead(make_model, tokenizer):
+    taken = 0
+
+    def endless():
+        nonlocal taken
+        for number in count():
+            taken += 1
+            yield TEXTS[number % 5]
+
+    answers = list(islice(make_model().predict(endless(), tokenizer, batch_size=4), 60))
+    assert len(answers) == 60
+    assert taken < 100
+    assert answers[:5] == answers[5:10]
+
+
+def test_empty_texts_have_no_label_and_move_no_other(make_model, tokenizer):
     model = make_model()
-    expected = model.ponder(TEXTS, tokenizer)
-    predictions = list(model.predict(TEXTS, tokenizer, batch_size=2))
-    assert [p.passes for p in predictions] == expected.passes.tolist()
-    probabilities = expected.logits.softmax(-1).max(-1)
-    assert [p.label for p in predictions] == [f"LABEL_{i}" for i in probabilities.indices]
-    assert [p.probability for p in predictions] == pytest.approx(
-        probabilities.values.tolist(), rel=1e-4
-    )
-    assert all(p.flops > 0 for p in predictions)
-
-
-def test_predict_of_other_tasks(make_model, tokenizer):
-    number = next(make_model(num_labels=1).predict(TEXTS, tokenizer))
-    assert isinstance(number.label[0], float) and number.probability is None
-    model = make_model(problem_type="multi_label_classification")
-    several = next(model.predict(TEXTS, tokenizer))
-    assert len(several.label) == len(several.probability)
-    assert all(probability > 0.5 for probability in several.probability)
+    first, second = model.predict(TEXTS[:2], tokenizer)
+    given = ["", TEXTS[0], " ", TEXTS[1], "\n"]
+    for batch_size in (1, 2, 9):
+        found = list(model.predict(given, tokenizer, batch_size=batch_size))
+        assert found[0] == found[2] == found[4] == Prediction(None, None, 0)
+        assert [found[1].label, found[3].label] == [first.label, second.label]
+    assert list(model.predict([], tokenizer)) == []
+    assert list(model.predict(["", ""], tokenizer)) == [Prediction()] * 2
+    assert next(model.predict([("good", "")], tokenizer)).label is None
 
 
 def test_pairs(make_model, tokenizer):
     model = make_model()
     pairs = [("the film", "is good"), ("a story", "bad")]
-    together = model.ponder(pairs, tokenizer)
     batch = tokenizer(["the film", "a story"], ["is good", "bad"], padding=True)
     batch = {name: torch.tensor(value) for name, value in batch.items()}
-    torch.testing.assert_close(together.logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
+    probabilities = model(**batch).logits.softmax(-1).amax(-1).tolist()
+    found = [answer.probability for answer in model.predict(pairs, tokenizer)]
+    assert found == pytest.approx(probabilities, rel=1e-4)
 
 
 def test_a_saved_tokenizer_is_found(saved):
@@ -114,32 +121,33 @@ def test_pipeline(saved, caplog):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["good", " "], "Text 1 is empty"),
-        ([("good", "")], "Text 0 is empty"),
         (["good", 3], "Text 1 is neither a string nor a pair"),
         ([("a", "b", "c")], "Text 0 is neither"),
         (["good", ("a", "b")], "Some texts have a pair"),
-        (["bad", "very " * 50], "Text 1 is 52 tokens long, and the model takes at most 40"),
-        ([], "at least one text"),
-        ("good", "Give a list of at least"),
     ],
 )
 def test_bad_texts_are_named(make_model, tokenizer, texts, message):
     with pytest.raises(UserError, match=message):
-        make_model().ponder(texts, tokenizer)
+        list(make_model().predict(texts, tokenizer))
 
 
-def test_long_texts_are_cut_if_asked(make_model, tokenizer):
+def test_long_texts_are_cut(make_model, tokenizer):
     model = make_model(halting_head="second_cls")
-    result = model.ponder(["very " * 50], tokenizer, truncate=True, policy=FixedExit())
-    assert result.passes.tolist() == [4]
+    long = "very " * 50
+    (answer,) = model.predict([long], tokenizer, policy=FixedExit())
+    assert answer.passes == 4
+    short = list(model.predict([long + "good", long + "bad"], tokenizer, max_length=5))
+    assert short[0] == short[1]
 
 
-def test_what_is_missing_is_said(make_model, tokenizer):
+def test_misuse_is_refused(make_model, tokenizer):
+    model = make_model()
     with pytest.raises(UserError, match="no tokenizer with the model"):
-        make_model().ponder(TEXTS)
-    with pytest.raises(UserError, match="5 texts need as many labels"):
-        make_model().ponder(TEXTS, tokenizer, labels=[1])
+        next(model.predict(TEXTS))
+    with pytest.raises(UserError, match="batch_size must be at least 1"):
+        next(model.predict(TEXTS, tokenizer, batch_size=0))
+    with pytest.raises(UserError, match=r"model\.eval\(\)"):
+        next(model.train().predict(TEXTS, tokenizer))
 
 
 def test_transformers_trainer(make_model, tokenizer, tmp_path):
@@ -173,7 +181,9 @@ def test_packaged_minilm(pooling):
     torch.manual_seed(0)
     model = PonderEncoderForSequenceClassification.from_encoder(encoder, pooling=pooling).eval()
     assert all(parameter.requires_grad for parameter in model.parameters())
-    whole = model.ponder(TEXTS, tokenizer)
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        whole = model(**batch, all_passes=True)
     if pooling == "cls":
         expected = model.classifiers[5](states[6][:, 0])
         torch.testing.assert_close(whole.step_logits[5], expected, rtol=1e-4, atol=1e-5)

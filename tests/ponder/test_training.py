@@ -143,7 +143,7 @@ def test_albert_from_a_config_with_a_bare_tokenizer(
     assert isinstance(model, PonderAlbertForSequenceClassification)
     assert model.num_passes == 5
     assert tokenizer.tokenize("deep enough") == ["▁deep", "▁enough"]
-    assert next(predict(str(run.path), ["a good film"]))["passes"] <= 5
+    assert next(predict(str(run.path), ["a good film"])).passes <= 5
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from deepenough.config import Command
 
 if TYPE_CHECKING:
     from deepenough.ponder.config import PonderEvalConfig, PonderPredictConfig, PonderTrainConfig
+    from deepenough.ponder.inference import Text
     from deepenough.ponder.parity import ParityTrainConfig
-    from deepenough.ponder.prediction import Text
 
 
 def train(config: PonderTrainConfig) -> None:
@@ -38,10 +39,8 @@ def predict(config: PonderPredictConfig) -> None:
     """Print the answer to every line as a JSON object."""
     from deepenough.ponder.evaluation import predict
 
-    for answer in predict(
-        config.run, _texts(config.data), config.exit, batch_size=config.batch_size
-    ):
-        print(json.dumps(answer), flush=True)
+    for answer in predict(config.run, _texts(config.data), config.exit, config.batch_size):
+        print(json.dumps(asdict(answer)), flush=True)
 
 
 def _texts(file: str | None) -> Iterator[Text]:

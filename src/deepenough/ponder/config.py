@@ -188,40 +188,35 @@ class ExitConfig:
     seed: int | None = None
     """Seed of the sampled exit."""
 
-    EXITS_OF: ClassVar[dict[str, tuple[Exit, ...]]] = {
+    READERS: ClassVar[dict[str, tuple[Exit, ...]]] = {
         "threshold": ("quantile", "confidence"),
         "patience": ("patience",),
         "passes": ("fixed",),
         "seed": ("sampled",),
     }
-    """Which exits read an option."""
+    """The exits that read each option."""
 
     def applied_to(self, trained: PonderConfig) -> PonderConfig:
-        """Return a model's options with the exit asked for here in the place of its own."""
-        given: dict[str, Any] = {
-            "exit": self._kind(trained.exit),
-            "exit_threshold": self.threshold,
-            "exit_patience": self.patience,
-            "exit_pass": self.passes,
-            "exit_seed": self.seed,
-        }
-        return replace(
-            trained, **{name: value for name, value in given.items() if value is not None}
-        )
+        """Return a model's options with the exit asked for here in the place of its own.
 
-    def _kind(self, usual: Exit) -> Exit:
-        """Return the exit asked for, by name or by an option that it alone reads."""
-        named = [name for name in self.EXITS_OF if getattr(self, name) is not None]
-        exits = [self.exit] if self.exit else list(self.EXITS_OF[named[0]]) if named else [usual]
-        kind: Exit = usual if usual in exits else exits[0]
-        for name in named:
-            if kind not in self.EXITS_OF[name]:
-                fitting = " or ".join(self.EXITS_OF[name])
+        Where only an option is given, the exit is the first that reads it, the model's own before
+        others.
+        """
+        given = {name: getattr(self, name) for name in self.READERS}
+        given = {name: value for name, value in given.items() if value is not None}
+        kind = self.exit or trained.exit
+        if self.exit is None and given:
+            readers = self.READERS[next(iter(given))]
+            kind = trained.exit if trained.exit in readers else readers[0]
+        for name in given:
+            if kind not in self.READERS[name]:
                 raise UserError(
-                    f"exit.{name} is an option of the {fitting} exit, not of {kind}: leave it out, "
-                    "or give --exit.exit."
+                    f"exit.{name} is an option of the {' or '.join(self.READERS[name])} exit, not "
+                    f"of {kind}: leave it out, or give --exit.exit."
                 )
-        return kind
+        fields = {"passes": "exit_pass"}
+        changes = {fields.get(name, f"exit_{name}"): value for name, value in given.items()}
+        return replace(trained, exit=kind, **changes)
 
 
 @dataclass
@@ -255,18 +250,14 @@ class PonderPredictConfig:
     input."""
 
     batch_size: int = bounded(32, ge=1)
-    """Texts that are worked on at once; a finished one makes room for the next."""
+    """Texts in one batch."""
 
     exit: ExitConfig = field(default_factory=ExitConfig)
 
 
 # -- Hugging Face configs --------------------------------------------------------------------------
 
-NOT_INPUTS = ["passes", "halting", "step_logits", "halt_probabilities", "terms", "trace"]
-HUB_ARGUMENTS = (
-    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder"),
-    *("token", "trust_remote_code"),
-)
+NOT_LOGITS = ["passes", "halting", "step_logits", "halt_logits", "terms", "trace"]
 LABEL_ARGUMENTS = ("num_labels", "id2label", "label2id", "problem_type")
 
 
@@ -278,7 +269,7 @@ class PonderAlbertConfig(AlbertConfig):
     """
 
     model_type = "ponder_albert"
-    keys_to_ignore_at_inference = NOT_INPUTS
+    keys_to_ignore_at_inference = NOT_LOGITS
 
     def __init__(self, **kwargs: Any) -> None:
         options = _take_options(kwargs)
@@ -292,12 +283,24 @@ class PonderAlbertConfig(AlbertConfig):
                 )
         _set_options(self, options, shared=True)
 
+    @classmethod
+    def get_config_dict(cls, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the values of a checkpoint's config, which may be that of a plain ALBERT."""
+        values, unused = super().get_config_dict(name, **kwargs)
+        kind = values.get("model_type")
+        if kind not in ("albert", cls.model_type):
+            raise UserError(
+                f"{name} is a checkpoint of {kind!r}, and this class ponders with ALBERT: give an "
+                "ALBERT checkpoint, or use PonderEncoderForSequenceClassification."
+            )
+        return values | {"model_type": cls.model_type}, unused
+
 
 class PonderEncoderConfig(PreTrainedConfig):
     """The config of any encoder, as `encoder`, and the arguments of `PonderConfig`."""
 
     model_type = "ponder_encoder"
-    keys_to_ignore_at_inference = NOT_INPUTS
+    keys_to_ignore_at_inference = NOT_LOGITS
     sub_configs = {"encoder": AutoConfig}  # noqa: RUF012 - the form transformers asks for
 
     def __init__(
@@ -351,10 +354,12 @@ def check_encoder(config: PreTrainedConfig) -> None:
 def check_config(config: PonderAlbertConfig | PonderEncoderConfig) -> None:
     """Check a config once more before a model is made: transformers may have changed it since."""
     options_of(config).check_depth(_depth(config), isinstance(config, PonderAlbertConfig))
-    if config.halting_head == "answer" and config.num_labels == 1:
+    problem = config.problem_type or "single_label_classification"
+    if config.num_labels == 1 or problem != "single_label_classification":
         raise UserError(
-            "halting_head 'answer' compares the two best labels, and the model has only one: "
-            "choose previous."
+            "A pondering classifier gives one of several labels to each text: num_labels must be "
+            f"at least 2 and problem_type single_label_classification, not {config.num_labels} and "
+            f"{problem}."
         )
 
 
@@ -377,43 +382,6 @@ def _depth(config: Any) -> int:
     """Return how many layers the encoder applies."""
     encoder = getattr(config, "encoder", config)
     return int(encoder.num_hidden_layers * getattr(encoder, "inner_group_num", 1))
-
-
-def read_checkpoint_config(name: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:
-    """Return the config of a checkpoint by name or folder, or the one given as `config`."""
-    given = kwargs.pop("config", None)
-    if isinstance(given, PreTrainedConfig):
-        return given
-    hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
-    config: PreTrainedConfig = AutoConfig.from_pretrained(given or name, **hub)
-    return config
-
-
-def take_config_changes(config: PreTrainedConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take out of the arguments of `from_pretrained` those that change the config.
-
-    What is left in `kwargs` is for loading: arguments of the hub, dtype, attention.
-    """
-    of_loading = {*HUB_ARGUMENTS, "dtype", "attn_implementation"}
-    changes = {
-        key: kwargs.pop(key)
-        for key in list(kwargs)
-        if key in (*OPTIONS, *LABEL_ARGUMENTS) or (hasattr(config, key) and key not in of_loading)
-    }
-    if "num_labels" in changes and len(changes.get("id2label") or ()) != changes["num_labels"]:
-        # Names of other labels than these: those of the checkpoint are not kept either.
-        changes["id2label"] = changes["label2id"] = None
-    return changes
-
-
-def changed_values(config: PreTrainedConfig, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a config with changes, to make another from."""
-    values = config.to_dict()
-    values.pop("model_type", None)
-    # Neither is saved with a config, and both must outlive its change.
-    values["name_or_path"] = config._name_or_path
-    values["attn_implementation"] = config._attn_implementation
-    return {**values, **changes}
 
 
 @dataclass

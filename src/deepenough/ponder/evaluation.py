@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +45,6 @@ from deepenough.ponder.config import (
 )
 from deepenough.ponder.figures import EXAMPLE, EXIT, PASSES
 from deepenough.ponder.halting import (
-    SINGLE_LABEL,
     ConfidenceExit,
     FixedExit,
     HaltingPolicy,
@@ -57,9 +55,8 @@ from deepenough.ponder.halting import (
     log_halting,
     make_policy,
 )
-from deepenough.ponder.inference import PonderOutput, replay, select_pass
+from deepenough.ponder.inference import PonderOutput, Prediction, Text, replay, select_pass
 from deepenough.ponder.modeling import PonderClassifier
-from deepenough.ponder.prediction import Text
 from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_records
 from deepenough.trace import DepthTrace
 from deepenough.training.logging import without_bars
@@ -67,14 +64,10 @@ from deepenough.training.logging import without_bars
 THRESHOLDS: tuple[float, ...] = tuple(round(0.05 * step, 2) for step in range(1, 21))
 """Thresholds of a sweep, from stopping at once to never before the last pass."""
 CONFIDENCES: tuple[float, ...] = (0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99)
-EVAL_BATCH = 64
+EVAL_BATCH, TIMED_BATCH = 64, 32
 NUM_SHOWN = 6
 """Examples whose halting is recorded pass by pass."""
 
-TIME = "ponder_time"
-"""Kind of the records with the seconds of an exit."""
-
-ALL_PASSES, OWN_EXIT = "all passes", "own exit"
 SPLITS = ("valid", "test", "train")
 """Splits in the order in which one is chosen: labelled, and not trained on, first."""
 
@@ -110,10 +103,9 @@ def all_passes(
 ) -> AllPasses:
     """Run all examples at full depth, each process its share of the batches."""
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    num_examples, num_passes = len(examples), model.num_passes
-    step_logits = torch.zeros(num_passes, num_examples, model.num_labels, device=model.device)
-    # Doubled precision keeps a probability near 1 apart from 1 on its way back to a logit.
-    halts = torch.zeros(num_examples, num_passes, dtype=torch.float64, device=model.device)
+    shape = model.num_passes, len(examples), model.num_labels
+    step_logits = torch.zeros(shape, device=model.device)
+    halt_logits = torch.zeros(len(examples), model.num_passes - 1, device=model.device)
     training = model.training
     model.eval()
     for rows in by_length(examples.lengths, EVAL_BATCH)[rank::world]:
@@ -121,14 +113,14 @@ def all_passes(
         batch.pop("labels")
         output = model(**batch, all_passes=True)
         step_logits[:, rows] = output.step_logits.float()
-        if output.halt_probabilities is not None:
-            halts[rows] = output.halt_probabilities.double()
+        if output.halt_logits is not None:
+            halt_logits[rows] = output.halt_logits
     model.train(training)
     if accelerator is not None and world > 1:  # rows of other processes are zero
         step_logits = accelerator.reduce(step_logits, reduction="sum")
-        halts = accelerator.reduce(halts, reduction="sum")
-    halt_logits = halts[:, :-1].logit(eps=1e-12).cpu() if model.has_halting else None
-    return AllPasses(step_logits.cpu(), halt_logits, torch.tensor(examples.labels))
+        halt_logits = accelerator.reduce(halt_logits, reduction="sum")
+    labels = torch.tensor(examples.labels)
+    return AllPasses(step_logits.cpu(), halt_logits.cpu() if model.has_halting else None, labels)
 
 
 def quality(answers: AllPasses, policy: HaltingPolicy) -> dict[str, float]:
@@ -137,7 +129,7 @@ def quality(answers: AllPasses, policy: HaltingPolicy) -> dict[str, float]:
     logits = select_pass(answers.step_logits, passes)
     mean = float(passes.double().mean())
     return {
-        "loss": float(answer_loss(logits, answers.labels, SINGLE_LABEL)),
+        "loss": float(answer_loss(logits, answers.labels)),
         "accuracy": float((logits.argmax(-1) == answers.labels).double().mean()),
         "passes": mean,
         "share": mean / answers.num_passes,
@@ -146,8 +138,7 @@ def quality(answers: AllPasses, policy: HaltingPolicy) -> dict[str, float]:
 
 def passes_of(answers: AllPasses, policy: HaltingPolicy) -> Tensor:
     """Return the pass at which each example stops, `[B]`."""
-    numbers = torch.arange(len(answers.labels))
-    return replay(policy, answers.step_logits, answers.halt_logits, numbers)
+    return replay(policy, answers.step_logits, answers.halt_logits)
 
 
 def settled_at(answers: AllPasses) -> Tensor:
@@ -157,17 +148,14 @@ def settled_at(answers: AllPasses) -> Tensor:
     return (differs * position).amax(0) + 1
 
 
-def sweep(answers: AllPasses, thresholds: Sequence[float] = THRESHOLDS) -> list[dict[str, Any]]:
+def sweep(answers: AllPasses) -> list[dict[str, Any]]:
     """Return the quality of every threshold, confidence, patience and fixed exit."""
     policies: list[tuple[str, float, HaltingPolicy]] = []
     if answers.halt_logits is not None:
-        policies += [("quantile", value, QuantileExit(value)) for value in thresholds]
-    if answers.step_logits.shape[-1] > 1:
-        policies += [("confidence", value, ConfidenceExit(value)) for value in CONFIDENCES]
-    for passes in range(1, answers.num_passes):
-        policies.append(("patience", passes, PatienceExit(passes)))
-    for passes in range(1, answers.num_passes + 1):
-        policies.append(("fixed", passes, FixedExit(passes)))
+        policies += [("quantile", value, QuantileExit(value)) for value in THRESHOLDS]
+    policies += [("confidence", value, ConfidenceExit(value)) for value in CONFIDENCES]
+    policies += [("patience", n, PatienceExit(n)) for n in range(1, answers.num_passes)]
+    policies += [("fixed", n, FixedExit(n)) for n in range(1, answers.num_passes + 1)]
     return [
         {"policy": name, "setting": setting} | quality(answers, policy)
         for name, setting, policy in policies
@@ -187,33 +175,32 @@ def time_exits(
     model: PonderClassifier,
     examples: EncodedExamples,
     policies: Mapping[str, HaltingPolicy],
-    *,
-    batch_size: int = 32,
     rounds: int = 3,
-) -> dict[str, dict[str, float]]:
-    """Return seconds, mean passes and accuracy of every policy over all examples.
+) -> dict[str, float]:
+    """Return the seconds that every policy takes over all examples.
 
     The policies take turns, and the fastest round of each counts: a busy machine then slows all
     alike.
     """
-    model.eval()
-    batches = [
-        examples.batch(rows, model.device) for rows in by_length(examples.lengths, batch_size)
-    ]
-    labels = torch.cat([batch.pop("labels") for batch in batches])
-    measured: dict[str, dict[str, float]] = {}
+    batches = examples_in_batches(model, examples, TIMED_BATCH)[0]
+    seconds: dict[str, list[float]] = {name: [] for name in policies}
     for _ in range(rounds):
         for name, policy in policies.items():
             started = time.perf_counter()
-            outputs = [model(**batch, policy=policy) for batch in batches]
-            seconds = time.perf_counter() - started
-            answers = torch.cat([output.logits for output in outputs]).argmax(-1)
-            measured[name] = {
-                "seconds": min(seconds, measured.get(name, {}).get("seconds", seconds)),
-                "passes": float(torch.cat([output.passes for output in outputs]).double().mean()),
-                "accuracy": float((answers == labels).double().mean()),
-            }
-    return measured
+            for batch in batches:
+                model(**batch, policy=policy)
+            seconds[name].append(time.perf_counter() - started)
+    return {name: min(each) for name, each in seconds.items()}
+
+
+def examples_in_batches(
+    model: PonderClassifier, examples: EncodedExamples, batch_size: int
+) -> tuple[list[dict[str, Tensor]], Tensor]:
+    """Return a model's arguments for all examples in batches of similar length, and the labels."""
+    batches = [
+        examples.batch(rows, model.device) for rows in by_length(examples.lengths, batch_size)
+    ]
+    return batches, torch.cat([batch.pop("labels") for batch in batches])
 
 
 # -- a finished run --------------------------------------------------------------------------------
@@ -254,18 +241,19 @@ class FinishedRun:
         """Return the policy asked for, by default the one that the model was trained with."""
         options = exit.applied_to(options_of(self.model.config))
         options.check_depth(self.model.num_passes, shared=True)
-        return make_policy(options, self.model.config.problem_type)
+        return make_policy(options)
 
-    def open_texts(self, data: str | None) -> LabelledTexts:
-        """Return other examples, read as those of training were, or those of training again."""
+    def open_split(self, data: str | None, split: str | None) -> tuple[LabelledTexts, str]:
+        """Return labelled texts, by default those of training, and the split to measure on."""
         if self.trained is None and data is None:
             raise UserError(
                 f"{self.run} has no config.yaml that says what it was trained on: give --data."
             )
         trained = self.trained or PonderTrainConfig(data="")
-        if data is None or data == trained.data:
-            return open_classification(trained.data, trained.dataset, self.labels)
-        return open_classification(data, trained.dataset.for_other_data(), self.labels)
+        is_other = data is not None and data != trained.data
+        dataset = trained.dataset.for_other_data() if is_other else trained.dataset
+        texts = open_classification(data or trained.data, dataset, self.labels)
+        return texts, split or next(name for name in SPLITS if name in texts.splits)
 
     @property
     def token_limit(self) -> int:
@@ -275,45 +263,17 @@ class FinishedRun:
 
 
 def predict(
-    run: str,
-    texts: Iterable[Text],
-    exit: ExitConfig | None = None,
-    *,
-    truncate: bool = True,
-    batch_size: int = 32,
-) -> Iterator[dict[str, Any]]:
-    """Yield label, probability and passes of each text, in their order, as they are decided.
-
-    An empty text has no label and takes no pass.
-    """
+    run: str, texts: Iterable[Text], exit: ExitConfig | None = None, batch_size: int = 32
+) -> Iterator[Prediction]:
+    """Yield label, probability and passes of each text, in their order."""
     finished = FinishedRun(run)
-    policy = finished.policy(exit or ExitConfig())
-    limit = finished.token_limit if truncate and finished.trained else None
-    empty: deque[int] = deque()  # places of the texts that the model is not asked about
-    nothing = {"label": None, "probability": None, "passes": 0}
-    said = _not_empty(texts, empty)
-    place = 0
-    answers = finished.model.predict(said, finished.tokenizer, policy, truncate, batch_size, limit)
-    for answer in answers:
-        while empty and empty[0] == place:
-            yield nothing
-            place = empty.popleft() + 1
-        yield {
-            "label": answer.label,
-            "probability": answer.probability,
-            "passes": answer.passes,
-        }
-        place += 1
-    yield from (nothing for _ in empty)
-
-
-def _not_empty(texts: Iterable[Text], empty: deque[int]) -> Iterator[Text]:
-    """Yield the texts that say something, and note the places of the others."""
-    for place, text in enumerate(texts):
-        if all(part.strip() for part in ([text] if isinstance(text, str) else text)):
-            yield text
-        else:
-            empty.append(place)
+    return finished.model.predict(
+        texts,
+        finished.tokenizer,
+        policy=finished.policy(exit or ExitConfig()),
+        batch_size=batch_size,
+        max_length=finished.token_limit if finished.trained else None,
+    )
 
 
 def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
@@ -324,28 +284,21 @@ def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
     validate(config)
     finished = FinishedRun(config.run)
     model, policy = finished.model, finished.policy(config.exit)
-    texts = finished.open_texts(config.data)
-    split = config.split or next(name for name in SPLITS if name in texts.splits)
+    texts, split = finished.open_split(config.data, config.split)
     rows = texts.split(split)
     examples = EncodedExamples(rows, finished.tokenizer, finished.token_limit, split)
     answers = all_passes(model, examples)
     values: dict[str, Any] = {"split": split, "examples": len(rows)} | quality(answers, policy)
-    step, number = _place(finished.folder)
-    about = {"model": model.config.objective, "data": texts.name, "split": split}
-    about["evaluation"] = number
-    shown = [f"{row.text} | {row.pair}" if row.pair else row.text for row in rows]
-    found = records(answers, policy, finished.labels, shown, step=step, about=about)
     if config.time:
-        policies = {OWN_EXIT: policy, ALL_PASSES: FixedExit()}
-        timed = time_exits(model, examples, policies)
-        for name, measured in timed.items():
-            found.append(Record(step, TIME, about | {"policy": name} | measured))
-        values["seconds"] = timed[OWN_EXIT]["seconds"]
-        values["seconds_all_passes"] = timed[ALL_PASSES]["seconds"]
+        timed = time_exits(model, examples, {"own": policy, "all": FixedExit()})
+        values |= {"seconds": timed["own"], "seconds_all_passes": timed["all"]}
     if finished.folder.is_run():
+        step, number = _place(finished.folder)
+        about = {"model": model.config.objective, "data": texts.name, "split": split}
+        shown = [f"{row.text} | {row.pair}" if row.pair else row.text for row in rows]
         metrics = Metrics(finished.folder.metrics)
-        for record in found:
-            metrics.append(record)
+        for kind, found in records(answers, policy, finished.labels, shown):
+            metrics.append(Record(step, kind, about | {"evaluation": number} | found))
     return values
 
 
@@ -359,34 +312,37 @@ def _place(folder: RunFolder) -> tuple[int, int]:
 
 
 def records(
-    answers: AllPasses,
-    policy: HaltingPolicy,
-    labels: Sequence[str],
-    texts: Sequence[str],
-    *,
-    step: int,
-    about: dict[str, Any],
-    thresholds: Sequence[float] = THRESHOLDS,
-) -> list[Record]:
-    """Return everything the figures need; `about` says in each what was measured: model, split."""
-    about = about | {"num_passes": answers.num_passes}
-    found = [Record(step, EXIT, about | point) for point in sweep(answers, thresholds)]
+    answers: AllPasses, policy: HaltingPolicy, labels: Sequence[str], texts: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield kind and values of everything the figures need."""
+    about = {"num_passes": answers.num_passes}
+    for point in sweep(answers):
+        yield EXIT, about | point
     passes = passes_of(answers, policy)
     numbers = [str(number) for number in range(1, answers.num_passes + 1)]
-    tables = {
-        "label": (list(labels), answers.labels),
-        "difficulty": (numbers, settled_at(answers) - 1),
-    }
-    for by, (names, groups) in tables.items():
+    for by, names, groups in (
+        ("label", list(labels), answers.labels),
+        ("difficulty", numbers, settled_at(answers) - 1),
+    ):
         counts = passes_by(groups, len(names), passes, answers.num_passes)
-        found.append(Record(step, PASSES, about | {"by": by, "groups": names, "counts": counts}))
-    if answers.halt_logits is not None:
-        log_p = log_halting(answers.halt_logits, answers.num_passes)
-        for row in spread(expected_steps(log_p), NUM_SHOWN):
-            values = _example(answers, row, labels, texts[row])
-            halting = {"halting": _rounded(log_p[row].exp()), "passes": int(passes[row])}
-            found.append(Record(step, EXAMPLE, about | values | halting))
-    return found
+        yield PASSES, about | {"by": by, "groups": names, "counts": counts}
+    if answers.halt_logits is None:
+        return
+    log_p = log_halting(answers.halt_logits, answers.num_passes)
+    for row in spread(expected_steps(log_p), NUM_SHOWN):
+        probabilities = answers.step_logits[:, row].softmax(-1)
+        yield (
+            EXAMPLE,
+            about
+            | {
+                "text": texts[row],
+                "label": labels[int(answers.labels[row])],
+                "answers": [labels[int(number)] for number in probabilities.argmax(-1)],
+                "confidence": _rounded(probabilities.amax(-1)),
+                "halting": _rounded(log_p[row].exp()),
+                "passes": int(passes[row]),
+            },
+        )
 
 
 def spread(values: Tensor, num: int) -> list[int]:
@@ -397,24 +353,13 @@ def spread(values: Tensor, num: int) -> list[int]:
     return rows
 
 
-def _example(answers: AllPasses, row: int, labels: Sequence[str], text: str) -> dict[str, Any]:
-    """Return what would be answered of one example after every pass."""
-    probabilities = answers.step_logits[:, row].softmax(-1)
-    return {
-        "text": text,
-        "label": labels[int(answers.labels[row])],
-        "answers": [labels[int(number)] for number in probabilities.argmax(-1)],
-        "confidence": _rounded(probabilities.amax(-1)),
-    }
-
-
 def _rounded(values: Tensor) -> list[float]:
     return [round(value, 6) for value in values.tolist()]
 
 
 # -- comparison ------------------------------------------------------------------------------------
 
-COMPARED_EXAMPLES, COMPARED_BATCH = 512, 32
+COMPARED_EXAMPLES = 512
 POLICIES: dict[str, tuple[Callable[[Any], HaltingPolicy], str]] = {
     "threshold": (QuantileExit, "--exit.exit quantile --exit.threshold {value:g}"),
     "confidence": (ConfidenceExit, "--exit.exit confidence --exit.threshold {value:g}"),
@@ -432,15 +377,11 @@ class PonderCandidate:
         self.name, self.entry = name, entry
         finished = FinishedRun(entry.run)
         self.model = finished.model
-        texts = finished.open_texts(data.data)
-        split = data.split or next(split for split in SPLITS if split in texts.splits)
+        texts, split = finished.open_split(data.data, data.split)
         rows = texts.split(split)[: data.limit or COMPARED_EXAMPLES]
         examples = EncodedExamples(rows, finished.tokenizer, finished.token_limit, split)
-        size = data.batch_size or COMPARED_BATCH
-        self.batches = [
-            examples.batch(part, self.model.device) for part in by_length(examples.lengths, size)
-        ]
-        self.labels: Tensor = torch.cat([batch.pop("labels") for batch in self.batches])
+        size = data.batch_size or TIMED_BATCH
+        self.batches, self.labels = examples_in_batches(self.model, examples, size)
         detail = {"examples": len(rows), "batch_size": size, "labels": finished.labels}
         detail["content"] = content_of((row.text, row.pair, row.label) for row in rows)
         self.where = f" --split {split}"

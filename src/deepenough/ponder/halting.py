@@ -20,8 +20,8 @@ The baselines are the same sum with weights that are fixed instead of learned, a
 all weight on the last pass, or weights growing with the pass (PABEE, arXiv 2006.04152, eq. 4).
 
 **Policies** decide in evaluation which examples stop. A policy never sees the batch as a whole, and
-what it must remember of an example is a row of a tensor. So examples may leave, be joined by others
-at other depths or run alone, and each halts at the same pass all the same.
+what it must remember of an example is a row of a tensor: in whatever batch an example runs, it
+halts at the same pass.
 
 Functions ending in `_ref` are the equations as plain loops over one example; tests compare with
 them.
@@ -34,8 +34,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,14 +43,6 @@ from torch import Tensor, nn
 
 from deepenough.errors import UserError
 from deepenough.ponder.config import PonderConfig
-
-ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
-REGRESSION: Final = "regression"
-SINGLE_LABEL: Final = "single_label_classification"
-MULTI_LABEL: Final = "multi_label_classification"
-
-IGNORED = -100
-"""Label of examples that do not count in the loss, as in torch."""
 
 HALTING_WIDTH = 128
 """Units of the halting head's hidden layers: it decides one number, whatever the model's width."""
@@ -187,31 +178,15 @@ class PonderLoss(NamedTuple):
     """`KL(p || prior)` before `beta`, a mean over the examples; 0 where weights are fixed."""
 
 
-def problem_type(labels: Tensor, num_labels: int) -> ProblemType:
-    """Return the kind of task that labels belong to, by the rule of transformers."""
-    if num_labels == 1:
-        return REGRESSION
-    return SINGLE_LABEL if labels.dtype in (torch.long, torch.int) else MULTI_LABEL
-
-
-def check_labels(labels: Tensor, num_examples: int, num_labels: int, problem: str) -> None:
-    """Refuse labels of the wrong shape, type or range, naming the first bad example."""
-    if problem != SINGLE_LABEL:
-        if labels.numel() != num_examples * num_labels:
-            raise UserError(
-                f"{num_examples} examples with {num_labels} target numbers each need labels of "
-                f"shape [{num_examples}, {num_labels}]: got {tuple(labels.shape)}."
-            )
-        return
+def check_labels(labels: Tensor, num_examples: int, num_labels: int) -> None:
+    """Refuse labels of the wrong number, type or range, naming the first bad example."""
     if labels.numel() != num_examples:
         raise UserError(f"{num_examples} examples need as many labels: got {tuple(labels.shape)}.")
     if labels.is_floating_point():
-        raise UserError(
-            f"Labels of a task with one label an example must be whole numbers: got {labels.dtype}."
-        )
+        raise UserError(f"Labels must be whole numbers, one an example: got {labels.dtype}.")
     if labels.device.type != "cpu":
         return  # looking at them would make the device wait
-    wrong = (((labels < 0) | (labels >= num_labels)) & (labels != IGNORED)).view(-1)
+    wrong = ((labels < 0) | (labels >= num_labels)).view(-1)
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise UserError(
@@ -220,61 +195,47 @@ def check_labels(labels: Tensor, num_examples: int, num_labels: int, problem: st
         )
 
 
-def example_losses(logits: Tensor, labels: Tensor, problem: str) -> Tensor:
-    """Return `L(y, target)` of every pass and example, `[N, B]`, from logits `[N, B, C]`."""
-    if problem == SINGLE_LABEL:
-        targets = labels.view(-1).long().expand(len(logits), -1)
-        return F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
-    targets = labels.to(logits.dtype).view(logits.shape[1:]).expand_as(logits)
-    if problem == REGRESSION:
-        return F.mse_loss(logits, targets, reduction="none").mean(-1)
-    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(-1)
-
-
 def ponder_loss(
     step_logits_NBC: Tensor,
     log_p_BN: Tensor,
-    labels: Tensor,
-    problem: str,
+    labels_B: Tensor,
     halting_target: float,
     kl_weight: float,
 ) -> PonderLoss:
     """Return PonderNet's loss from the answers of all passes and the halting distribution."""
-    task = _expected_loss(step_logits_NBC, log_p_BN.exp(), labels, problem)
+    task = _expected_loss(step_logits_NBC, log_p_BN.exp(), labels_B)
     prior = log_geometric(halting_target, log_p_BN.shape[-1], like=log_p_BN)
     divergence = kl(log_p_BN, prior).mean()
     return PonderLoss(task + kl_weight * divergence, task, divergence)
 
 
-def fixed_loss(
-    step_logits_NBC: Tensor, weights_N: Tensor, labels: Tensor, problem: str
-) -> PonderLoss:
+def fixed_loss(step_logits_NBC: Tensor, weights_N: Tensor, labels_B: Tensor) -> PonderLoss:
     """Return the baselines' loss; `weights_N` say how much the answer of each pass matters."""
     weights_BN = weights_N.to(step_logits_NBC).expand(step_logits_NBC.shape[1], -1)
-    task = _expected_loss(step_logits_NBC, weights_BN, labels, problem)
+    task = _expected_loss(step_logits_NBC, weights_BN, labels_B)
     return PonderLoss(task, task, torch.zeros_like(task))
 
 
-def answer_loss(logits_BC: Tensor, labels: Tensor, problem: str) -> Tensor:
+def answer_loss(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
     """Return the loss of the answers that were given, whatever passes they come from."""
-    ones = torch.ones(len(logits_BC), 1, device=logits_BC.device, dtype=logits_BC.dtype)
-    return _expected_loss(logits_BC[None], ones, labels, problem)
+    return _losses(logits_BC[None], labels_B).mean()
 
 
-def _expected_loss(logits_NBC: Tensor, p_BN: Tensor, labels: Tensor, problem: str) -> Tensor:
-    at_least_float32 = torch.promote_types(logits_NBC.dtype, torch.float32)
-    losses_NB = example_losses(logits_NBC.to(at_least_float32), labels, problem)
-    expected_B = (p_BN.T * losses_NB).sum(0)
-    if problem == SINGLE_LABEL:
-        num_counted = (labels.view(-1) != IGNORED).sum().clamp(min=1)
-        return expected_B.sum() / num_counted  # ignored examples have a loss of 0
-    return expected_B.mean()
+def _expected_loss(logits_NBC: Tensor, p_BN: Tensor, labels_B: Tensor) -> Tensor:
+    return (p_BN.T * _losses(logits_NBC, labels_B)).sum(0).mean()
+
+
+def _losses(logits_NBC: Tensor, labels_B: Tensor) -> Tensor:
+    """Return `L(y_n, target)` of every pass and example, `[N, B]`, at least in float32."""
+    logits = logits_NBC.to(torch.promote_types(logits_NBC.dtype, torch.float32))
+    labels_NB = labels_B.view(-1).long().expand(len(logits), -1)
+    return F.cross_entropy(logits.movedim(-1, 1), labels_NB, reduction="none")
 
 
 def ponder_loss_ref(
     step_logits_NBC: Tensor, lambdas_BN: Tensor, labels: Tensor, target: float, beta: float
 ) -> tuple[float, float, float]:
-    """Return total, task and divergence of a single-label task, one example and pass at a time."""
+    """Return total, task and divergence, one example and one pass at a time."""
     step_logits_NBC, lambdas_BN = step_logits_NBC.detach(), lambdas_BN.detach()
     num_passes, num_examples, _ = step_logits_NBC.shape
     task = divergence = 0.0
@@ -291,12 +252,11 @@ def ponder_loss_ref(
 # -- policies --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepView:
+class StepView(NamedTuple):
     """What is known of the running examples after a pass."""
 
-    passes: Tensor
-    """How many passes each has made, `[R]`."""
+    passes: int
+    """How many passes they have made."""
     logits: Tensor
     """Their answers now, `[R, C]`."""
     log_survival: Tensor | None
@@ -309,53 +269,50 @@ class HaltingPolicy(ABC):
     needs_halting = False
     """Whether it reads halting probabilities."""
 
-    @abstractmethod
-    def start(self, example_ids: Tensor, num_labels: int) -> Tensor:
+    def start(self, example_ids: Tensor) -> Tensor:
         """Return what to remember of examples that begin, `[R, K]`; the ids number them."""
+        return torch.empty(len(example_ids), 0, device=example_ids.device)
 
     @abstractmethod
     def step(self, view: StepView, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return which examples halt, `[R]`, and what to remember of all of them."""
 
 
-class _SurvivalExit(HaltingPolicy):
-    """Stops once the probability of still running is no more than a bound set at the start."""
-
-    needs_halting = True
-
-    def step(self, view: StepView, memory: Tensor) -> tuple[Tensor, Tensor]:
-        assert view.log_survival is not None
-        return view.log_survival <= memory[:, 0], memory
-
-
-class QuantileExit(_SurvivalExit):
+class QuantileExit(HaltingPolicy):
     """Stops at the first `n` with `p_1 + ... + p_n >= threshold`; 1 runs all passes.
 
     This is Q-exit of PALBERT (arXiv 2204.03276).
     """
 
+    needs_halting = True
+
     def __init__(self, threshold: float = 0.5) -> None:
         check_threshold(threshold)
         self.threshold = threshold
 
-    def start(self, example_ids: Tensor, num_labels: int) -> Tensor:
+    def start(self, example_ids: Tensor) -> Tensor:
         """Return the bound on the log-survival; at a threshold of 1 it is never reached."""
         left = torch.tensor(1.0 - self.threshold, device=example_ids.device).log()
         return left.expand(len(example_ids), 1)
 
+    def step(self, view: StepView, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which examples run on with no more than the probability set at the start."""
+        assert view.log_survival is not None
+        return view.log_survival <= memory[:, 0], memory
 
-class SampledExit(_SurvivalExit):
+
+class SampledExit(QuantileExit):
     """Stops at a pass drawn from the halting distribution (PonderNet).
 
-    One uniform number an example is drawn instead of one Bernoulli number a pass: the distribution
-    is the same. With a seed it is a function of seed and example alone, so that batching cannot
-    matter.
+    A quantile exit whose threshold is drawn uniformly for each example: the distribution is that of
+    one Bernoulli number a pass. With a seed the draw is a function of seed and example alone, so
+    that batching cannot matter.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed
 
-    def start(self, example_ids: Tensor, num_labels: int) -> Tensor:
+    def start(self, example_ids: Tensor) -> Tensor:
         """Return the log-survival at which each example is to stop."""
         if self.seed is None:
             left = torch.rand(len(example_ids), 1)
@@ -366,76 +323,38 @@ class SampledExit(_SurvivalExit):
 
 
 class PatienceExit(HaltingPolicy):
-    """Stops when the answer has been repeated `patience` times in a row (PABEE, arXiv 2006.04152).
+    """Stops when an answer was repeated `patience` times in a row (PABEE, arXiv 2006.04152)."""
 
-    Answers agree if the likeliest label is the same, with several labels if each is decided the
-    same, and in a regression if the numbers differ by less than `tolerance`.
-    """
-
-    def __init__(
-        self, patience: int = 2, problem: str | None = None, tolerance: float = 0.5
-    ) -> None:
+    def __init__(self, patience: int = 2) -> None:
         if patience < 1:
             raise UserError(f"The patience of an exit must be at least 1: got {patience}.")
-        if tolerance <= 0:
-            raise UserError(f"The tolerance of an exit must be positive: got {tolerance}.")
         self.patience = patience
-        self.problem = problem
-        self.tolerance = tolerance
 
-    def start(self, example_ids: Tensor, num_labels: int) -> Tensor:
-        """Return 0 repetitions and a last answer of NaN, which nothing agrees with."""
-        memory = torch.full((len(example_ids), 1 + num_labels), float("nan"))
-        memory[:, 0] = 0.0
-        return memory.to(example_ids.device)
+    def start(self, example_ids: Tensor) -> Tensor:
+        """Return 0 repetitions of an answer that no label is."""
+        return torch.tensor([0, -1], device=example_ids.device).expand(len(example_ids), 2)
 
     def step(self, view: StepView, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return which answers were repeated often enough; remember count and answer."""
-        count, last, now = memory[:, 0], memory[:, 1:], view.logits.float()
-        agree = self._agree(now, last) & ~last.isnan().any(-1)
-        count = torch.where(agree, count + 1, torch.zeros_like(count))
-        return count >= self.patience, torch.cat([count[:, None], now], -1)
-
-    def _agree(self, now: Tensor, last: Tensor) -> Tensor:
-        problem = self.problem or (REGRESSION if now.shape[-1] == 1 else SINGLE_LABEL)
-        if problem == REGRESSION:
-            return ((now - last).abs() < self.tolerance).all(-1)
-        if problem == MULTI_LABEL:
-            return ((now > 0) == (last > 0)).all(-1)
-        return now.argmax(-1) == last.argmax(-1)
+        count, last = memory.unbind(-1)
+        now = view.logits.argmax(-1)
+        count = torch.where(now == last, count + 1, 0)
+        return count >= self.patience, torch.stack([count, now], -1)
 
 
-class _MemorylessExit(HaltingPolicy):
-    """A policy that remembers nothing between passes."""
+class ConfidenceExit(HaltingPolicy):
+    """Stops when the answer has at least this probability (DeeBERT, arXiv 2004.12993)."""
 
-    def start(self, example_ids: Tensor, num_labels: int) -> Tensor:
-        return torch.empty(len(example_ids), 0, device=example_ids.device)
-
-
-class ConfidenceExit(_MemorylessExit):
-    """Stops when the answer has at least this probability (DeeBERT, arXiv 2004.12993, by entropy).
-
-    With one label that of the likeliest; with several that of the least certain decision.
-    """
-
-    def __init__(self, threshold: float = 0.9, problem: str | None = None) -> None:
+    def __init__(self, threshold: float = 0.9) -> None:
         check_threshold(threshold)
-        if problem == REGRESSION:
-            raise UserError("A number has no probability for the confidence exit: use patience.")
         self.threshold = threshold
-        self.problem = problem
 
     def step(self, view: StepView, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return which answers are sure enough."""
-        logits = view.logits.float()
-        if self.problem == MULTI_LABEL:
-            sure = logits.abs().sigmoid().amin(-1)
-        else:
-            sure = logits.softmax(-1).amax(-1)
-        return sure >= self.threshold, memory
+        return view.logits.float().softmax(-1).amax(-1) >= self.threshold, memory
 
 
-class FixedExit(_MemorylessExit):
+class FixedExit(HaltingPolicy):
     """Stops after `num_passes`; None runs all."""
 
     def __init__(self, num_passes: int | None = None) -> None:
@@ -444,19 +363,18 @@ class FixedExit(_MemorylessExit):
         self.num_passes = num_passes
 
     def step(self, view: StepView, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which examples have made their passes."""
-        if self.num_passes is None:
-            return torch.zeros_like(view.passes, dtype=torch.bool), memory
-        return view.passes >= self.num_passes, memory
+        """Return whether the examples have made their passes."""
+        halts = self.num_passes is not None and view.passes >= self.num_passes
+        return torch.full_like(view.logits[:, 0], halts, dtype=torch.bool), memory
 
 
-def make_policy(config: PonderConfig, problem: str | None = None) -> HaltingPolicy:
+def make_policy(config: PonderConfig) -> HaltingPolicy:
     """Return the policy that `config.exit` names, with its options."""
     policies: dict[str, Callable[[], HaltingPolicy]] = {
         "quantile": lambda: QuantileExit(config.exit_threshold),
         "sampled": lambda: SampledExit(config.exit_seed),
-        "confidence": lambda: ConfidenceExit(config.exit_threshold, problem),
-        "patience": lambda: PatienceExit(config.exit_patience, problem),
+        "confidence": lambda: ConfidenceExit(config.exit_threshold),
+        "patience": lambda: PatienceExit(config.exit_patience),
         "fixed": lambda: FixedExit(config.exit_pass),
     }
     return policies[config.exit]()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +44,9 @@ from deepenough.ponder.config import (
     OPTIONS,
     PonderAlbertConfig,
     PonderEncoderConfig,
-    changed_values,
     check_config,
     check_encoder,
     options_of,
-    read_checkpoint_config,
-    take_config_changes,
 )
 from deepenough.ponder.halting import (
     HaltingHead,
@@ -61,19 +58,17 @@ from deepenough.ponder.halting import (
     log_halting,
     make_policy,
     ponder_loss,
-    problem_type,
 )
 from deepenough.ponder.inference import (
     EncoderInputs,
     PonderOutput,
-    check_policy,
+    Prediction,
+    Text,
+    predict,
     replay,
     run_batch,
     select_pass,
 )
-from deepenough.ponder.prediction import ReadsTexts
-
-OF_THE_CLASSIFIER = (*OPTIONS, *LABEL_ARGUMENTS, "classifier_dropout")
 
 # -- what all architectures have in common ---------------------------------------------------------
 
@@ -133,7 +128,7 @@ class PassReading(NamedTuple):
     """`[R, D]`: what the halting head of the next pass reads as `h_(n-1)`."""
 
 
-class PonderClassifier(ReadsTexts, PreTrainedModel):
+class PonderClassifier(PreTrainedModel):
     """A pondering classifier; subclasses say what its encoder and its classification heads are."""
 
     config: PonderAlbertConfig | PonderEncoderConfig
@@ -265,23 +260,30 @@ class PonderClassifier(ReadsTexts, PreTrainedModel):
         """
         inputs = self.prepare(input_ids, attention_mask, token_type_ids)
         policy = policy or self.exit_policy()
-        check_policy(self, policy)
+        if policy.needs_halting and not self.has_halting:
+            raise UserError(
+                f"This model was made with objective {self.config.objective!r} and has no halting "
+                f"probabilities for {type(policy).__name__}: use ConfidenceExit, PatienceExit or "
+                "FixedExit."
+            )
         if example_ids is None:
             example_ids = torch.arange(len(inputs), device=inputs.input_ids.device)
-        problem = None
         if labels is not None:
             labels = torch.as_tensor(labels, device=inputs.input_ids.device)
-            problem = self._problem_type(labels)
-            check_labels(labels, len(inputs), self.num_labels, problem)
-        if all_passes is None:
-            all_passes = self.training
-        if all_passes:
-            output = self._run_all(inputs, labels, problem, policy, example_ids)
+            check_labels(labels, len(inputs), self.num_labels)
+        if self.training if all_passes is None else all_passes:
+            output = self._run_all(inputs, labels, policy, example_ids)
         else:
             output = run_batch(self, inputs, policy, example_ids)
-            if labels is not None and problem is not None and output.logits is not None:
-                output.loss = answer_loss(output.logits, labels, problem)
+            if labels is not None and output.logits is not None:
+                output.loss = answer_loss(output.logits, labels)
         return output if return_dict is not False else output.to_tuple()
+
+    def predict(
+        self, texts: Iterable[Text], tokenizer: Any = None, **options: Any
+    ) -> Iterator[Prediction]:
+        """Yield label, probability and passes of each text; see `inference.predict`."""
+        return predict(self, texts, tokenizer, **options)
 
     def prepare(
         self,
@@ -304,73 +306,51 @@ class PonderClassifier(ReadsTexts, PreTrainedModel):
         own = self.config.halting_head == "second_cls"
         return None if limit is None else limit - own
 
-    @property
-    def pad_token_id(self) -> int:
-        """The encoder's padding token, 0 where it has none."""
-        return int(getattr(self.encoder_model.config, "pad_token_id", None) or 0)
-
     def exit_policy(self) -> HaltingPolicy:
         """Return the policy that the config asks for."""
-        return make_policy(options_of(self.config), self.config.problem_type)
+        return make_policy(options_of(self.config))
 
     def _run_all(
         self,
         inputs: EncoderInputs,
         labels: Tensor | None,
-        problem: str | None,
         policy: HaltingPolicy,
         example_ids: Tensor,
     ) -> PonderOutput:
-        step_logits, halt_logits = self._all_readings(inputs)
-        output = PonderOutput(step_logits=step_logits)
-        log_p = None
-        if halt_logits is not None:
-            log_p = log_halting(halt_logits, self.num_passes)
-            output.halting = log_p.exp()
-            output.halt_probabilities = nn.functional.pad(halt_logits.sigmoid(), (0, 1), value=1.0)
-        if labels is not None and problem is not None:
-            terms = self._loss(step_logits, log_p, labels, problem)
-            output.loss, output.terms = terms.total, {"task": terms.task, "kl": terms.kl}
-        with torch.no_grad():
-            output.passes = replay(policy, step_logits, halt_logits, example_ids)
-        output.logits = select_pass(step_logits, output.passes)
-        return output
-
-    def _all_readings(self, inputs: EncoderInputs) -> tuple[Tensor, Tensor | None]:
-        """Return logits of all passes `[N, B, C]`, and of halting before the last `[B, N - 1]`."""
+        """Make every pass; return the answers of all, and where the policy would have stopped."""
         calls = self.stack.begin(**inputs.as_arguments())
         hidden = calls[0].hidden
         before = self.pool(hidden, inputs.attention_mask)
-        readings: list[PassReading] = []
+        answers: list[Tensor] = []
+        halts: list[Tensor] = [hidden.new_empty(len(inputs), 0, dtype=torch.float32)]
         for index in range(self.num_passes):
             hidden = self.stack.run(index, hidden, calls)
-            readings.append(self.read(index, hidden, inputs.attention_mask, before))
-            before = readings[-1].pooled
-        step_logits = torch.stack([reading.logits for reading in readings])
-        if not self.has_halting:
-            return step_logits, None
-        halts = [r.halt_logit.float() for r in readings if r.halt_logit is not None]
-        empty = step_logits.new_empty(len(inputs), 0, dtype=torch.float32)
-        return step_logits, torch.stack(halts, -1) if halts else empty
+            logits, halt_logit, before = self.read(index, hidden, inputs.attention_mask, before)
+            answers.append(logits)
+            if halt_logit is not None:
+                halts.append(halt_logit.float()[:, None])
+        output = PonderOutput(step_logits=torch.stack(answers))
+        log_p = None
+        if self.has_halting:
+            output.halt_logits = torch.cat(halts, -1)
+            log_p = log_halting(output.halt_logits, self.num_passes)
+            output.halting = log_p.exp()
+        if labels is not None:
+            terms = self._loss(output.step_logits, log_p, labels)
+            output.loss, output.terms = terms.total, {"task": terms.task, "kl": terms.kl}
+        with torch.no_grad():
+            output.passes = replay(policy, output.step_logits, output.halt_logits, example_ids)
+        output.logits = select_pass(output.step_logits, output.passes)
+        return output
 
-    def _loss(
-        self, step_logits: Tensor, log_p: Tensor | None, labels: Tensor, problem: str
-    ) -> PonderLoss:
+    def _loss(self, step_logits: Tensor, log_p: Tensor | None, labels: Tensor) -> PonderLoss:
         config = self.config
         if log_p is not None:
-            return ponder_loss(
-                step_logits, log_p, labels, problem, config.halting_target, config.kl_weight
-            )
+            return ponder_loss(step_logits, log_p, labels, config.halting_target, config.kl_weight)
         weights = torch.arange(1.0, self.num_passes + 1)  # PABEE: later answers weigh more
         if config.objective == "last":
             weights[:-1] = 0.0
-        return fixed_loss(step_logits, weights / weights.sum(), labels, problem)
-
-    def _problem_type(self, labels: Tensor) -> str:
-        """Return the kind of task; the first labels decide it where the config does not."""
-        if self.config.problem_type is None:
-            self.config.problem_type = problem_type(labels, self.num_labels)
-        return self.config.problem_type
+        return fixed_loss(step_logits, weights / weights.sum(), labels)
 
     # -- what transformers asks of a model ---------------------------------------------------
 
@@ -421,22 +401,6 @@ class PonderAlbertForSequenceClassification(PonderClassifier):
         pooler, tanh = self.albert.pooler, self.albert.pooler_activation
         return nn.Sequential(pooler, tanh, self.dropout, self.classifier)
 
-    @classmethod
-    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Load a pondering ALBERT, or any ALBERT checkpoint, by name or folder.
-
-        Arguments of the config change it.
-        """
-        config = read_checkpoint_config(name, kwargs)
-        if config.model_type not in ("albert", PonderAlbertConfig.model_type):
-            raise UserError(
-                f"{name} is a checkpoint of {config.model_type!r}, and this class ponders with "
-                "ALBERT: give an ALBERT checkpoint, or use PonderEncoderForSequenceClassification."
-            )
-        changes = take_config_changes(config, kwargs)
-        kwargs["config"] = PonderAlbertConfig(**changed_values(config, changes))
-        return super().from_pretrained(name, *args, **kwargs)
-
 
 class PonderEncoderForSequenceClassification(PonderClassifier):
     """Any encoder that runs as many of its layers as an example needs."""
@@ -485,19 +449,15 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
         Arguments of the config change it. Of an encoder, the labels' names are kept if it was a
         classifier.
         """
-        config = read_checkpoint_config(name, kwargs)
-        changes = take_config_changes(config, kwargs)
+        config = kwargs.get("config") or AutoConfig.from_pretrained(name, **kwargs)
         if isinstance(config, PonderEncoderConfig):
-            kwargs["config"] = PonderEncoderConfig(**changed_values(config, changes))
             return super().from_pretrained(name, *args, **kwargs)
         check_encoder(config)
-        own = {key: config.to_dict().get(key) for key in LABEL_ARGUMENTS}
-        own |= {key: changes.pop(key) for key in OF_THE_CLASSIFIER if key in changes}
-        own |= {key: kwargs.pop(key) for key in OF_THE_CLASSIFIER if key in kwargs}
-        encoder_config = type(config)(**changed_values(config, changes))
-        encoder = AutoModel.from_pretrained(name, *args, config=encoder_config, **kwargs)
-        known = {key: value for key, value in own.items() if value is not None}
-        return cls.from_encoder(encoder, **known).eval()
+        own = (*OPTIONS, *LABEL_ARGUMENTS, "classifier_dropout")
+        options = {key: kwargs.pop(key) for key in own if key in kwargs}
+        labels = {"id2label": config.id2label, "label2id": config.label2id}
+        encoder = AutoModel.from_pretrained(name, *args, **kwargs)
+        return cls.from_encoder(encoder, **labels | options).eval()
 
 
 def _without_pooler(encoder: Any) -> Any:

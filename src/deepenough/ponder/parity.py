@@ -7,22 +7,16 @@ more has to have found a procedure, not a table. Batches are a function of their
 training can be resumed anywhere.
 
 **Network.** One GRU cell is applied again and again to the same input; after each pass a classifier
-gives `y_n` and a halting unit the logit of `lambda_n`. Mechanisms:
+gives `y_n` and a halting unit the logit of `lambda_n`. In the paper the vector enters as it is, and
+the network has to find out that entries are alike. Here two numbers enter, the sum of the positive
+and that of the negative entries: what is left to learn is the procedure itself. Mechanisms:
 
 - `ponder`: PonderNet. Its loss is the expectation over passes; it answers with the pass at which it
   halts, the first one whose cumulative halting probability reaches one half.
 - `act`: Adaptive Computation Time; it answers with a weighted mean of passes.
 - `fixed`: always all passes; it answers with the last one.
 
-How the vector enters the cell is a choice. `vector` gives it as it is, as the paper does: every
-entry has weights of its own, and the network has to find out that entries are alike. `entries`
-gives two numbers, the sum of the positive and that of the negative parts of all entries, so that
-this is known beforehand and what is left to learn is the procedure itself.
-
-**Measurement.** Accuracy and passes by difficulty, in bands of the number of non-zero entries,
-those of training and those beyond. The model may make more passes there than in training.
-
-Shapes: B inputs, D entries, N passes, H width.
+Shapes: B inputs, D entries, N passes, C labels.
 """
 
 from __future__ import annotations
@@ -31,7 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from accelerate import Accelerator
@@ -45,13 +39,14 @@ from deepenough.nn.adaptive_computation_time import act_halting
 from deepenough.ponder.config import check_choices
 from deepenough.ponder.figures import PARITY
 from deepenough.ponder.halting import (
-    SINGLE_LABEL,
+    FixedExit,
     PonderLoss,
+    QuantileExit,
     answer_loss,
-    fixed_loss,
     log_halting,
     ponder_loss,
 )
+from deepenough.ponder.inference import replay, select_pass
 from deepenough.runs import Record, RunFolder, append_record, read_records
 from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import make_accelerator, on_main
@@ -63,7 +58,6 @@ INPUT_DECAY = 1.0
 """Weight decay of the weights that read the input. It takes away what does not matter, such as the
 number of entries that are -1, and without that nothing holds beyond what was trained."""
 
-NUM_LABELS = 2
 HALF = 0.5
 
 
@@ -115,17 +109,11 @@ class ParityModelConfig:
     mechanism: Literal["ponder", "act", "fixed"] = "ponder"
     """What decides how long the network runs: PonderNet, Adaptive Computation Time, or nothing."""
 
-    input: Literal["entries", "vector"] = "entries"
-    """How the vector enters: as a sum over its entries, or as it is, which is harder to learn."""
-
     width: int = bounded(64, ge=1)
     """Width of the recurrent state."""
 
     max_passes: int = bounded(20, ge=1)
-    """Passes in training."""
-
-    eval_passes: int | None = bounded(None, ge=1)
-    """Passes at most when measuring; by default those of training, which `fixed` always makes."""
+    """Passes at most, which `fixed` always makes."""
 
     halting_target: float = bounded(0.3, gt=0, lt=1)
     """Halting probability of the geometric prior, lambda_p; its inverse is the prior's mean."""
@@ -179,19 +167,13 @@ class ParityConfig(PreTrainedConfig):
 # -- task ------------------------------------------------------------------------------------------
 
 
-class ParityBatch(NamedTuple):
-    """B inputs of D entries."""
+def parity_batch(
+    num: int, size: int, lowest: int, highest: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return vectors `[num, size]` of -1, 0 and 1, and labels, 1 where the number of ones is odd.
 
-    vectors: Tensor
-    """[B, D] of -1, 0 and 1, as floats."""
-    labels: Tensor
-    """[B], 1 where the number of ones is odd."""
-    nonzero: Tensor
-    """[B], how many entries are not zero: the difficulty."""
-
-
-def parity_batch(num: int, size: int, lowest: int, highest: int, seed: int) -> ParityBatch:
-    """Return `num` inputs, each with a number of non-zero entries drawn from lowest..highest."""
+    Each vector has a number of non-zero entries drawn from lowest..highest.
+    """
     if not 1 <= lowest <= highest <= size:
         raise ValueError(f"no vector of {size} entries has {lowest} to {highest} that are not 0")
     generator = torch.Generator().manual_seed(seed)
@@ -200,8 +182,7 @@ def parity_batch(num: int, size: int, lowest: int, highest: int, seed: int) -> P
     ranks = torch.rand(num, size, generator=generator).argsort(1).argsort(1)
     signs = torch.randint(0, 2, (num, size), generator=generator) * 2 - 1
     vectors = torch.where(ranks < nonzero, signs, 0)
-    labels = (vectors == 1).sum(1) % 2
-    return ParityBatch(vectors.float(), labels, nonzero[:, 0])
+    return vectors.float(), (vectors == 1).sum(1) % 2
 
 
 def parity_ref(vector: Sequence[float]) -> int:
@@ -216,24 +197,6 @@ def parity_ref(vector: Sequence[float]) -> int:
 # -- network ---------------------------------------------------------------------------------------
 
 
-class ParityPasses(NamedTuple):
-    """What every pass says."""
-
-    logits: Tensor
-    """[N, B, 2]."""
-    halt_logits: Tensor
-    """[B, N], of `lambda_n`."""
-
-
-class ParityAnswer(NamedTuple):
-    """What the network says in the end."""
-
-    logits: Tensor
-    """[B, 2]."""
-    passes: Tensor
-    """[B], how many passes were made for each input."""
-
-
 class ParityModel(PreTrainedModel):
     """A GRU cell that is applied to the same input until it halts."""
 
@@ -242,10 +205,9 @@ class ParityModel(PreTrainedModel):
 
     def __init__(self, config: ParityConfig) -> None:
         super().__init__(config)
-        width = config.width
-        self.cell = nn.GRUCell(2 if config.input == "entries" else config.size, width)
-        self.classifier = nn.Linear(width, NUM_LABELS)
-        self.halt = nn.Linear(width, 1)
+        self.cell = nn.GRUCell(2, config.width)
+        self.classifier = nn.Linear(config.width, 2)
+        self.halt = nn.Linear(config.width, 1)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -254,64 +216,39 @@ class ParityModel(PreTrainedModel):
             target = self.config.halting_target
             init.constant_(self.halt.bias, math.log(target) - math.log1p(-target))
 
-    def forward(self, vectors: Tensor, num_passes: int | None = None) -> ParityPasses:
-        """Make all passes, as many as in training unless told otherwise."""
-        num_passes = num_passes or self.config.max_passes
-        # The input is the same at every pass, and so is its part of the gates.
-        gates = nn.functional.linear(self._encode(vectors), self.cell.weight_ih, self.cell.bias_ih)
-        input_reset, input_update, input_new = gates.chunk(3, -1)
-        hidden = gates.new_zeros(len(vectors), self.config.width)
-        states = []
-        for _ in range(num_passes):
-            own = nn.functional.linear(hidden, self.cell.weight_hh, self.cell.bias_hh)
-            own_reset, own_update, own_new = own.chunk(3, -1)
-            reset = torch.sigmoid(input_reset + own_reset)
-            update = torch.sigmoid(input_update + own_update)
-            new = torch.tanh(input_new + reset * own_new)
-            hidden = torch.lerp(new, hidden, update)
-            states.append(hidden)
-        states_NBH = torch.stack(states)
-        return ParityPasses(self.classifier(states_NBH), self.halt(states_NBH)[..., 0].T)
+    def forward(self, vectors_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """Make all passes; return answers `[N, B, C]` and logits of `lambda_n`, `[B, N]`."""
+        sums = vectors_BD.clamp(min=0).sum(-1), -vectors_BD.clamp(max=0).sum(-1)
+        inputs = torch.stack(sums, -1) / math.sqrt(self.config.size)
+        states = [self.cell(inputs)]
+        for _ in range(self.config.max_passes - 1):
+            states.append(self.cell(inputs, states[-1]))
+        all_states = torch.stack(states)
+        return self.classifier(all_states), self.halt(all_states)[..., 0].T
 
-    def _encode(self, vectors: Tensor) -> Tensor:
-        if self.config.input == "vector":
-            return vectors
-        parts = torch.stack([vectors.clamp(min=0).sum(-1), -vectors.clamp(max=0).sum(-1)], -1)
-        return parts / math.sqrt(self.config.size)
-
-    # -- the three mechanisms ----------------------------------------------------------------
-
-    def loss(self, passes: ParityPasses, labels: Tensor) -> PonderLoss:
-        """Return the loss of the mechanism; of ACT, `kl` is the mean cost of its passes."""
-        config, logits = self.config, passes.logits
-        num_passes = len(logits)
-        if config.mechanism == "ponder":
-            log_p = log_halting(passes.halt_logits, num_passes)
-            return ponder_loss(
-                logits, log_p, labels, SINGLE_LABEL, config.halting_target, config.kl_weight
-            )
-        if config.mechanism == "fixed":
-            last = torch.zeros(num_passes)
-            last[-1] = 1.0
-            return fixed_loss(logits, last, labels, SINGLE_LABEL)
-        halting = act_halting(passes.halt_logits)
-        answer = torch.einsum("bn,nbc->bc", halting.weights, logits)
-        task, cost = answer_loss(answer, labels, SINGLE_LABEL), halting.cost.mean()
-        return PonderLoss(task + config.act_cost * cost, task, cost)
-
-    def answer(self, passes: ParityPasses, threshold: float = HALF) -> ParityAnswer:
-        """Return what the model says, and after how many passes."""
-        logits, num_passes = passes.logits, len(passes.logits)
+    def answer(self, step_logits_NBC: Tensor, halt_logits_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the model says in the end, `[B, C]`, and after how many passes, `[B]`."""
         if self.config.mechanism == "act":
-            halting = act_halting(passes.halt_logits)
-            return ParityAnswer(torch.einsum("bn,nbc->bc", halting.weights, logits), halting.passes)
-        if self.config.mechanism == "fixed":
-            return ParityAnswer(
-                logits[-1], torch.full_like(passes.halt_logits[:, 0].long(), num_passes)
+            halting = act_halting(halt_logits_BN)
+            logits = torch.einsum("bn,nbc->bc", halting.weights, step_logits_NBC)
+            return logits, halting.passes
+        policy = QuantileExit(HALF) if self.config.mechanism == "ponder" else FixedExit()
+        passes = replay(policy, step_logits_NBC, halt_logits_BN)
+        return select_pass(step_logits_NBC, passes), passes
+
+    def loss(self, step_logits_NBC: Tensor, halt_logits_BN: Tensor, labels: Tensor) -> PonderLoss:
+        """Return the loss of the mechanism; of ACT, `kl` is the mean cost of its passes."""
+        config = self.config
+        if config.mechanism == "ponder":
+            log_p = log_halting(halt_logits_BN, config.max_passes)
+            return ponder_loss(
+                step_logits_NBC, log_p, labels, config.halting_target, config.kl_weight
             )
-        reached = log_halting(passes.halt_logits, num_passes).exp().cumsum(-1)
-        index = (reached < threshold).sum(-1).clamp(max=num_passes - 1)
-        return ParityAnswer(logits[index, torch.arange(len(index), device=index.device)], index + 1)
+        task = answer_loss(self.answer(step_logits_NBC, halt_logits_BN)[0], labels)
+        if config.mechanism == "fixed":
+            return PonderLoss(task, task, torch.zeros_like(task))
+        cost = act_halting(halt_logits_BN).cost.mean()
+        return PonderLoss(task + config.act_cost * cost, task, cost)
 
 
 # -- experiment ------------------------------------------------------------------------------------
@@ -377,10 +314,9 @@ class ParityTask(Task):
         seed = seed_at(self.settings.train.seed, "parity", step, micro)
         batch = parity_batch(data.batch_size, data.size, 1, data.train_nonzero, seed)
         vectors, labels = (
-            tensor.chunk(self.world_size)[self.rank].to(self.model.device)
-            for tensor in (batch.vectors, batch.labels)
+            part.chunk(self.world_size)[self.rank].to(self.model.device) for part in batch
         )
-        loss = self.model.loss(model(vectors), labels)
+        loss = self.model.loss(*model(vectors), labels)
         self.terms = {"task": float(loss.task.detach()), "kl": float(loss.kl.detach())}
         return BatchLoss(loss.total, loss.task, len(labels))
 
@@ -388,60 +324,49 @@ class ParityTask(Task):
         """Return the terms of the last loss."""
         return self.terms
 
-    # -- measuring ---------------------------------------------------------------------------
-
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return quality on the bands of training, and on those beyond."""
         if split != "valid":
             return {}
-        data = self.settings.dataset
         # The same inputs at every validation.
         bands = self.measure(seed_at(self.settings.train.seed, "valid"))
-        seen = [band for band in bands if band["highest"] <= data.train_nonzero]
-        beyond = [band for band in bands if band["lowest"] > data.train_nonzero]
-        values = {
-            "loss": _mean(seen or bands, "loss"),
-            "accuracy": _mean(seen or bands, "accuracy"),
-            "passes": _mean(seen or bands, "passes"),
-        }
+        beyond = [band for band in bands if band["beyond"]]
+        seen = [band for band in bands if not band["beyond"]] or bands
+        values = {name: _mean(seen, name) for name in ("loss", "accuracy", "passes")}
         if beyond:
-            values |= {
-                "accuracy_beyond": _mean(beyond, "accuracy"),
-                "passes_beyond": _mean(beyond, "passes"),
-            }
+            values |= {f"{name}_beyond": _mean(beyond, name) for name in ("accuracy", "passes")}
         return values
 
+    @torch.no_grad()
     def measure(self, seed: int) -> list[dict[str, Any]]:
         """Return accuracy, loss and passes of every band of difficulty."""
         data = self.settings.dataset
         bands = []
         for lowest, highest in data.ranges():
-            batch = parity_batch(
+            vectors, labels = parity_batch(
                 data.eval_size, data.size, lowest, highest, seed_at(seed, lowest, highest)
             )
-            place = {
-                "lowest": lowest,
-                "highest": highest,
-                "beyond": highest > data.train_nonzero,
-                "mechanism": self.model.config.mechanism,
-            }
-            bands.append(place | measure_parity(self.model, batch, self._eval_passes()))
+            labels = labels.to(self.model.device)
+            logits, passes = self.model.answer(*self.model(vectors.to(self.model.device)))
+            bands.append(
+                {
+                    "lowest": lowest,
+                    "highest": highest,
+                    "beyond": highest > data.train_nonzero,
+                    "mechanism": self.model.config.mechanism,
+                    "loss": float(answer_loss(logits, labels)),
+                    "accuracy": float((logits.argmax(-1) == labels).double().mean()),
+                    "passes": float(passes.double().mean()),
+                }
+            )
         return bands
-
-    def _eval_passes(self) -> int:
-        model = self.settings.model
-        if model.mechanism == "fixed":  # its last pass is the only one that was trained to answer
-            return model.max_passes
-        return model.eval_passes or model.max_passes
-
-    # -- state -------------------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
         """Return what must not change between a checkpoint and the run that goes on from it."""
         settings = self.settings
         data = ("size", "train_nonzero", "batch_size")
         return {
-            "model": {k: v for k, v in asdict(settings.model).items() if k != "eval_passes"},
+            "model": asdict(settings.model),
             "data": {name: getattr(settings.dataset, name) for name in data},
             "train": settings.train.identity(),
         }
@@ -450,24 +375,6 @@ class ParityTask(Task):
         """Write the model in Hugging Face form."""
         with without_bars():
             self.model.save_pretrained(folder)
-
-
-@torch.no_grad()
-def measure_parity(model: ParityModel, batch: ParityBatch, num_passes: int) -> dict[str, Any]:
-    """Return loss, accuracy and passes of a batch."""
-    was_training = model.training
-    model.eval()
-    answer = model.answer(model(batch.vectors.to(model.device), num_passes))
-    model.train(was_training)
-    labels = batch.labels.to(model.device)
-    passes = answer.passes.double()
-    return {
-        "loss": float(answer_loss(answer.logits, labels, SINGLE_LABEL)),
-        "accuracy": float((answer.logits.argmax(-1) == labels).double().mean()),
-        "passes": float(passes.mean()),
-        "passes_spread": float(passes.std(correction=0)),
-        "inputs": len(labels),
-    }
 
 
 def _mean(bands: list[dict[str, Any]], name: str) -> float:

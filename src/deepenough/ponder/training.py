@@ -6,7 +6,6 @@ The baselines are the same model with another objective: `last` is plain fine-tu
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from deepenough.data.config import ClassificationConfig
 from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
 from deepenough.hf.loading import load
+from deepenough.measurement import content_of
 from deepenough.ponder.config import (
     OPTIONS,
     BaseEncoderConfig,
@@ -142,7 +142,10 @@ class ClassificationTask(Task):
             "model": {"architecture": config.model_type, "head_lr": self.head_lr}
             | {name: getattr(config, name) for name in OPTIONS if not name.startswith("exit")},
             "data": {"batch_size": self.data.batch_size, "max_length": self.data.max_length}
-            | {split: _content(examples) for split, examples in self.examples.items()},
+            | {
+                split: f"{len(own)} examples ({_content(own)})"
+                for split, own in self.examples.items()
+            },
             "train": self.train.identity(),
         }
 
@@ -154,11 +157,7 @@ class ClassificationTask(Task):
 
 
 def _content(examples: EncodedExamples) -> str:
-    """Return what tells one set of examples from another."""
-    digest = hashlib.blake2b(digest_size=8)
-    for ids, label in zip(examples.columns["input_ids"], examples.labels, strict=True):
-        digest.update(repr((ids, label)).encode())
-    return f"{len(examples)} examples ({digest.hexdigest()})"
+    return content_of(zip(examples.columns["input_ids"], examples.labels, strict=True))
 
 
 # -- a new model -----------------------------------------------------------------------------------
