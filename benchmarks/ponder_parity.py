@@ -51,8 +51,10 @@ def figures(folder: Path) -> dict[str, Any]:
     return {
         "accuracy": mean_accuracy([band for band in bands if not band.beyond]),
         "accuracy_beyond": mean_accuracy([band for band in bands if band.beyond]),
-        "passes_by_difficulty": {f"{b.lowest}_{b.highest}": round(b.passes, 2) for b in bands},
-        "accuracy_by_difficulty": {f"{b.lowest}_{b.highest}": round(b.accuracy, 4) for b in bands},
+        "passes_by_difficulty": {f"{b.lowest:g}_{b.highest:g}": round(b.passes, 2) for b in bands},
+        "accuracy_by_difficulty": {
+            f"{b.lowest:g}_{b.highest:g}": round(b.accuracy, 4) for b in bands
+        },
         "minutes": inputs / statistics.mean(rates) / 60,
     }
 

@@ -15,14 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.figures import interleaved
 from deepenough.config import resolve
+from deepenough.data.batches import by_length
 from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
 from deepenough.data.config import ClassificationConfig
 from deepenough.ponder import evaluation
 from deepenough.ponder.config import PonderTrainConfig
-from deepenough.ponder.evaluation import load_classifier, time_exits
-from deepenough.ponder.halting import ConfidenceExit, FixedExit, QuantileExit
+from deepenough.ponder.evaluation import load_classifier
+from deepenough.ponder.halting import ConfidenceExit, FixedExit, HaltingPolicy, QuantileExit
+from deepenough.ponder.modeling import PonderClassifier
 from deepenough.ponder.training import train
 
 QUICK = False
@@ -30,7 +34,7 @@ SEEDS = [0]
 CONFIG = Path(__file__).parent.parent / "configs" / "ponder-sst2.yaml"
 #: What is trained, by the name it has in the pictures.
 EXITS = {"last": "fixed", "ponder": "confidence", "weighted": "patience"}
-MAX_LENGTH = 64
+MAX_LENGTH, BATCH_SIZE = 64, 32
 THRESHOLDS = {"quantile": QuantileExit, "confidence": ConfidenceExit}
 BUDGET = 0.6
 """Share of the layers that a threshold may take on average."""
@@ -104,9 +108,7 @@ def compare(folders: dict[str, Path], texts: LabelledTexts, rounds: int) -> dict
     by_exit = {name: evaluation.quality(dev["ponder"], each) for name, each in exits.items()}
     timings = interleaved(
         {
-            name: lambda name=name, exit_=exit_: time_exits(
-                models[name][0], encoded[REPORT], {name: exit_}, rounds=1
-            )
+            name: lambda name=name, exit_=exit_: label_all(models[name][0], encoded[REPORT], exit_)
             for name, exit_ in (("last", FixedExit()), ("ponder", policy))
         },
         rounds,
@@ -133,6 +135,15 @@ def compare(folders: dict[str, Path], texts: LabelledTexts, rounds: int) -> dict
             for model, passes in dev.items()
         },
     }
+
+
+@torch.inference_mode()
+def label_all(model: PonderClassifier, examples: EncodedExamples, policy: HaltingPolicy) -> None:
+    """Label all examples with inference that stops, in batches of similar length."""
+    for rows in by_length(examples.lengths, BATCH_SIZE):
+        batch = examples.batch(rows, model.device)
+        batch.pop("labels")
+        model(**batch, policy=policy)
 
 
 def choose(answers: evaluation.AllPasses, policy: str) -> dict[str, Any]:

@@ -472,7 +472,7 @@ def ponder_eval() -> Any:
     found: dict[str, Any] = {}
     for kind in ("albert", "bert"):
         folder = ponder_trained(kind)
-        measure = functools.partial(command, "ponder", "eval", str(folder), time="false")
+        measure = functools.partial(command, "ponder", "eval", str(folder))
         found[kind] = measured_by(folder, ("ponder_exit", "ponder_passes"), [measure])
     return found
 

@@ -60,7 +60,8 @@ def test_a_seed_repeats_the_draws_of_the_sampled_exit(
     file.write_text("a good film\n" * 40, encoding="utf-8")
     printed = []
     for seed in ("1", "1", "2"):
-        assert main(["ponder", "predict", str(run), str(file), "--exit.seed", seed]) == 0
+        words = ["--exit.exit", "sampled", "--exit.seed", seed]
+        assert main(["ponder", "predict", str(run), str(file), *words]) == 0
         lines = capsys.readouterr().out.splitlines()
         printed.append([json.loads(line)["passes"] for line in lines])
     assert printed[0] == printed[1] != printed[2]
@@ -71,7 +72,7 @@ def test_other_examples_are_measured(
 ) -> None:
     file = tmp_path / "more.csv"
     file.write_text("text,label\na good film,1\nso awful,0\na bad plot,0\n")
-    assert main(["ponder", "eval", str(run), "--data", str(file), "--time", "false"]) == 0
+    assert main(["ponder", "eval", str(run), "--data", str(file)]) == 0
     assert "examples                3\n" in capsys.readouterr().out
 
 

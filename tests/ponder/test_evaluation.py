@@ -22,16 +22,13 @@ from deepenough.ponder.evaluation import (
     FinishedRun,
     all_passes,
     evaluate,
-    examples_in_batches,
     load_classifier,
     open_candidate,
     passes_by,
-    passes_of,
     predict,
     quality,
     records,
     settled_at,
-    spread,
     sweep,
 )
 from deepenough.ponder.halting import ConfidenceExit, FixedExit, PatienceExit, QuantileExit
@@ -49,10 +46,10 @@ def answers() -> AllPasses:
 
 
 def test_where_examples_stop(answers: AllPasses) -> None:
-    assert passes_of(answers, QuantileExit(0.5)).tolist() == [1, 2, 3, 1]
-    assert passes_of(answers, QuantileExit(1.0)).tolist() == [3, 3, 3, 3]
-    assert passes_of(answers, PatienceExit(1)).tolist() == [2, 3, 2, 3]
-    assert passes_of(answers, FixedExit(2)).tolist() == [2, 2, 2, 2]
+    assert answers.passes(QuantileExit(0.5)).tolist() == [1, 2, 3, 1]
+    assert answers.passes(QuantileExit(1.0)).tolist() == [3, 3, 3, 3]
+    assert answers.passes(PatienceExit(1)).tolist() == [2, 3, 2, 3]
+    assert answers.passes(FixedExit(2)).tolist() == [2, 2, 2, 2]
 
 
 def test_quality_is_that_of_the_answers_given(answers: AllPasses) -> None:
@@ -90,23 +87,12 @@ def test_passes_by_group() -> None:
     assert passes_by(groups, 4, passes, 3) == [[1, 0, 0], [0, 0, 2], [0, 1, 0], [0, 0, 0]]
 
 
-def test_chosen_examples_span_the_whole_range() -> None:
-    values = torch.tensor([5.0, 1.0, 9.0, 3.0, 7.0])
-    assert spread(values, 3) == [1, 0, 2]
-    assert spread(values, 9) == [1, 3, 0, 4, 2]
-
-
 def test_records_hold_what_pictures_need(answers: AllPasses) -> None:
-    found = list(records(answers, QuantileExit(0.5), ["no", "yes"], list("abcd")))
+    found = list(records(answers, QuantileExit(0.5), ["no", "yes"]))
     assert all(values["num_passes"] == 3 for _, values in found)
     tables = {values["by"]: values for kind, values in found if kind == "ponder_passes"}
     assert tables["label"]["counts"] == [[0, 0, 0], [2, 1, 1]]
     assert tables["difficulty"]["counts"] == [[1, 0, 1], [0, 1, 0], [1, 0, 0]]
-    shown = [values for kind, values in found if kind == "ponder_example"]
-    assert [example["text"] for example in shown] == ["d", "a", "b", "c"]  # by expected passes
-    first = shown[1]
-    assert first["halting"] == pytest.approx([0.6, 0.2, 0.2], abs=1e-5)
-    assert first["answers"] == ["yes"] * 3 and first["passes"] == 1
     assert all(Record(7, kind, values).to_json() for kind, values in found)
 
 
@@ -116,8 +102,8 @@ def test_evaluate_writes_the_whole_frontier(trained: Path, tmp_path: Path) -> No
     (run / "metrics.jsonl").write_text("")  # other tests measure the same run
     values = evaluate(PonderEvalConfig(str(run)))
     assert values["split"] == "valid" and values["examples"] == 40
-    assert values["accuracy"] > 0.9 and values["seconds"] > 0
-    evaluate(PonderEvalConfig(str(run), time=False))
+    assert values["accuracy"] > 0.9
+    evaluate(PonderEvalConfig(str(run)))
     records, _ = read_records(run / "metrics.jsonl")
     first = [record for record in records if record.values.get("evaluation") == 1]
     again = [record for record in records if record.values.get("evaluation") == 2]
@@ -135,8 +121,6 @@ def test_evaluate_writes_the_whole_frontier(trained: Path, tmp_path: Path) -> No
     tables = {r.values["by"]: r.values for r in first if r.kind == "ponder_passes"}
     for table in tables.values():
         assert sum(map(sum, table["counts"])) == 40
-    examples = [record.values for record in first if record.kind == "ponder_example"]
-    assert all(abs(sum(example["halting"]) - 1) < 1e-4 for example in examples)
 
 
 def test_what_is_replayed_is_what_really_stops(trained: Path) -> None:
@@ -144,8 +128,9 @@ def test_what_is_replayed_is_what_really_stops(trained: Path) -> None:
     finished = FinishedRun(str(trained))
     texts, split = finished.open_split(None, None)
     examples = EncodedExamples(texts.split(split), finished.tokenizer, finished.token_limit)
-    batches, labels = examples_in_batches(finished.model, examples, 16)
+    batches = [examples.batch(list(range(start, start + 10))) for start in range(0, 40, 10)]
     outputs = [finished.model(**batch, policy=QuantileExit(0.5)) for batch in batches]
+    labels = torch.tensor(examples.labels)
     expected = quality(all_passes(finished.model, examples), QuantileExit(0.5))
     passes = torch.cat([output.passes for output in outputs]).double().mean()
     right = torch.cat([output.logits for output in outputs]).argmax(-1) == labels
@@ -227,16 +212,17 @@ def test_processes_share_the_measuring(trained: Path) -> None:
     torch.testing.assert_close(halts, alone.halt_logits)
 
 
-def test_an_option_names_its_exit(trained: Path) -> None:
+def test_an_option_belongs_to_its_exit(trained: Path) -> None:
     finished = FinishedRun(str(trained))
-    assert isinstance(finished.policy(ExitConfig(passes=1)), FixedExit)
-    assert isinstance(finished.policy(ExitConfig(patience=1)), PatienceExit)
-    assert isinstance(finished.policy(ExitConfig(threshold=0.7)), QuantileExit)
+    assert isinstance(finished.policy(ExitConfig("fixed", passes=1)), FixedExit)
+    assert isinstance(finished.policy(ExitConfig("patience", patience=1)), PatienceExit)
     assert isinstance(finished.policy(ExitConfig("confidence", 0.7)), ConfidenceExit)
+    own = finished.policy(ExitConfig(threshold=0.7))
+    assert isinstance(own, QuantileExit) and own.threshold == 0.7
     with pytest.raises(UserError, match=r"exit\.passes is an option of the fixed exit, not"):
         finished.policy(ExitConfig("confidence", passes=2))
-    with pytest.raises(UserError, match=r"leave it out, or give --exit\.exit"):
-        finished.policy(ExitConfig(patience=1, passes=2))
+    with pytest.raises(UserError, match=r"leave it out, or give --exit\.exit patience"):
+        finished.policy(ExitConfig(patience=1))
 
 
 def test_a_line_that_is_not_utf8_is_labelled(
@@ -260,7 +246,7 @@ def test_a_run_as_a_candidate_of_a_comparison(trained: Path, tmp_path: Path) -> 
     assert scores["3 passes"].units == 16 and scores["3 passes"].quality.value > 0.8
     for point in points:  # what the chart says runs the model so, does
         words = shlex.split(point.command)[1:]
-        assert main([*words, "--time", "false"]) == 0
+        assert main(words) == 0
     file = tmp_path / "other.csv"
     file.write_text("text,label\na good film,1\nso awful,0\n")
     entry = ComparedRun(str(trained), PonderGrid())

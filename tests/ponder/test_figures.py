@@ -10,7 +10,6 @@ from deepenough.ponder.figures import (
     FIGURES,
     exit_points,
     frontier_figure,
-    halting_figure,
     parity_figure,
     passes_figure,
     section,
@@ -48,25 +47,6 @@ def tables() -> list[Record]:
     groups = [str(n) for n in range(1, 7)]
     by_difficulty = {"by": "difficulty", "groups": groups, "counts": rows.tolist()}
     return [Record(9, "ponder_passes", about | by) for by in (by_label, by_difficulty)]
-
-
-def examples() -> list[Record]:
-    texts = [
-        "unflinchingly bleak and desperate",
-        "it 's a charming and often affecting journey .",
-        "allows us to hope that nolan is poised to embark a major career as a commercial yet "
-        "inventive filmmaker , whatever that may come to mean in the years ahead of us all .",
-        "a $tex$ \u4f60\u597d text",
-    ]
-    found = []
-    for place, text in enumerate(texts):
-        p = np.exp(-((np.arange(6) - 1.2 * place) ** 2))
-        answers = ["negative"] * place + ["positive"] * (6 - place)
-        values: dict[str, Any] = {"text": text, "label": "positive", "answers": answers}
-        values |= {"halting": (p / p.sum()).tolist(), "passes": place + 1}
-        values["confidence"] = np.linspace(0.6, 0.99, 6).tolist()
-        found.append(Record(9, "ponder_example", values | {"model": "ponder", "evaluation": 1}))
-    return found
 
 
 def parity(mechanism: str, knee: float) -> Run:
@@ -111,25 +91,11 @@ def test_the_last_evaluation_counts() -> None:
 def test_passes_by_label_and_difficulty() -> None:
     figure = passes_figure(Run("r", tables()))
     assert figure is not None
-    bars, heat = figure.panels
-    assert [bar.name for bar in bars.bars] == ["negative (mean 2.73)", "positive (mean 2.25)"]
-    assert sum(bars.bars[0].values) == pytest.approx(1.0)
+    by_label, heat = figure.panels
+    assert by_label.rows == ["negative (428)", "positive (444)"]
+    assert sum(by_label.values[0]) == pytest.approx(1.0)
     assert len(heat.rows) == 5  # the group without an example is left out
     assert all(sum(row) == pytest.approx(1.0) for row in heat.values)
-    many = {"model": "ponder", "by": "label", "groups": [f"answer {n}" for n in range(20)]}
-    counts = np.ones((20, 6)).tolist()
-    figure = passes_figure(Run("r", [Record(1, "ponder_passes", many | {"counts": counts})]))
-    assert figure is not None and figure.panels[0].kind == "heat"
-
-
-def test_halting_of_chosen_examples() -> None:
-    figure = halting_figure(Run("r", examples()))
-    assert figure is not None and len(figure.panels) == 4
-    first, second = figure.panels[:2]
-    assert [bar.name for bar in first.bars] == ["stops here, answer right"]
-    right, wrong = second.bars
-    assert right.values[0] is None and wrong.values[0] is not None  # the first answer is wrong
-    assert first.rules[0].value == 0.5  # after the first pass
 
 
 def test_parity_by_difficulty() -> None:
@@ -171,11 +137,11 @@ def test_findings_follow_the_data() -> None:
         ("ponder_passes", {"by": "label", "groups": ["a"], "counts": [[1], [2]]}),
         ("ponder_passes", {"by": "label", "groups": ["a"], "counts": [["x"]]}),
         ("ponder_passes", {"by": "label", "groups": 3, "counts": [[1]]}),
-        ("ponder_example", {"halting": [0.5, 0.5], "answers": ["a"], "confidence": [1.0, 1.0]}),
-        ("ponder_example", {"halting": "much"}),
+        ("ponder_passes", {"by": "label", "groups": ["a"], "counts": [[0, 0]]}),
+        ("ponder_passes", {"by": "label", "groups": ["a"], "counts": [[1, float("nan")]]}),
         ("parity", {"lowest": 1, "highest": 2, "accuracy": "good", "passes": 3}),
     ],
 )
 def test_records_that_lack_something_are_left_out(kind: str, values: dict[str, Any]) -> None:
-    run = Run("r", [Record(1, kind, values | ({"passes": 1} if "answers" in values else {}))])
+    run = Run("r", [Record(1, kind, values)])
     assert [build(run) for build in FIGURES] == [None] * len(FIGURES)

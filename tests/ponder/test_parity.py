@@ -1,6 +1,7 @@
 """The parity experiment: its task, its network against torch's own cell, its training."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deepenough.ponder.parity import (
     ParityConfig,
     ParityDataConfig,
     ParityModel,
+    ParityModelConfig,
     ParityTrainConfig,
     parity_batch,
     parity_ref,
@@ -190,7 +192,8 @@ def test_impossible_difficulties_are_refused() -> None:
 
 def make(**changes: object) -> ParityModel:
     torch.manual_seed(0)
-    return ParityModel(ParityConfig(**({"size": 6, "width": 8, "max_passes": 4} | changes)))  # type: ignore[arg-type]
+    model = validate(ParityModelConfig(**({"width": 8, "max_passes": 4} | changes)))  # type: ignore[arg-type]
+    return ParityModel(ParityConfig(size=6, **asdict(model)))
 
 
 def test_the_number_of_ones_and_of_minus_ones_is_all_that_is_read() -> None:

@@ -99,17 +99,12 @@ def test_pairs(make_model, tokenizer):
     assert found == pytest.approx(probabilities, rel=1e-4)
 
 
-def test_a_saved_tokenizer_is_found(saved):
-    model = AutoModelForSequenceClassification.from_pretrained(saved)
-    assert {p.label for p in model.predict(TEXTS)} <= {"bad", "so", "good"}
-
-
-def test_pipeline(saved, caplog):
+def test_pipeline(saved, tokenizer, caplog):
     classify = pipeline("text-classification", model=str(saved), device="cpu")
     answers = classify(TEXTS, batch_size=2)
     assert "not supported" not in caplog.text
     model = AutoModelForSequenceClassification.from_pretrained(saved)
-    expected = list(model.predict(TEXTS))
+    expected = list(model.predict(TEXTS, tokenizer))
     assert [a["label"] for a in answers] == [p.label for p in expected]
     assert [a["score"] for a in answers] == pytest.approx(
         [p.probability for p in expected], rel=1e-4
@@ -142,8 +137,6 @@ def test_long_texts_are_cut(make_model, tokenizer):
 
 def test_misuse_is_refused(make_model, tokenizer):
     model = make_model()
-    with pytest.raises(UserError, match="no tokenizer with the model"):
-        next(model.predict(TEXTS))
     with pytest.raises(UserError, match="batch_size must be at least 1"):
         next(model.predict(TEXTS, tokenizer, batch_size=0))
     with pytest.raises(UserError, match=r"model\.eval\(\)"):

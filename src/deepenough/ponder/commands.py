@@ -72,10 +72,10 @@ COMMANDS = (
     ),
     Command(
         name="eval",
-        help="measure its accuracy, passes and seconds",
+        help="measure its accuracy and passes",
         config="deepenough.ponder.config:PonderEvalConfig",
         run=evaluate,
-        description="Measure a classifier that ponders: accuracy, passes, seconds.",
+        description="Measure a classifier that ponders: accuracy and passes of every way to stop.",
         example="deepenough ponder eval runs/ponder --threshold 0.7",
         positional=("run",),
     ),

@@ -23,9 +23,6 @@ from deepenough.data.config import ClassificationConfig
 from deepenough.errors import UserError
 from deepenough.training.config import TrainingConfig
 
-HaltingHeadKind = Literal["previous", "answer", "second_cls"]
-Objective = Literal["ponder", "weighted", "last"]
-Pooling = Literal["cls", "mean"]
 Exit = Literal["quantile", "sampled", "confidence", "patience", "fixed"]
 
 
@@ -37,16 +34,16 @@ class PonderConfig:
     """Most passes over the layers; by default as many as the encoder has. A shared layer may be
     applied more often than it was in pretraining."""
 
-    objective: Objective = "ponder"
+    objective: Literal["ponder", "weighted", "last"] = "ponder"
     """What is trained: `ponder` learns when to halt; `weighted` (PABEE) trains an answer at every
     pass, later ones weighing more; `last` trains the answer of the last pass alone."""
 
-    halting_head: HaltingHeadKind = "previous"
+    halting_head: Literal["previous", "answer", "second_cls"] = "previous"
     """What the decision to halt is read from: the states of this and the `previous` pass (PALBERT),
     these and by how much the best `answer` leads, or a `second_cls` token that the model puts after
     the first."""
 
-    pooling: Pooling = "cls"
+    pooling: Literal["cls", "mean"] = "cls"
     """What answers are read from: the first token (`cls`) or the `mean` of all."""
 
     halting_target: float = bounded(0.2, gt=0, lt=1)
@@ -188,35 +185,28 @@ class ExitConfig:
     seed: int | None = None
     """Seed of the sampled exit."""
 
-    READERS: ClassVar[dict[str, tuple[Exit, ...]]] = {
-        "threshold": ("quantile", "confidence"),
-        "patience": ("patience",),
-        "passes": ("fixed",),
-        "seed": ("sampled",),
+    READERS: ClassVar[dict[str, tuple[str, tuple[Exit, ...]]]] = {
+        "threshold": ("exit_threshold", ("quantile", "confidence")),
+        "patience": ("exit_patience", ("patience",)),
+        "passes": ("exit_pass", ("fixed",)),
+        "seed": ("exit_seed", ("sampled",)),
     }
-    """The exits that read each option."""
+    """The option of `PonderConfig` that each replaces, and the exits that read it."""
 
     def applied_to(self, trained: PonderConfig) -> PonderConfig:
-        """Return a model's options with the exit asked for here in the place of its own.
-
-        Where only an option is given, the exit is the first that reads it, the model's own before
-        others.
-        """
-        given = {name: getattr(self, name) for name in self.READERS}
-        given = {name: value for name, value in given.items() if value is not None}
+        """Return a model's options with the exit asked for here in the place of its own."""
         kind = self.exit or trained.exit
-        if self.exit is None and given:
-            readers = self.READERS[next(iter(given))]
-            kind = trained.exit if trained.exit in readers else readers[0]
-        for name in given:
-            if kind not in self.READERS[name]:
+        changes: dict[str, Any] = {"exit": kind}
+        for name, (option, readers) in self.READERS.items():
+            if getattr(self, name) is None:
+                continue
+            if kind not in readers:
                 raise UserError(
-                    f"exit.{name} is an option of the {' or '.join(self.READERS[name])} exit, not "
-                    f"of {kind}: leave it out, or give --exit.exit."
+                    f"exit.{name} is an option of the {' or '.join(readers)} exit, not of {kind}: "
+                    f"leave it out, or give --exit.exit {readers[0]}."
                 )
-        fields = {"passes": "exit_pass"}
-        changes = {fields.get(name, f"exit_{name}"): value for name, value in given.items()}
-        return replace(trained, exit=kind, **changes)
+            changes[option] = getattr(self, name)
+        return replace(trained, **changes)
 
 
 @dataclass
@@ -231,9 +221,6 @@ class PonderEvalConfig:
 
     split: str | None = None
     """Split of them; by default valid, else test, else train."""
-
-    time: bool = True
-    """Measure seconds as well, with stopping and without."""
 
     exit: ExitConfig = field(default_factory=ExitConfig)
 
@@ -284,7 +271,7 @@ class PonderAlbertConfig(AlbertConfig):
         _set_options(self, options, shared=True)
 
     @classmethod
-    def get_config_dict(cls, name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(cls, name: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Return the values of a checkpoint's config, which may be that of a plain ALBERT."""
         values, unused = super().get_config_dict(name, **kwargs)
         kind = values.get("model_type")
@@ -336,18 +323,13 @@ def check_encoder(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if kind in (PonderEncoderConfig.model_type, PonderAlbertConfig.model_type):
         raise UserError(f"A {kind!r} model ponders already: load it with its own class.")
-    if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(
-            f"A model of type {kind!r} has an encoder and a decoder, and pondering classifiers "
-            "need an encoder alone, such as BERT, RoBERTa, MPNet or MiniLM."
-        )
     reads_both_ways = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if getattr(config, "is_decoder", False) or (
-        kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not reads_both_ways
-    ):
+    has_decoder = kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    is_decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not reads_both_ways
+    if has_decoder or is_decoder or getattr(config, "is_decoder", False):
         raise UserError(
-            f"A model of type {kind!r} reads from left to right, and pondering classifiers need "
-            "an encoder such as BERT, RoBERTa, MPNet or MiniLM."
+            f"A model of type {kind!r} has a decoder, which reads from left to right: pondering "
+            "classifiers need an encoder alone, such as BERT, RoBERTa, MPNet or MiniLM."
         )
 
 

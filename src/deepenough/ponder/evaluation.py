@@ -1,4 +1,4 @@
-"""Measure a classifier that ponders: accuracy against passes for every exit, and seconds.
+"""Measure a classifier that ponders: accuracy against passes for every exit.
 
 One run at full depth keeps the answers of all passes and the halting probabilities; every
 threshold, confidence, patience and fixed exit is then replayed on them, because what a pass answers
@@ -13,8 +13,7 @@ Shapes: B examples, N passes, C labels.
 from __future__ import annotations
 
 import shlex
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +42,7 @@ from deepenough.ponder.config import (
     PonderTrainConfig,
     options_of,
 )
-from deepenough.ponder.figures import EXAMPLE, EXIT, PASSES
+from deepenough.ponder.figures import EXIT, PASSES
 from deepenough.ponder.halting import (
     ConfidenceExit,
     FixedExit,
@@ -51,8 +50,6 @@ from deepenough.ponder.halting import (
     PatienceExit,
     QuantileExit,
     answer_loss,
-    expected_steps,
-    log_halting,
     make_policy,
 )
 from deepenough.ponder.inference import PonderOutput, Prediction, Text, replay, select_pass
@@ -64,10 +61,7 @@ from deepenough.training.logging import without_bars
 THRESHOLDS: tuple[float, ...] = tuple(round(0.05 * step, 2) for step in range(1, 21))
 """Thresholds of a sweep, from stopping at once to never before the last pass."""
 CONFIDENCES: tuple[float, ...] = (0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99)
-EVAL_BATCH, TIMED_BATCH = 64, 32
-NUM_SHOWN = 6
-"""Examples whose halting is recorded pass by pass."""
-
+EVAL_BATCH = 64
 SPLITS = ("valid", "test", "train")
 """Splits in the order in which one is chosen: labelled, and not trained on, first."""
 
@@ -91,10 +85,9 @@ class AllPasses:
         """N."""
         return len(self.step_logits)
 
-    @property
-    def answers(self) -> Tensor:
-        """The likeliest label after every pass, [N, B]."""
-        return self.step_logits.argmax(-1)
+    def passes(self, policy: HaltingPolicy) -> Tensor:
+        """Return the pass at which each example stops, `[B]`."""
+        return replay(policy, self.step_logits, self.halt_logits)
 
 
 @torch.no_grad()
@@ -125,7 +118,7 @@ def all_passes(
 
 def quality(answers: AllPasses, policy: HaltingPolicy) -> dict[str, float]:
     """Return loss and accuracy of the answers given, mean passes, and their share of all."""
-    passes = passes_of(answers, policy)
+    passes = answers.passes(policy)
     logits = select_pass(answers.step_logits, passes)
     mean = float(passes.double().mean())
     return {
@@ -136,14 +129,10 @@ def quality(answers: AllPasses, policy: HaltingPolicy) -> dict[str, float]:
     }
 
 
-def passes_of(answers: AllPasses, policy: HaltingPolicy) -> Tensor:
-    """Return the pass at which each example stops, `[B]`."""
-    return replay(policy, answers.step_logits, answers.halt_logits)
-
-
 def settled_at(answers: AllPasses) -> Tensor:
     """Return the pass from which on the answer no longer changes, `[B]`, counted from 1."""
-    differs = answers.answers != answers.answers[-1]
+    each = answers.step_logits.argmax(-1)
+    differs = each != each[-1]
     position = torch.arange(1, answers.num_passes + 1)[:, None]
     return (differs * position).amax(0) + 1
 
@@ -168,39 +157,6 @@ def passes_by(groups: Tensor, num_groups: int, passes: Tensor, num_passes: int) 
     counts = cells.bincount(minlength=num_groups * num_passes)
     table: list[list[int]] = counts.view(num_groups, num_passes).tolist()
     return table
-
-
-@torch.no_grad()
-def time_exits(
-    model: PonderClassifier,
-    examples: EncodedExamples,
-    policies: Mapping[str, HaltingPolicy],
-    rounds: int = 3,
-) -> dict[str, float]:
-    """Return the seconds that every policy takes over all examples.
-
-    The policies take turns, and the fastest round of each counts: a busy machine then slows all
-    alike.
-    """
-    batches = examples_in_batches(model, examples, TIMED_BATCH)[0]
-    seconds: dict[str, list[float]] = {name: [] for name in policies}
-    for _ in range(rounds):
-        for name, policy in policies.items():
-            started = time.perf_counter()
-            for batch in batches:
-                model(**batch, policy=policy)
-            seconds[name].append(time.perf_counter() - started)
-    return {name: min(each) for name, each in seconds.items()}
-
-
-def examples_in_batches(
-    model: PonderClassifier, examples: EncodedExamples, batch_size: int
-) -> tuple[list[dict[str, Tensor]], Tensor]:
-    """Return a model's arguments for all examples in batches of similar length, and the labels."""
-    batches = [
-        examples.batch(rows, model.device) for rows in by_length(examples.lengths, batch_size)
-    ]
-    return batches, torch.cat([batch.pop("labels") for batch in batches])
 
 
 # -- a finished run --------------------------------------------------------------------------------
@@ -277,7 +233,7 @@ def predict(
 
 
 def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
-    """Return accuracy and passes with the exit asked for, and seconds beside those of all passes.
+    """Return accuracy and passes with the exit asked for.
 
     The whole frontier, and all that the figures need, goes into the run's metrics.jsonl.
     """
@@ -289,15 +245,11 @@ def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
     examples = EncodedExamples(rows, finished.tokenizer, finished.token_limit, split)
     answers = all_passes(model, examples)
     values: dict[str, Any] = {"split": split, "examples": len(rows)} | quality(answers, policy)
-    if config.time:
-        timed = time_exits(model, examples, {"own": policy, "all": FixedExit()})
-        values |= {"seconds": timed["own"], "seconds_all_passes": timed["all"]}
     if finished.folder.is_run():
         step, number = _place(finished.folder)
         about = {"model": model.config.objective, "data": texts.name, "split": split}
-        shown = [f"{row.text} | {row.pair}" if row.pair else row.text for row in rows]
         metrics = Metrics(finished.folder.metrics)
-        for kind, found in records(answers, policy, finished.labels, shown):
+        for kind, found in records(answers, policy, finished.labels):
             metrics.append(Record(step, kind, about | {"evaluation": number} | found))
     return values
 
@@ -312,13 +264,13 @@ def _place(folder: RunFolder) -> tuple[int, int]:
 
 
 def records(
-    answers: AllPasses, policy: HaltingPolicy, labels: Sequence[str], texts: Sequence[str]
+    answers: AllPasses, policy: HaltingPolicy, labels: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield kind and values of everything the figures need."""
     about = {"num_passes": answers.num_passes}
     for point in sweep(answers):
         yield EXIT, about | point
-    passes = passes_of(answers, policy)
+    passes = answers.passes(policy)
     numbers = [str(number) for number in range(1, answers.num_passes + 1)]
     for by, names, groups in (
         ("label", list(labels), answers.labels),
@@ -326,40 +278,11 @@ def records(
     ):
         counts = passes_by(groups, len(names), passes, answers.num_passes)
         yield PASSES, about | {"by": by, "groups": names, "counts": counts}
-    if answers.halt_logits is None:
-        return
-    log_p = log_halting(answers.halt_logits, answers.num_passes)
-    for row in spread(expected_steps(log_p), NUM_SHOWN):
-        probabilities = answers.step_logits[:, row].softmax(-1)
-        yield (
-            EXAMPLE,
-            about
-            | {
-                "text": texts[row],
-                "label": labels[int(answers.labels[row])],
-                "answers": [labels[int(number)] for number in probabilities.argmax(-1)],
-                "confidence": _rounded(probabilities.amax(-1)),
-                "halting": _rounded(log_p[row].exp()),
-                "passes": int(passes[row]),
-            },
-        )
-
-
-def spread(values: Tensor, num: int) -> list[int]:
-    """Return `num` rows from the lowest value to the highest, evenly by rank."""
-    order = values.argsort(stable=True)
-    places = torch.linspace(0, len(order) - 1, min(num, len(order))).round().long()
-    rows: list[int] = order[places].tolist()
-    return rows
-
-
-def _rounded(values: Tensor) -> list[float]:
-    return [round(value, 6) for value in values.tolist()]
 
 
 # -- comparison ------------------------------------------------------------------------------------
 
-COMPARED_EXAMPLES = 512
+COMPARED_EXAMPLES, COMPARED_BATCH = 512, 32
 POLICIES: dict[str, tuple[Callable[[Any], HaltingPolicy], str]] = {
     "threshold": (QuantileExit, "--exit.exit quantile --exit.threshold {value:g}"),
     "confidence": (ConfidenceExit, "--exit.exit confidence --exit.threshold {value:g}"),
@@ -380,8 +303,11 @@ class PonderCandidate:
         texts, split = finished.open_split(data.data, data.split)
         rows = texts.split(split)[: data.limit or COMPARED_EXAMPLES]
         examples = EncodedExamples(rows, finished.tokenizer, finished.token_limit, split)
-        size = data.batch_size or TIMED_BATCH
-        self.batches, self.labels = examples_in_batches(self.model, examples, size)
+        size = data.batch_size or COMPARED_BATCH
+        self.batches = [
+            examples.batch(part, self.model.device) for part in by_length(examples.lengths, size)
+        ]
+        self.labels: Tensor = torch.cat([batch.pop("labels") for batch in self.batches])
         detail = {"examples": len(rows), "batch_size": size, "labels": finished.labels}
         detail["content"] = content_of((row.text, row.pair, row.label) for row in rows)
         self.where = f" --split {split}"
@@ -433,9 +359,8 @@ class PonderCandidate:
         )
 
 
-def open_candidate(entry: ComparedRun, name: str, data: ComparedData) -> PonderCandidate:
-    """Return a finished run as `deepenough compare` measures it."""
-    return PonderCandidate(entry, name, data)
+open_candidate = PonderCandidate
+"""Opens a finished run as `deepenough compare` measures it."""
 
 
 def _command(run: str, point: OperatingPoint) -> str:

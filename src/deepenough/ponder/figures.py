@@ -1,4 +1,4 @@
-"""Figures of pondering: accuracy against passes, when examples stop, and the parity experiment.
+"""Figures of pondering: accuracy against passes, passes made, and the parity experiment.
 
 Built from a run's records alone. A run may have been measured several times: the last evaluation
 counts. Records that lack something are left out.
@@ -6,6 +6,7 @@ counts. Records that lack something are left out.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,19 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepenough.figure import (
-    BLACK,
     BLUE,
     GREEN,
     GREY,
     SKY,
-    VERMILION,
     Axis,
-    Bars,
     Chart,
     FigureBuilder,
     FigureSpec,
     HeatMap,
     Line,
+    Panel,
     Rule,
     Run,
     Section,
@@ -37,7 +36,7 @@ from deepenough.figure import (
 )
 
 HEADING = "Ponder"
-EXIT, PASSES, EXAMPLE, PARITY = "ponder_exit", "ponder_passes", "ponder_example", "parity"
+EXIT, PASSES, PARITY = "ponder_exit", "ponder_passes", "parity"
 """Kinds of the records that are read here."""
 
 POLICIES = {
@@ -48,8 +47,6 @@ POLICIES = {
 }
 """Name, colour and style of the line of each way to stop."""
 MECHANISMS = {"ponder": "PonderNet", "act": "ACT", "fixed": "fixed depth"}
-MAX_GROUPS = 7
-"""With more labels than colours, a heat map takes the place of bars."""
 DEPTH_SHOWN = 0.12
 """Accuracies further than this below the best are cut off: answers after the first pass would
 press everything of interest together."""
@@ -70,22 +67,22 @@ class PolicyPoint(NamedTuple):
 class ParityBand(NamedTuple):
     """Results on parity inputs of similar difficulty."""
 
-    lowest: int
-    highest: int
-    beyond: bool
-    """Harder than every input of training."""
+    lowest: float
+    highest: float
     accuracy: float
     passes: float
+    beyond: bool
+    """Harder than every input of training."""
     mechanism: str
 
 
 def exit_points(run: Run) -> list[PolicyPoint]:
-    """Return every measured way of stopping that has a name."""
+    """Return every measured setting of a way to stop."""
     found = []
     for values in _latest(run, EXIT):
-        read = numbers(values, "passes", "accuracy")
-        if read is not None and values.get("policy") in POLICIES:
-            found.append(PolicyPoint(values["policy"], *read))
+        policy, read = str(values.get("policy")), numbers(values, "passes", "accuracy")
+        if read is not None and policy in POLICIES:
+            found.append(PolicyPoint(policy, *read))
     return found
 
 
@@ -97,9 +94,8 @@ def parity_bands(run: Run) -> list[ParityBand]:
         read = numbers(values, "lowest", "highest", "accuracy", "passes")
         if read is not None:
             lowest, highest, accuracy, passes = read
-            mechanism = str(values.get("mechanism", run.name))
-            beyond = values.get("beyond") is True
-            found.append(ParityBand(int(lowest), int(highest), beyond, accuracy, passes, mechanism))
+            mechanism, beyond = str(values.get("mechanism", run.name)), values.get("beyond") is True
+            found.append(ParityBand(lowest, highest, accuracy, passes, beyond, mechanism))
     return sorted(found, key=lambda band: band.lowest)
 
 
@@ -110,19 +106,12 @@ def _latest(run: Run, kind: str) -> list[dict[str, Any]]:
     return [v for v, own in zip(found, order, strict=True) if own == max(order)]
 
 
-def _texts(value: Any) -> tuple[str, ...] | None:
-    good = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-    return tuple(value) if good else None
-
-
-def _array(value: Any, ndim: int) -> np.ndarray | None:
-    """Return an array of finite numbers, none negative, with so many axes; or None."""
-    try:
-        array = np.array(value, dtype=float)
-    except (TypeError, ValueError):
-        return None
-    good = array.ndim == ndim and array.size and np.isfinite(array).all() and (array >= 0).all()
-    return array if good else None
+def _array(value: Any) -> np.ndarray:
+    """Return an array of numbers; ValueError if one is negative or not finite, or all are 0."""
+    array = np.array(value, dtype=float)
+    if not np.isfinite(array).all() or (array < 0).any() or not array.any():
+        raise ValueError
+    return array
 
 
 # -- figures ----------------------------------------------------------------------------------
@@ -151,92 +140,32 @@ def frontier_figure(run: Run) -> FigureSpec | None:
 
 def passes_figure(run: Run) -> FigureSpec | None:
     """Return how many passes examples make, by label and by difficulty."""
-    panels = {}
+    panels = []
     for values in _latest(run, PASSES):
-        groups, counts = _texts(values.get("groups")), _array(values.get("counts"), 2)
-        if counts is not None and groups is not None and len(groups) == len(counts):
-            kept = counts.sum(axis=1) > 0
-            if kept.any():
-                names = [name for name, keep in zip(groups, kept, strict=True) if keep]
-                by_label = values.get("by") == "label"
-                panels[by_label] = _pass_panel(names, counts[kept], by_label)
-    if not panels:
-        return None
-    caption = "How many passes examples make, as a share of their group."
-    if False in panels:
-        caption += " An example is as difficult as the pass from which its answer stays the same."
-    shown = [panels[by_label] for by_label in (True, False) if by_label in panels]
-    return _figure(run, "passes", "Passes made", caption, shown, columns=2, wide=True)
-
-
-def _pass_panel(groups: Sequence[str], counts: np.ndarray, by_label: bool) -> Chart | HeatMap:
-    """Return bars of few labels, else a heat map; `counts` are `[groups, N]`."""
-    totals = counts.sum(axis=1)
-    shares = counts / totals[:, None]
-    passes = [str(number + 1) for number in range(shares.shape[1])]
-    if by_label and len(groups) <= MAX_GROUPS:
-        means = shares @ np.arange(1, shares.shape[1] + 1)
-        bars = [
-            Bars(f"{shortened(name, 24)} (mean {mean:.2f})", row.tolist())
-            for name, mean, row in zip(groups, means, shares, strict=True)
-        ]
-        y = Axis("share of the label's examples", percent=True, low=0.0)
-        return Chart(Axis("passes"), y, bars=bars, categories=passes, title="by label")
-    return HeatMap(
-        [
-            f"{shortened(name, 16)} ({int(total)})"
-            for name, total in zip(groups, totals, strict=True)
-        ],
-        passes,
-        shares.tolist(),
-        Axis("passes made"),
-        Axis("label (examples)" if by_label else "answer unchanged from pass (examples)"),
-        Axis("share of the row", percent=True, low=0.0, high=1.0),
-        texts=[[f"{part:.0%}" if part >= 0.005 else "" for part in row] for row in shares],
-        title="by label" if by_label else "by difficulty",
-    )
-
-
-def halting_figure(run: Run) -> FigureSpec | None:
-    """Return when chosen examples stop, pass by pass."""
-    panels = [panel for values in _latest(run, EXAMPLE) if (panel := _halting_panel(values))]
-    if not panels:
-        return None
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # a record lacks something
+            panels.append(_pass_panel(values))
     caption = (
-        "Bars: the probability of stopping at each pass. Dashed: where the example was stopped."
+        "How many passes examples make, as a share of their group. An example is as difficult as "
+        "the pass from which its answer stays the same."
     )
-    return _figure(run, "halting", "When examples stop", caption, panels, wide=True)
+    return _figure(run, "passes", "Passes made", caption, panels, columns=2, wide=True)
 
 
-def _halting_panel(values: dict[str, Any]) -> Chart | None:
-    """Return one example pass by pass, or None if its record lacks something."""
-    halting, sure = _array(values.get("halting"), 1), _array(values.get("confidence"), 1)
-    answers, stopped = _texts(values.get("answers")), number(values.get("passes"))
-    if halting is None or sure is None or answers is None or stopped is None:
-        return None
-    if not len(halting) == len(sure) == len(answers):
-        return None
-    text, label = str(values.get("text", "")), str(values.get("label", ""))
-    bars = []
-    for name, color, right in (
-        ("stops here, answer right", BLUE, True),
-        ("stops here, answer wrong", VERMILION, False),
-    ):
-        shown = [
-            float(p) if (answer == label) is right else None
-            for p, answer in zip(halting, answers, strict=True)
-        ]
-        if any(value is not None for value in shown):
-            bars.append(Bars(name, shown, color))
-    places = [float(place) for place in range(len(halting))]
-    return Chart(
-        Axis("pass"),
-        Axis("probability", low=0.0, high=1.05),
-        [Line("confidence in the answer", places, sure.tolist(), BLACK)],
-        bars,
-        [str(place + 1) for place in range(len(halting))],
-        rules=[Rule(stopped - 0.5, "stopped", vertical=True)],
-        title=f"“{shortened(text, 90)}” ({shortened(label, 20)})",
+def _pass_panel(values: dict[str, Any]) -> HeatMap:
+    """Return the shares of examples that made 1, 2, ... passes, a row for every group with any."""
+    counts = _array(values["counts"])
+    rows = zip(values["groups"], counts, counts.sum(axis=1), strict=True)
+    kept = [(str(name), own / total, total) for name, own, total in rows if total]
+    by_label = values.get("by") == "label"
+    return HeatMap(
+        [f"{shortened(name, 16)} ({total:g})" for name, _, total in kept],
+        [str(place + 1) for place in range(counts.shape[1])],
+        [shares.tolist() for _, shares, _ in kept],
+        Axis("passes made"),
+        Axis("" if by_label else "answer unchanged from pass (examples)"),
+        Axis("share of the row", percent=True, low=0.0, high=1.0),
+        texts=[[f"{part:.0%}" if part >= 0.005 else "" for part in own] for _, own, _ in kept],
+        title="by label (examples)" if by_label else "by difficulty",
     )
 
 
@@ -270,18 +199,20 @@ def parity_figure(run: Run) -> FigureSpec | None:
 
 
 def _figure(
-    run: Run, name: str, title: str, caption: str, panels: Sequence[Chart | HeatMap], **layout: Any
-) -> FigureSpec:
-    command = training_command(run)
-    if name != "parity":
-        command = f"deepenough ponder eval {shlex.quote(run.path)}"
+    run: Run, name: str, title: str, caption: str, panels: Sequence[Panel], **layout: Any
+) -> FigureSpec | None:
+    """Return a figure of these panels, None without any."""
+    if not panels:
+        return None
+    command = f"deepenough ponder eval {shlex.quote(run.path)}"
+    if name == "parity":
+        command = training_command(run)
     return FigureSpec(name, title, caption, panels, run.name, command, **layout)
 
 
 FIGURES: tuple[FigureBuilder, ...] = (
     frontier_figure,
     passes_figure,
-    halting_figure,
     parity_figure,
 )
 

@@ -134,12 +134,6 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def expected_steps(log_p: Tensor) -> Tensor:
-    """Return `sum_n n p_n`: how many passes are made on average when halting is sampled."""
-    steps = torch.arange(1, log_p.shape[-1] + 1, device=log_p.device, dtype=log_p.dtype)
-    return (log_p.exp() * steps).sum(-1)
-
-
 def halting_ref(lambdas: Sequence[float]) -> list[float]:
     """Return `p_n` of one example; the last `lambda` is not used."""
     result, left = [], 1.0
@@ -157,11 +151,6 @@ def geometric_ref(target: float, num_passes: int) -> list[float]:
 def kl_ref(p: Sequence[float], q: Sequence[float]) -> float:
     """Return `KL(p || q)`, with `0 log 0 = 0`."""
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
-
-
-def expected_steps_ref(p: Sequence[float]) -> float:
-    """Return the mean of a distribution over passes, which are counted from 1."""
-    return sum(n * mass for n, mass in enumerate(p, start=1))
 
 
 # -- the loss --------------------------------------------------------------------------------------

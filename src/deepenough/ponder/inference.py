@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.utils.generic import ModelOutput
 
-from deepenough.data.classification import UNLABELLED, Example
-from deepenough.data.classification_batches import EncodedExamples, by_length
+from deepenough.data.batches import by_length
+from deepenough.data.classification import UNLABELLED, EncodedExamples, Example
 from deepenough.errors import UserError
 from deepenough.ponder.halting import HaltingPolicy, StepView, log_survival
 from deepenough.trace import DepthTrace
@@ -43,57 +42,17 @@ NO_LIMIT = 1 << 30
 """Tokens of a text where neither model nor caller sets a limit."""
 
 
-@dataclass(frozen=True)
-class EncoderInputs:
-    """Token ids `[R, T]` with what belongs to them; rows can leave, padding can be cut off."""
+Inputs = dict[str, Tensor]
+"""Token ids `[R, T]` with mask and types where they are given, by the names that encoders use."""
 
-    input_ids: Tensor
-    attention_mask: Tensor | None = None
-    token_type_ids: Tensor | None = None
 
-    @property
-    def length(self) -> int:
-        """Number of tokens T, padding included."""
-        return self.input_ids.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    def as_arguments(self) -> dict[str, Any]:
-        """Return the tensors that are given, by the names that encoders use."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-    def select(self, rows: Tensor) -> EncoderInputs:
-        """Return some of the rows, by index or mask."""
-        return self._map(lambda tensor: tensor[rows])
-
-    def trim(self) -> EncoderInputs:
-        """Return the batch without the columns at the end that are padding in every row."""
-        if self.attention_mask is None:
-            return self
-        used = self.attention_mask.bool().any(0).nonzero()
-        length = int(used[-1]) + 1 if len(used) else 1
-        return self if length == self.length else self._map(lambda tensor: tensor[:, :length])
-
-    def with_second_cls(self) -> EncoderInputs:
-        """Return the batch with the first token twice, the second one for the halting head."""
-        return self._map(lambda tensor: torch.cat([tensor[:, :1], tensor], 1))
-
-    def check(self, max_length: int | None) -> None:
-        """Refuse an empty batch, and texts longer than `max_length` tokens."""
-        if self.input_ids.ndim != 2 or not self.input_ids.numel():
-            raise UserError(
-                "A pondering model needs token ids of shape [examples, tokens], neither of them "
-                f"0: got {tuple(self.input_ids.shape)}."
-            )
-        if max_length is not None and self.length > max_length:
-            raise UserError(
-                f"The texts are {self.length} tokens long, and the model takes at most "
-                f"{max_length}: truncate them (truncation=True, max_length={max_length})."
-            )
-
-    def _map(self, change: Any) -> EncoderInputs:
-        return EncoderInputs(**{name: change(value) for name, value in self.as_arguments().items()})
+def trim(inputs: Inputs) -> Inputs:
+    """Return a batch without the columns at the end that are padding in every row."""
+    if "attention_mask" not in inputs:
+        return inputs
+    used = inputs["attention_mask"].bool().any(0).nonzero()
+    length = int(used[-1]) + 1 if len(used) else 1
+    return {name: tensor[:, :length] for name, tensor in inputs.items()}
 
 
 @dataclass
@@ -122,15 +81,15 @@ class PonderOutput(ModelOutput):
 
 
 def run_batch(
-    model: PonderClassifier, inputs: EncoderInputs, policy: HaltingPolicy, example_ids: Tensor
+    model: PonderClassifier, inputs: Inputs, policy: HaltingPolicy, example_ids: Tensor
 ) -> PonderOutput:
     """Return every example's answer at the pass where it halts.
 
     `inputs` are those of `PonderClassifier.prepare`; `example_ids` number the examples for draws
     with a seed.
     """
-    num_passes, stack, costs = model.num_passes, model.stack, model.flops
-    rows = torch.arange(len(inputs), device=inputs.input_ids.device)
+    num_passes, stack = model.num_passes, model.stack
+    rows = torch.arange(len(example_ids), device=example_ids.device)
     memory = policy.start(example_ids)
     passes = torch.zeros_like(rows)
     flops = torch.zeros(len(rows), dtype=torch.float64)
@@ -139,15 +98,15 @@ def run_batch(
         halting = torch.zeros(len(rows), num_passes, device=rows.device)
         survival = torch.zeros(len(rows), device=rows.device)
     answers: list[tuple[Tensor, Tensor]] = []
-    inputs = inputs.trim()
-    calls = stack.begin(**inputs.as_arguments())
-    spent = costs.begin(inputs.length)  # by each example that is still running
-    hidden = calls[0].hidden
-    before = model.pool(hidden, inputs.attention_mask)
+    inputs = trim(inputs)
+    calls = stack.begin(**inputs)
+    hidden, mask = calls[0].hidden, inputs.get("attention_mask")
+    spent = model.begin_flops(hidden.shape[1])  # by each example that is still running
+    before = model.pool(hidden, mask)
     for index in range(num_passes):
         hidden = stack.run(index, hidden, calls)
-        logits, halt_logit, before = model.read(index, hidden, inputs.attention_mask, before)
-        spent += costs.layer(index, inputs.length) + model.head_flops(index)
+        logits, halt_logit, before = model.read(index, hidden, mask, before)
+        spent += model.pass_flops(index, hidden.shape[1])
         if halting is not None and survival is not None:
             if halt_logit is None:  # the last pass takes what is left
                 halting[rows, index] = survival.exp()
@@ -169,10 +128,11 @@ def run_batch(
         if not len(rows):
             break
         survival = None if survival is None else survival[stay]
-        inputs = inputs.select(stay).trim()
-        before, hidden = before[stay], hidden[stay, : inputs.length]
-        calls = stack.begin(**inputs.as_arguments())
-        spent += costs.begin(inputs.length)
+        inputs = trim({name: tensor[stay] for name, tensor in inputs.items()})
+        length, mask = inputs["input_ids"].shape[1], inputs.get("attention_mask")
+        before, hidden = before[stay], hidden[stay, :length]
+        calls = stack.begin(**inputs)
+        spent += model.begin_flops(length)
     order = torch.cat([halted for halted, _ in answers]).argsort()
     ran = torch.arange(num_passes) < passes.cpu()[:, None]
     return PonderOutput(
@@ -184,15 +144,13 @@ def run_batch(
 
 
 def run_batch_ref(
-    model: PonderClassifier, inputs: EncoderInputs, policy: HaltingPolicy, example_ids: Tensor
+    model: PonderClassifier, inputs: Inputs, policy: HaltingPolicy, example_ids: Tensor
 ) -> PonderOutput:
     """Run the same one example at a time: nobody ever leaves a batch."""
-    outputs = [
-        run_batch(
-            model, inputs.select(example_ids.new_tensor([row])), policy, example_ids[row, None]
-        )
-        for row in range(len(inputs))
-    ]
+    outputs = []
+    for row in range(len(example_ids)):
+        own = {name: tensor[row, None] for name, tensor in inputs.items()}
+        outputs.append(run_batch(model, own, policy, example_ids[row, None]))
     joined: dict[str, Any] = {
         name: torch.cat([output[name] for output in outputs])
         for name in ("logits", "passes", "halting")
@@ -251,7 +209,7 @@ class Prediction:
 def predict(
     model: PonderClassifier,
     texts: Iterable[Text],
-    tokenizer: Any = None,
+    tokenizer: Any,
     policy: HaltingPolicy | None = None,
     batch_size: int = 32,
     max_length: int | None = None,
@@ -261,7 +219,7 @@ def predict(
     Args:
         model: A classifier in evaluation mode.
         texts: Texts, or pairs of texts.
-        tokenizer: By default the one saved with the model.
+        tokenizer: The one that the model was trained with.
         policy: Replaces the exit of the model's config.
         batch_size: Texts in one batch; some batches are read ahead.
         max_length: Tokens at which texts are cut; by default what the model takes.
@@ -270,7 +228,6 @@ def predict(
         raise UserError(f"batch_size must be at least 1: got {batch_size}.")
     if model.training:
         raise UserError("Predictions need a model in evaluation mode: call model.eval() first.")
-    tokenizer = tokenizer or _own_tokenizer(model)
     limit = min(max_length or NO_LIMIT, model.max_length or NO_LIMIT)
     names: Any = model.config.id2label
     source, num_read, num_asked = iter(texts), 0, 0
@@ -307,15 +264,3 @@ def _example(text: Any, number: int) -> Example:
 
 def _says_something(example: Example) -> bool:
     return all(part is None or part.strip() for part in (example.text, example.pair))
-
-
-def _own_tokenizer(model: PonderClassifier) -> Any:
-    name = model.name_or_path
-    try:
-        if not name:
-            raise OSError
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"There is no tokenizer with the model{f' in {name}' if name else ''}: pass one."
-        ) from error

@@ -21,8 +21,9 @@ from __future__ import annotations
 import inspect
 import math
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ from deepenough.ponder.halting import (
     ponder_loss,
 )
 from deepenough.ponder.inference import (
-    EncoderInputs,
+    Inputs,
     PonderOutput,
     Prediction,
     Text,
@@ -73,59 +74,22 @@ from deepenough.ponder.inference import (
 # -- what all architectures have in common ---------------------------------------------------------
 
 
-class StackFlops:
-    """FLOPs of one example in a batch padded to a length; multiply-adds count as two.
-
-    Matrix products only, in closed form, and equal to torch's own `FlopCounterMode` on the
-    architectures that the tests name. An encoder whose attention does more than compare queries
-    with keys (DeBERTa's disentangled terms) costs somewhat more than is told here.
-    """
-
-    def __init__(self, stack: LayerStack, width: int) -> None:
-        known = {layer: linear_flops(layer) for layer in dict.fromkeys(stack.layers)}
-        self._layers = [known[layer] for layer in stack.layers]
-        self._width = width
-        self._stack = stack
-
-    def begin(self, length: int) -> int:
-        """Return the FLOPs of what the encoder does before its first layer."""
-        return length * 2 * sum(part.weight.numel() for part in self._stack.preparing)
-
-    def layer(self, index: int, length: int) -> int:
-        """Return the FLOPs of one pass: linear maps of all tokens, and attention between them."""
-        return length * self._layers[index] + 4 * length * length * self._width
-
-
 def linear_flops(module: nn.Module) -> int:
     """Return the FLOPs of all linear maps in a module, each applied once to one vector."""
     maps = [part for part in module.modules() if isinstance(part, nn.Linear)]
     return 2 * sum(part.weight.numel() for part in maps)
 
 
-class ClassifierHead(nn.Module):
-    """Dense, tanh, dropout, labels: the classification head of BERT with its pooler."""
-
-    def __init__(self, width: int, num_labels: int, dropout: float) -> None:
-        super().__init__()
-        self.dense = nn.Linear(width, width)
-        self.dropout = nn.Dropout(dropout)
-        self.out = nn.Linear(width, num_labels)
-
-    def forward(self, pooled_RD: Tensor) -> Tensor:
-        """Return logits `[R, C]`."""
-        logits: Tensor = self.out(self.dropout(self.dense(pooled_RD).tanh()))
-        return logits
-
-
-class PassReading(NamedTuple):
-    """What the heads read from the states after a pass."""
-
-    logits: Tensor
-    """`[R, C]`"""
-    halt_logit: Tensor | None
-    """`[R]`, the logit of `lambda_n`; None at the last pass, and in models that do not halt."""
-    pooled: Tensor
-    """`[R, D]`: what the halting head of the next pass reads as `h_(n-1)`."""
+def classifier_head(width: int, num_labels: int, dropout: float) -> nn.Module:
+    """Return the classification head of BERT with its pooler, from `[R, D]` to logits `[R, C]`."""
+    return nn.Sequential(
+        OrderedDict(
+            dense=nn.Linear(width, width),
+            tanh=nn.Tanh(),
+            dropout=nn.Dropout(dropout),
+            out=nn.Linear(width, num_labels),
+        )
+    )
 
 
 class PonderClassifier(PreTrainedModel):
@@ -147,14 +111,9 @@ class PonderClassifier(PreTrainedModel):
         self.num_labels: int = config.num_labels
         self.num_passes: int = config.num_passes
         self.halting = nn.ModuleList()
-        self._parts: tuple[Adapter, LayerStack, StackFlops] | None = None
+        self._parts: tuple[Adapter, LayerStack] | None = None
 
     # -- what architectures differ in --------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def encoder_model(self) -> PreTrainedModel:
-        """The encoder, as `hf.adapter.adapt` takes it."""
 
     @abstractmethod
     def _classifier(self, index: int) -> nn.Module:
@@ -167,6 +126,12 @@ class PonderClassifier(PreTrainedModel):
     # -- the encoder as single steps ---------------------------------------------------------
 
     @property
+    def encoder_model(self) -> PreTrainedModel:
+        """The encoder inside."""
+        encoder: Any = self.base_model
+        return encoder
+
+    @property
     def adapter(self) -> Adapter:
         """The encoder's parts, whatever its architecture."""
         return self._find_parts()[0]
@@ -176,17 +141,11 @@ class PonderClassifier(PreTrainedModel):
         """The encoder's layers as single steps."""
         return self._find_parts()[1]
 
-    @property
-    def flops(self) -> StackFlops:
-        """What these steps cost."""
-        return self._find_parts()[2]
-
-    def _find_parts(self) -> tuple[Adapter, LayerStack, StackFlops]:
+    def _find_parts(self) -> tuple[Adapter, LayerStack]:
         encoder = self.encoder_model
         if self._parts is None or self._parts[0].model is not encoder:
             adapter = adapt(encoder)
-            stack = LayerStack(adapter.trunk, self._layers(adapter))
-            self._parts = adapter, stack, StackFlops(stack, adapter.width)
+            self._parts = adapter, LayerStack(adapter.trunk, self._layers(adapter))
         return self._parts
 
     @property
@@ -212,8 +171,12 @@ class PonderClassifier(PreTrainedModel):
 
     def read(
         self, index: int, hidden_RTD: Tensor, mask_RT: Tensor | None, before_RD: Tensor
-    ) -> PassReading:
-        """Return what the heads say after pass `index`; `before_RD` is pooled before that pass."""
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return what the heads say after pass `index`; `before_RD` is pooled before that pass.
+
+        That is logits `[R, C]`; the logit of `lambda_n`, `[R]`, None at the last pass and in models
+        that do not halt; and the pooled state `[R, D]`, which is `h_(n-1)` of the next pass.
+        """
         share = self.config.early_gradient
         if share < 1 and index < self.num_passes - 1 and self.training:
             hidden_RTD = share * hidden_RTD + (1 - share) * hidden_RTD.detach()
@@ -222,15 +185,26 @@ class PonderClassifier(PreTrainedModel):
         logits: Tensor = self._classifier(index)(now)
         head = self._halting_head(index)
         if head is None:
-            return PassReading(logits, None, now)
+            return logits, None, now
         second = self.config.halting_head == "second_cls"
         about = self.adapter.final_norm(hidden_RTD[:, 1]) if second else now
-        return PassReading(logits, head(about, before_RD, logits), now)
+        return logits, head(about, before_RD, logits), now
 
-    def head_flops(self, index: int) -> int:
-        """Return the FLOPs of the heads, for one example after pass `index`."""
-        head = self._halting_head(index)
-        return linear_flops(self._classifier(index)) + (linear_flops(head) if head else 0)
+    def begin_flops(self, length: int) -> int:
+        """Return the FLOPs of what the encoder does before its first layer, for one example."""
+        return length * 2 * sum(part.weight.numel() for part in self.stack.preparing)
+
+    def pass_flops(self, index: int, length: int) -> int:
+        """Return the FLOPs of pass `index`, for one example padded to a length.
+
+        Matrix products only, in closed form, multiply-adds counting as two: equal to torch's own
+        `FlopCounterMode` on the architectures that the tests name. An encoder whose attention does
+        more than compare queries with keys (DeBERTa's disentangled terms) costs somewhat more.
+        """
+        attention = 4 * length * length * self.adapter.width
+        heads = [self._classifier(index), self._halting_head(index)]
+        of_heads = sum(linear_flops(head) for head in heads if head is not None)
+        return length * linear_flops(self.stack.layers[index]) + attention + of_heads
 
     # -- the forward pass --------------------------------------------------------------------
 
@@ -267,10 +241,10 @@ class PonderClassifier(PreTrainedModel):
                 "FixedExit."
             )
         if example_ids is None:
-            example_ids = torch.arange(len(inputs), device=inputs.input_ids.device)
+            example_ids = torch.arange(len(input_ids), device=input_ids.device)
         if labels is not None:
-            labels = torch.as_tensor(labels, device=inputs.input_ids.device)
-            check_labels(labels, len(inputs), self.num_labels)
+            labels = torch.as_tensor(labels, device=input_ids.device)
+            check_labels(labels, len(input_ids), self.num_labels)
         if self.training if all_passes is None else all_passes:
             output = self._run_all(inputs, labels, policy, example_ids)
         else:
@@ -280,7 +254,7 @@ class PonderClassifier(PreTrainedModel):
         return output if return_dict is not False else output.to_tuple()
 
     def predict(
-        self, texts: Iterable[Text], tokenizer: Any = None, **options: Any
+        self, texts: Iterable[Text], tokenizer: Any, **options: Any
     ) -> Iterator[Prediction]:
         """Yield label, probability and passes of each text; see `inference.predict`."""
         return predict(self, texts, tokenizer, **options)
@@ -290,14 +264,28 @@ class PonderClassifier(PreTrainedModel):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-    ) -> EncoderInputs:
+    ) -> Inputs:
         """Return inputs as the encoder reads them, with the second `[CLS]` where there is one."""
+        limit, num_tokens = self.max_length, input_ids.shape[-1]
+        if input_ids.ndim != 2 or not input_ids.numel():
+            raise UserError(
+                "A pondering model needs token ids of shape [examples, tokens], neither of them "
+                f"0: got {tuple(input_ids.shape)}."
+            )
+        if limit is not None and num_tokens > limit:
+            raise UserError(
+                f"The texts are {num_tokens} tokens long, and the model takes at most {limit}: "
+                f"truncate them (truncation=True, max_length={limit})."
+            )
+        inputs = {"input_ids": input_ids}
+        if attention_mask is not None:
+            inputs["attention_mask"] = attention_mask
         accepted = inspect.signature(self.adapter.trunk.forward).parameters
-        if "token_type_ids" not in accepted:
-            token_type_ids = None  # the encoder does not tell a text from its pair
-        inputs = EncoderInputs(input_ids, attention_mask, token_type_ids)
-        inputs.check(self.max_length)
-        return inputs.with_second_cls() if self.config.halting_head == "second_cls" else inputs
+        if token_type_ids is not None and "token_type_ids" in accepted:
+            inputs["token_type_ids"] = token_type_ids  # else a text is not told from its pair
+        if self.config.halting_head == "second_cls":
+            return {name: torch.cat([own[:, :1], own], 1) for name, own in inputs.items()}
+        return inputs
 
     @property
     def max_length(self) -> int | None:
@@ -312,35 +300,35 @@ class PonderClassifier(PreTrainedModel):
 
     def _run_all(
         self,
-        inputs: EncoderInputs,
+        inputs: Inputs,
         labels: Tensor | None,
         policy: HaltingPolicy,
         example_ids: Tensor,
     ) -> PonderOutput:
         """Make every pass; return the answers of all, and where the policy would have stopped."""
-        calls = self.stack.begin(**inputs.as_arguments())
-        hidden = calls[0].hidden
-        before = self.pool(hidden, inputs.attention_mask)
+        calls = self.stack.begin(**inputs)
+        hidden, mask = calls[0].hidden, inputs.get("attention_mask")
+        before = self.pool(hidden, mask)
         answers: list[Tensor] = []
-        halts: list[Tensor] = [hidden.new_empty(len(inputs), 0, dtype=torch.float32)]
+        halts = [hidden.new_empty(len(hidden), 0, dtype=torch.float32)]
         for index in range(self.num_passes):
             hidden = self.stack.run(index, hidden, calls)
-            logits, halt_logit, before = self.read(index, hidden, inputs.attention_mask, before)
+            logits, halt_logit, before = self.read(index, hidden, mask, before)
             answers.append(logits)
             if halt_logit is not None:
                 halts.append(halt_logit.float()[:, None])
-        output = PonderOutput(step_logits=torch.stack(answers))
-        log_p = None
+        step_logits, log_p = torch.stack(answers), None
+        output = PonderOutput(step_logits=step_logits)
         if self.has_halting:
             output.halt_logits = torch.cat(halts, -1)
             log_p = log_halting(output.halt_logits, self.num_passes)
             output.halting = log_p.exp()
         if labels is not None:
-            terms = self._loss(output.step_logits, log_p, labels)
+            terms = self._loss(step_logits, log_p, labels)
             output.loss, output.terms = terms.total, {"task": terms.task, "kl": terms.kl}
         with torch.no_grad():
-            output.passes = replay(policy, output.step_logits, output.halt_logits, example_ids)
-        output.logits = select_pass(output.step_logits, output.passes)
+            output.passes = replay(policy, step_logits, output.halt_logits, example_ids)
+        output.logits = select_pass(step_logits, output.passes)
         return output
 
     def _loss(self, step_logits: Tensor, log_p: Tensor | None, labels: Tensor) -> PonderLoss:
@@ -389,11 +377,6 @@ class PonderAlbertForSequenceClassification(PonderClassifier):
         self._add_halting(1)
         self.post_init()
 
-    @property
-    def encoder_model(self) -> PreTrainedModel:
-        """The ALBERT inside."""
-        return self.albert
-
     def _layers(self, adapter: Adapter) -> list[nn.Module]:
         return [adapter.layers[0]] * self.num_passes
 
@@ -414,16 +397,11 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
         self.trunk = _without_pooler(AutoModel.from_config(config.encoder))
         num_heads = 1 if config.objective == "last" else self.num_passes
         self.classifiers = nn.ModuleList(
-            ClassifierHead(config.hidden_size, self.num_labels, config.classifier_dropout)
+            classifier_head(config.hidden_size, self.num_labels, config.classifier_dropout)
             for _ in range(num_heads)
         )
         self._add_halting(self.num_passes - 1)
         self.post_init()
-
-    @property
-    def encoder_model(self) -> PreTrainedModel:
-        """The encoder inside."""
-        return self.trunk
 
     def _classifier(self, index: int) -> nn.Module:
         return self.classifiers[min(index, len(self.classifiers) - 1)]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -57,8 +57,6 @@ from deepenough.training.trainer import check_folder, training
 INPUT_DECAY = 1.0
 """Weight decay of the weights that read the input. It takes away what does not matter, such as the
 number of entries that are -1, and without that nothing holds beyond what was trained."""
-
-HALF = 0.5
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -113,7 +111,7 @@ class ParityModelConfig:
     """Width of the recurrent state."""
 
     max_passes: int = bounded(20, ge=1)
-    """Passes at most, which `fixed` always makes."""
+    """Passes in training, and the most when measured; `fixed` always makes all."""
 
     halting_target: float = bounded(0.3, gt=0, lt=1)
     """Halting probability of the geometric prior, lambda_p; its inverse is the prior's mean."""
@@ -154,14 +152,6 @@ class ParityConfig(PreTrainedConfig):
     """Config of the parity network: its input's `size` and the fields of `ParityModelConfig`."""
 
     model_type = "deepenough-parity"
-
-    def __init__(self, size: int = 16, **kwargs: Any) -> None:
-        names = [option.name for option in fields(ParityModelConfig) if option.name in kwargs]
-        model = validate(ParityModelConfig(**{name: kwargs.pop(name) for name in names}))
-        super().__init__(**kwargs)
-        self.size = size
-        for name, value in vars(model).items():
-            setattr(self, name, value)
 
 
 # -- task ------------------------------------------------------------------------------------------
@@ -232,7 +222,7 @@ class ParityModel(PreTrainedModel):
             halting = act_halting(halt_logits_BN)
             logits = torch.einsum("bn,nbc->bc", halting.weights, step_logits_NBC)
             return logits, halting.passes
-        policy = QuantileExit(HALF) if self.config.mechanism == "ponder" else FixedExit()
+        policy = QuantileExit() if self.config.mechanism == "ponder" else FixedExit()
         passes = replay(policy, step_logits_NBC, halt_logits_BN)
         return select_pass(step_logits_NBC, passes), passes
 
@@ -265,7 +255,7 @@ def train_parity(settings: ParityTrainConfig) -> RunFolder:
         )
     check_folder(settings, accelerator)
     torch.manual_seed(settings.train.seed)
-    config = ParityConfig(settings.dataset.size, **asdict(settings.model))
+    config = ParityConfig(**asdict(settings.model) | {"size": settings.dataset.size})
     task = ParityTask(ParityModel(config), settings, accelerator)
     with training(settings, task, accelerator) as trainer:
         trainer.fit()
@@ -316,7 +306,8 @@ class ParityTask(Task):
         vectors, labels = (
             part.chunk(self.world_size)[self.rank].to(self.model.device) for part in batch
         )
-        loss = self.model.loss(*model(vectors), labels)
+        step_logits, halt_logits = model(vectors)
+        loss = self.model.loss(step_logits, halt_logits, labels)
         self.terms = {"task": float(loss.task.detach()), "kl": float(loss.kl.detach())}
         return BatchLoss(loss.total, loss.task, len(labels))
 

@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 from deepenough.config import validate
 from deepenough.data.batches import LengthBatches
 from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
-from deepenough.data.config import ClassificationConfig
 from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
 from deepenough.hf.loading import load
@@ -38,7 +37,6 @@ from deepenough.ponder.modeling import (
     PonderEncoderForSequenceClassification,
 )
 from deepenough.runs import RunFolder
-from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.logging import without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, Task
@@ -65,13 +63,8 @@ def train(config: PonderTrainConfig, texts: LabelledTexts | None = None) -> RunF
         split: EncodedExamples(rows, tokenizer, limit, split)
         for split, rows in texts.splits.items()
     }
-    task = ClassificationTask(
-        model, tokenizer, examples, config.dataset, config.train, accelerator, config.head_lr
-    )
-    if config.epochs is not None:
-        task.train = config.train.for_epochs(config.epochs, len(task.batches))
-        config = replace(config, train=task.train)
-    with training(config, task, accelerator) as trainer:
+    task = ClassificationTask(model, tokenizer, examples, config, accelerator)
+    with training(task.config, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
 
@@ -87,15 +80,18 @@ class ClassificationTask(Task):
         model: PonderClassifier,
         tokenizer: Any,
         examples: Mapping[str, EncodedExamples],
-        data: ClassificationConfig,
-        train: TrainingConfig,
+        config: PonderTrainConfig,
         accelerator: Accelerator,
-        head_lr: float = 1.0,
     ) -> None:
         self.model, self.tokenizer, self.examples = model, tokenizer, examples
-        self.data, self.train, self.head_lr = data, train, head_lr
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
-        self.batches = LengthBatches(examples["train"].lengths, data.batch_size, train.seed)
+        self.batches = LengthBatches(
+            examples["train"].lengths, config.dataset.batch_size, config.train.seed
+        )
+        if config.epochs is not None:
+            train = config.train.for_epochs(config.epochs, len(self.batches))
+            config = replace(config, train=train)
+        self.config = config
         if self.batches.batch_size % self.world_size:
             raise UserError(
                 f"A batch of {self.batches.batch_size} examples cannot be divided among "
@@ -109,7 +105,7 @@ class ClassificationTask(Task):
         groups: list[dict[str, Any]] = []
         for is_head in (False, True):
             own = [p for p in self.model.parameters() if (id(p) not in encoder) == is_head]
-            scale = self.head_lr if is_head else 1.0
+            scale = self.config.head_lr if is_head else 1.0
             matrices = {"params": [p for p in own if p.dim() > 1], "lr_scale": scale}
             vectors = {"params": [p for p in own if p.dim() <= 1], "lr_scale": scale}
             groups += [matrices, vectors | {"weight_decay": 0.0}]
@@ -117,7 +113,7 @@ class ClassificationTask(Task):
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss of this process's share of a batch."""
-        rows = self.batches.rows(step * self.train.accumulate + micro)
+        rows = self.batches.rows(step * self.config.train.accumulate + micro)
         # Every other one: neighbours are of a length, so processes get like work.
         own = rows[self.rank :: self.world_size]
         output = model(**self.examples["train"].batch(own, self.model.device))
@@ -137,16 +133,13 @@ class ClassificationTask(Task):
 
     def identity(self) -> dict[str, Any]:
         """Return what must not change between a checkpoint and the run that goes on from it."""
-        config = self.model.config
+        own, data = self.model.config, self.config.dataset
+        options = {name: getattr(own, name) for name in OPTIONS if not name.startswith("exit")}
         return {
-            "model": {"architecture": config.model_type, "head_lr": self.head_lr}
-            | {name: getattr(config, name) for name in OPTIONS if not name.startswith("exit")},
-            "data": {"batch_size": self.data.batch_size, "max_length": self.data.max_length}
-            | {
-                split: f"{len(own)} examples ({_content(own)})"
-                for split, own in self.examples.items()
-            },
-            "train": self.train.identity(),
+            "model": {"architecture": own.model_type, "head_lr": self.config.head_lr} | options,
+            "data": {"batch_size": data.batch_size, "max_length": data.max_length}
+            | {split: _content(examples) for split, examples in self.examples.items()},
+            "train": self.config.train.identity(),
         }
 
     def save(self, folder: Path) -> None:
@@ -157,7 +150,8 @@ class ClassificationTask(Task):
 
 
 def _content(examples: EncodedExamples) -> str:
-    return content_of(zip(examples.columns["input_ids"], examples.labels, strict=True))
+    rows = zip(examples.columns["input_ids"], examples.labels, strict=True)
+    return f"{len(examples)} examples ({content_of(rows)})"
 
 
 # -- a new model -----------------------------------------------------------------------------------
