@@ -162,10 +162,10 @@ def _pass_panel(values: dict[str, Any]) -> HeatMap:
         [str(place + 1) for place in range(counts.shape[1])],
         [shares.tolist() for _, shares, _ in kept],
         Axis("passes made"),
-        Axis("" if by_label else "answer unchanged from pass (examples)"),
+        Axis("" if by_label else "answer settled at pass"),
         Axis("share of the row", percent=True, low=0.0, high=1.0),
         texts=[[f"{part:.0%}" if part >= 0.005 else "" for part in own] for _, own, _ in kept],
-        title="by label (examples)" if by_label else "by difficulty",
+        title=f"by {'label' if by_label else 'difficulty'} (examples)",
     )
 
 

@@ -16,7 +16,7 @@ and that of the negative entries: what is left to learn is the procedure itself.
 - `act`: Adaptive Computation Time; it answers with a weighted mean of passes.
 - `fixed`: always all passes; it answers with the last one.
 
-Shapes: B inputs, D entries, N passes, C labels.
+Shapes: B inputs, D entries, N passes, H width, C labels.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class ParityModel(PreTrainedModel):
 
     def __init__(self, config: ParityConfig) -> None:
         super().__init__(config)
-        self.cell = nn.GRUCell(2, config.width)
+        self.cell = nn.GRU(2, config.width)
         self.classifier = nn.Linear(config.width, 2)
         self.halt = nn.Linear(config.width, 1)
         self.post_init()
@@ -210,11 +210,8 @@ class ParityModel(PreTrainedModel):
         """Make all passes; return answers `[N, B, C]` and logits of `lambda_n`, `[B, N]`."""
         sums = vectors_BD.clamp(min=0).sum(-1), -vectors_BD.clamp(max=0).sum(-1)
         inputs = torch.stack(sums, -1) / math.sqrt(self.config.size)
-        states = [self.cell(inputs)]
-        for _ in range(self.config.max_passes - 1):
-            states.append(self.cell(inputs, states[-1]))
-        all_states = torch.stack(states)
-        return self.classifier(all_states), self.halt(all_states)[..., 0].T
+        states_NBH, _ = self.cell(inputs.expand(self.config.max_passes, -1, -1))
+        return self.classifier(states_NBH), self.halt(states_NBH)[..., 0].T
 
     def answer(self, step_logits_NBC: Tensor, halt_logits_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the model says in the end, `[B, C]`, and after how many passes, `[B]`."""
@@ -287,7 +284,7 @@ class ParityTask(Task):
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return the parameter groups, which differ in weight decay."""
-        reading = self.model.cell.weight_ih
+        reading = self.model.cell.weight_ih_l0
         matrices = [p for p in self.model.parameters() if p.dim() > 1 and p is not reading]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         return {
