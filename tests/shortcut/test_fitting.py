@@ -174,7 +174,7 @@ def test_shortcuts_of_another_model_are_refused(
 ) -> None:
     shortcuts = Shortcuts.fit(gpt2, plain, texts, targets="last")
     adapt(gpt2).check_made_for(shortcuts.made_for, "These shortcuts")
-    with pytest.raises(UserError, match=r"^These shortcuts were made for .*3 layers.* 2 layers"):
+    with pytest.raises(UserError, match=r"^These shortcuts were made for .*3 layers.*2 layers"):
         lens(bert, plain, shortcuts, "w1 w2")
     with torch.no_grad():
         gpt2.transformer.h[1].attn.c_attn.weight += 1
