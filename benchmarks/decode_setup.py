@@ -6,9 +6,7 @@ Everything that builds a decoder of this package is here, so that its interface 
 from __future__ import annotations
 
 import random
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,9 @@ from torch import Tensor
 from benchmarks.figures import require
 from deepenough.data.corpus import open_corpus
 from deepenough.decoding.api import early_exit, speculate
+from deepenough.decoding.calibration import full_tokens
 from deepenough.decoding.draft_model import DraftModel
-from deepenough.decoding.early_exit import ExitCheck, ExitRule, KVPropagation, Streaks
-from deepenough.decoding.engine import Engine
-from deepenough.decoding.exit_losses import full_tokens
-from deepenough.decoding.exit_scoring import ExitPrices, choose_exits
+from deepenough.decoding.early_exit import KVPropagation
 from deepenough.decoding.self_generated import SelfGenerated
 from deepenough.hf import loading
 from deepenough.shortcut.modeling import Shortcuts
@@ -125,54 +121,6 @@ def make_exiting(
     )
 
 
-def exits_that_pay(
-    model: Any, shortcuts: Shortcuts, threshold: float, fill: KVPropagation
-) -> list[int]:
-    """Return the layers at which exits save the most time on this machine."""
-    fast = make_exiting(model, shortcuts, threshold, fill, [1])
-    prices = measured_prices(fast.decoding_engine, fast.exit_rule)
-    return choose_exits(fast.decoding_engine, fast.exit_rule, prices=prices)
-
-
-@torch.inference_mode()
-def measured_prices(engine: Engine, rule: ExitRule, rounds: int = 7) -> ExitPrices:
-    """Return what the steps of an exit cost in seconds on this machine, medians of one token."""
-    device, last = engine.adapter.model.device, engine.num_layers
-    prompt = torch.arange(1, 33, device=device)[None]
-    first = min(rule.layers)
-    check = ExitCheck(engine, rule)
-    engine.prefill(prompt, None, 40)
-    step = engine.start_step(prompt[:, :1])
-    state_BD = step.hidden[:, 0]
-    unit = torch.zeros(1, dtype=torch.long, device=device)
-
-    def median(action: Callable[[], Any]) -> float:
-        seconds = []
-        for _ in range(rounds):
-            began = time.perf_counter()
-            action()
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds)
-
-    def decide() -> None:
-        check.decide(first, check.jump(first, state_BD), unit, unit, Streaks.none(1, device))
-
-    def fill() -> None:
-        again = engine.resume(step.hidden, engine.lengths, [0])
-        for index in range(first, last):
-            engine.write_kv(index, rule.next_input(state_BD, first, index), again)
-
-    deferred = rule.kv_propagation == "deferred"
-    prices = ExitPrices(
-        layer=median(lambda: engine.run_layers(step, step.hidden, 0, last)) / last,
-        check=median(decide),
-        head=median(lambda: engine.head(engine.norm(state_BD))),
-        fill=0.0 if deferred else median(fill) / (last - first),
-    )
-    engine.release()
-    return prices
-
-
 def padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Return prompts as one batch, padded on the left."""
     width = max(map(len, prompts))
@@ -215,7 +163,7 @@ def agreement(
         SelfGenerated(torch.tensor([*prompt, *row]), torch.empty(0), len(prompt))
         for prompt, row in zip(prompts, rows, strict=True)
     ]
-    full = torch.cat(full_tokens(engine, texts))
+    full = torch.cat([full_tokens(engine, text) for text in texts])
     own = torch.tensor([token for row in rows for token in row])
     return float((own == full).double().mean())
 

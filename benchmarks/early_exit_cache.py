@@ -26,10 +26,9 @@ from benchmarks.decode_setup import (
     make_prompts,
     write_rows,
 )
-from deepenough.decoding.calibration import write
+from deepenough.decoding.calibration import threshold_losses
 from deepenough.decoding.early_exit import KV_PROPAGATIONS
-from deepenough.decoding.exit_losses import full_tokens, losses_at
-from deepenough.decoding.self_generated import SelfGenerated
+from deepenough.decoding.self_generated import SelfGenerated, continue_prompts
 
 QUICK = False
 SEEDS = [0]
@@ -50,13 +49,14 @@ def measure(
     maps = load_maps(shortcuts)
     texts = make_prompts(tokenizer, prompts)
     engine = make_exiting(loaded, maps, thresholds[0], "shortcut", exits).decoding_engine
-    full = write(engine, texts, new_tokens, batch)
-    expected = full_tokens(engine, full)
+    full: list[SelfGenerated] = []
+    for start in range(0, len(texts), batch):
+        full += continue_prompts(engine, texts[start : start + batch], new_tokens)
     found: dict[str, Any] = {}
     for threshold in thresholds:
         for fill in KV_PROPAGATIONS:
             fast = make_exiting(loaded, maps, threshold, fill, exits)
-            on_full = losses_at(fast.decoding_engine, fast.exit_rule, full, expected)
+            on_full = threshold_losses(fast.decoding_engine, fast.exit_rule, full)(threshold)
             found[f"{fill}_{threshold:g}"] = {
                 **in_use(fast, texts, full, loaded, new_tokens, batch),
                 "on_full_text": 1 - float(on_full.losses_N.mean()),

@@ -3,11 +3,8 @@
 The full model continues prompts (WikiText-2 paragraphs and instructions); tokens and confidences of
 all exits are collected in one pass over what it wrote. Then, 100 times, the texts are cut into two
 random halves: on one the fastest threshold is calibrated (disagreement at most 5 %, confidence
-95 %), on the other its disagreement is measured. Kept for both bounds: how many halves exceed 5 %,
-and the layers. The threshold calibrated on all texts is then timed: transformers' `generate`, our
-full loop and the exiting model take turns on each prompt.
-
-In the variant `own_text` the exiting model writes the texts itself, anew for each threshold. Maps
+95 %), on the other its disagreement is measured. Kept: how many halves exceed 5 %, and the layers.
+Then transformers' `generate`, our full loop and the exiting model take turns on each prompt. Maps
 come from `python -m benchmarks shortcut_real`.
 """
 
@@ -22,7 +19,6 @@ from torch import Tensor
 
 from benchmarks.decode_setup import (
     agreement,
-    exits_that_pay,
     load,
     load_maps,
     make_exiting,
@@ -31,21 +27,11 @@ from benchmarks.decode_setup import (
     write_rows,
 )
 from benchmarks.figures import interleaved
-from deepenough.decoding.calibration import BOUNDS, THRESHOLDS, learn_then_test, write
-from deepenough.decoding.exit_losses import ExitTable, losses_in_use, with_threshold
+from deepenough.decoding.calibration import THRESHOLDS, learn_then_test, threshold_losses
+from deepenough.decoding.self_generated import SelfGenerated, continue_prompts
 
 QUICK = False
 SEEDS = [0]
-VARIANTS = {
-    "full_text": {"texts": 400, "batch": 32},
-    "own_text": {
-        "texts": 240,
-        "batch": 40,
-        "own_text": True,
-        "exits": (5, 21),
-        "thresholds": (0.8, 0.7, 0.6, 0.5),
-    },
-}
 LIMITS = (0.05, 0.95)
 """Disagreement at most, and confidence."""
 
@@ -53,9 +39,9 @@ LIMITS = (0.05, 0.95)
 def measure(
     texts: int = 400,
     batch: int = 32,
-    own_text: bool = False,
-    exits: tuple[int, ...] | None = None,
-    thresholds: tuple[float, ...] = tuple(THRESHOLDS),
+    exits: tuple[int, ...] = (5, 21),
+    thresholds: tuple[float, ...] = THRESHOLDS,
+    timed_threshold: float = 0.5,
     model: str = "smollm2",
     shortcuts: str = "runs/shortcut-real/shortcuts",
     new_tokens: int = 32,
@@ -64,15 +50,14 @@ def measure(
     rounds: int = 5,
     threads: int = 2,
 ) -> dict[str, Any]:
-    """Calibrate and test on random halves, then time the threshold that holds on all texts.
+    """Calibrate and test on random halves, then time a threshold.
 
     Args:
         texts: Texts to calibrate and test on.
         batch: Texts at once.
-        own_text: Whether the exiting model writes the texts.
-        exits: Layers of the exits; by default those that pay here, chosen for a threshold in the
-            middle before anything is calibrated.
+        exits: Layers of the exits.
         thresholds: Thresholds to choose from.
+        timed_threshold: The threshold that is timed.
         model: Name or folder of the model.
         shortcuts: Folder of its maps.
         new_tokens: New tokens a text.
@@ -84,61 +69,33 @@ def measure(
     full, tokenizer = load(model, threads)
     maps = load_maps(shortcuts)
     prompts = make_prompts(tokenizer, texts + timed)
-    exits = exits or tuple(exits_that_pay(full, maps, 0.5, "deferred"))
-    fast = make_exiting(full, maps, 0.5, "deferred", exits)
-    points = collect(fast, prompts[:texts], thresholds, new_tokens, batch, own_text)
+    fast = make_exiting(full, maps, timed_threshold, "deferred", exits)
+    written: list[SelfGenerated] = []
+    for start in range(0, texts, batch):
+        some = prompts[start : min(start + batch, texts)]
+        written += continue_prompts(fast.decoding_engine, some, new_tokens)
+    measured = threshold_losses(fast.decoding_engine, fast.exit_rule, written)
+    points = [measured(threshold) for threshold in thresholds]
     losses_NT = torch.stack([point.losses_N for point in points], dim=1)
     layers_NT = torch.stack([point.layers_N for point in points], dim=1)
     means = losses_NT.mean(0).tolist(), layers_NT.mean(0).tolist()
-    found: dict[str, Any] = {
-        "tokens": points[0].tokens,
+    return {
+        "tokens": sum(len(text.ids_T) - text.prompt for text in written),
         "curve": {
             f"threshold_{threshold:g}": {"disagreement": risk, "layers": layers}
             for threshold, risk, layers in zip(thresholds, *means, strict=True)
         },
-        "splits": {
-            bound: split(losses_NT, layers_NT, thresholds, LIMITS, bound, splits)
-            for bound in BOUNDS
+        "splits": split(losses_NT, layers_NT, thresholds, splits),
+        "in_use": {
+            "threshold": timed_threshold,
+            **speed(full, fast, prompts[texts:], new_tokens, rounds),
         },
+        "settings": {"exits": list(exits), "policy": "gap", "fill": "deferred"},
     }
-    chosen = [learn_then_test(losses_NT, thresholds, *LIMITS, bound).threshold for bound in BOUNDS]
-    held = [threshold for threshold in chosen if threshold is not None]
-    if held:
-        exiting = make_exiting(full, maps, min(held), "deferred", exits)
-        found["in_use"] = {
-            "threshold": min(held),
-            **speed(full, exiting, prompts[texts:], new_tokens, rounds),
-        }
-    return {**found, "settings": {"exits": list(exits), "policy": "gap", "fill": "deferred"}}
-
-
-def collect(
-    fast: Any,
-    prompts: Sequence[list[int]],
-    thresholds: Sequence[float],
-    new_tokens: int,
-    batch: int,
-    own_text: bool,
-) -> list[Any]:
-    """Return losses and layers of all texts at every threshold."""
-    engine, early = fast.decoding_engine, fast.exit_rule
-    if own_text:
-        return [
-            losses_in_use(fast, with_threshold(early, each), prompts, new_tokens, batch=batch)
-            for each in thresholds
-        ]
-    written = write(engine, prompts, new_tokens, batch)
-    table = ExitTable.collect(engine, early, written, batch)
-    return [table.losses_at(threshold) for threshold in thresholds]
 
 
 def split(
-    losses_NT: Tensor,
-    layers_NT: Tensor,
-    thresholds: Sequence[float],
-    limits: tuple[float, float],
-    bound: str,
-    splits: int,
+    losses_NT: Tensor, layers_NT: Tensor, thresholds: Sequence[float], splits: int
 ) -> dict[str, Any]:
     """Return what becomes of thresholds calibrated on random halves when tested on the others."""
     generator = torch.Generator().manual_seed(0)
@@ -146,7 +103,8 @@ def split(
     tested, chosen, layers, none = [], [], [], 0
     for _ in range(splits):
         order = torch.randperm(len(losses_NT), generator=generator)
-        found = learn_then_test(losses_NT[order[:half]], thresholds, *limits, bound)
+        columns = dict(zip(thresholds, losses_NT[order[:half]].unbind(1), strict=True))
+        found = learn_then_test(columns.__getitem__, thresholds, *LIMITS)
         if found.threshold is None:  # then the full model is used
             none += 1
             continue
@@ -156,7 +114,7 @@ def split(
         chosen.append(found.threshold)
     return {
         "halves": splits,
-        "exceeded": sum(loss > limits[0] for loss in tested),
+        "exceeded": sum(loss > LIMITS[0] for loss in tested),
         "none_holds": none,
         "threshold_median": statistics.median(chosen) if chosen else None,
         "disagreement_mean": statistics.fmean(tested) if tested else None,

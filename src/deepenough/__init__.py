@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from deepenough.decoding.early_exit import ExitPolicy as ExitPolicy
     from deepenough.decoding.early_exit import FixedLayer as FixedLayer
     from deepenough.decoding.early_exit import LowEntropy as LowEntropy
-    from deepenough.decoding.early_exit import Patience as Patience
     from deepenough.decoding.early_exit import TopProbability as TopProbability
     from deepenough.errors import UserError as UserError
     from deepenough.hf.loading import load as load
@@ -66,7 +65,7 @@ _NAMES = {
         *("Drafter", "FallbackDrafter", "LinearDrafter", "LookupDrafter", "ShortcutDrafter"),
     ],
     "deepenough.decoding.early_exit": [
-        *("ConfidenceGap", "ExitPolicy", "FixedLayer", "LowEntropy", "Patience", "TopProbability"),
+        *("ConfidenceGap", "ExitPolicy", "FixedLayer", "LowEntropy", "TopProbability"),
     ],
     "deepenough.errors": ["UserError"],
     "deepenough.hf.loading": ["load"],

@@ -155,17 +155,14 @@ def failures() -> Callable[..., float]:
     """
 
     def measure(
-        losses_NT: Tensor,
-        thresholds: list[float],
-        max_risk: float = 0.05,
-        splits: int = 100,
-        bound: str = "hoeffding-bentkus",
+        losses_NT: Tensor, thresholds: list[float], max_risk: float = 0.05, splits: int = 100
     ) -> float:
         generator = torch.Generator().manual_seed(0)
         exceeded, half = 0, len(losses_NT) // 2
         for _ in range(splits):
             order = torch.randperm(len(losses_NT), generator=generator)
-            found = learn_then_test(losses_NT[order[:half]], thresholds, max_risk, bound=bound)
+            columns = dict(zip(thresholds, losses_NT[order[:half]].unbind(1), strict=True))
+            found = learn_then_test(columns.__getitem__, thresholds, max_risk)
             if found.threshold is not None:
                 column = thresholds.index(found.threshold)
                 exceeded += float(losses_NT[order[half:], column].mean()) > max_risk

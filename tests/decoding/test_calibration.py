@@ -11,23 +11,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from deepenough import Shortcuts, UserError
 from deepenough.decoding.api import early_exit, speculate
 from deepenough.decoding.calibration import (
-    BOUNDS,
     INDEX,
     Calibration,
-    calibrate,
-    check_in_use,
-    write,
-)
-from deepenough.decoding.early_exit import ConfidenceGap, FixedLayer, TopProbability
-from deepenough.decoding.exit_losses import (
     ExitTable,
+    calibrate,
     disagreement,
     exit_tokens,
     full_tokens,
-    losses_at,
-    losses_in_use,
-    with_threshold,
+    threshold_losses,
 )
+from deepenough.decoding.early_exit import ConfidenceGap, FixedLayer, TopProbability
+from deepenough.decoding.self_generated import continue_prompts
 from deepenough.hf.adapter import adapt
 
 VOCABULARY = 30
@@ -85,13 +79,13 @@ def exiting(model, shortcuts, fill="deferred", policy=None, **more: Any):
 def written(model, shortcuts):
     fast = exiting(model, shortcuts)
     prompts = [tokens(text)["input_ids"][: 4 + n % 4] for n, text in enumerate(make_texts(24))]
-    return write(fast.decoding_engine, prompts, 10, batch=8)
+    return continue_prompts(fast.decoding_engine, prompts, 10)
 
 
 def test_full_tokens_are_what_was_written(model, shortcuts, written) -> None:
     engine = exiting(model, shortcuts).decoding_engine
-    for text, words in zip(written, full_tokens(engine, written, batch=5), strict=True):
-        assert torch.equal(words, text.ids_T[text.prompt :])
+    for text in written:
+        assert torch.equal(full_tokens(engine, text), text.ids_T[text.prompt :])
 
 
 @pytest.mark.parametrize("words", [None, torch.arange(3, 15)])
@@ -100,24 +94,24 @@ def test_one_table_serves_all_thresholds(model, shortcuts, written, policy, word
     """With an exact cache it gives what a run for each threshold gives."""
     fast = exiting(model, shortcuts, policy=policy, exit_vocab=words)
     engine, early = fast.decoding_engine, fast.exit_rule
-    table = ExitTable.collect(engine, early, written, batch=7)
-    expected = full_tokens(engine, written)
+    tables = [ExitTable.collect(engine, early, text) for text in written]
     seen = set()
     for threshold in (0.9, 0.6, 0.3, 0.0):
-        found = table.losses_at(threshold)
-        run = losses_at(engine, with_threshold(early, threshold), written, expected, batch=9)
-        assert torch.allclose(found.losses_N, run.losses_N)
-        assert torch.allclose(found.layers_N, run.layers_N)
-        seen.add(round(float(found.layers_N.mean()), 4))
-    assert len(seen) > 1
+        rule = replace(early, policy=replace(policy, threshold=threshold))
+        for table, text in zip(tables, written, strict=True):
+            words_T, depth_T = table.exit_tokens(threshold)
+            run_T, run_depth_T = exit_tokens(engine, rule, text)
+            assert torch.equal(words_T, run_T) and torch.equal(depth_T, run_depth_T)
+            seen |= set(depth_T.tolist())
+    assert seen == {1, 2, 3}
 
 
 @pytest.mark.parametrize("fill", ["shortcut", "copy", "deferred"])
 def test_losses_are_those_of_decoding(model, shortcuts, written, fill) -> None:
     """The exiting model, made to write what the full model wrote, would say these words."""
     fast = exiting(model, shortcuts, fill, TopProbability(0.4))
-    words, depths = exit_tokens(fast.decoding_engine, fast.exit_rule, written[:6], batch=4)
-    for text, said, depth in zip(written[:6], words, depths, strict=True):
+    for text in written[:6]:
+        said, depth = exit_tokens(fast.decoding_engine, fast.exit_rule, text)
         new = text.ids_T[text.prompt :].tolist()
 
         def force(_: int, ids: torch.Tensor, new=new, text=text) -> list[int]:
@@ -134,10 +128,9 @@ def test_losses_are_those_of_decoding(model, shortcuts, written, fill) -> None:
 
 
 def test_texts_that_never_leave_lose_nothing(model, shortcuts, written) -> None:
-    for fill in ("shortcut", "copy"):
-        fast = exiting(model, shortcuts, fill, TopProbability(1.0))
-        expected = full_tokens(fast.decoding_engine, written)
-        found = losses_at(fast.decoding_engine, fast.exit_rule, written, expected)
+    for fill in ("shortcut", "copy", "deferred"):
+        fast = exiting(model, shortcuts, fill)
+        found = threshold_losses(fast.decoding_engine, fast.exit_rule, written)(1.0)
         assert found.losses_N.sum() == 0
         assert found.layers_N.mean() == 3
 
@@ -147,14 +140,14 @@ def test_a_calibrated_model(model, shortcuts, tmp_path, fill) -> None:
     fast = exiting(model, shortcuts, fill)
     told = []
     found = calibrate(
-        fast, tokens, make_texts(60), **LIMITS, bound="betting", thresholds=[0.9, 0.7, 0.5, 0.2],
+        fast, tokens, make_texts(100), **LIMITS, thresholds=[0.9, 0.7, 0.5, 0.2],
         progress=lambda *what: told.append(what),
     )  # fmt: skip
     assert found.threshold is not None
     assert found.threshold in found.thresholds
     assert found.p_values[found.thresholds.index(found.threshold)] <= 0.1
-    assert found.texts == 60 and found.layers < 3 and found.check["texts"] == 8
-    assert ("texts written", 60, 60) in told
+    assert found.texts == 100 and found.tokens <= 1000 and found.layers < 3
+    assert told[-1] == (100, 100)
     assert f"Threshold {found.threshold:g}" in found.holds()
 
     found.save_pretrained(tmp_path)
@@ -175,50 +168,6 @@ def test_a_calibrated_model(model, shortcuts, tmp_path, fill) -> None:
         early_exit(model, Shortcuts(3, 16, maps), guarantee=found)
 
 
-def test_own_texts_are_what_the_exiting_model_writes(model, shortcuts) -> None:
-    fast = exiting(model, shortcuts, "shortcut", TopProbability(0.3))
-    prompts = [tokens(text)["input_ids"][: 4 + n % 4] for n, text in enumerate(make_texts(5))]
-    found = losses_in_use(fast, fast.exit_rule, prompts, 8, batch=3)
-    for prompt, loss, layers in zip(
-        prompts, found.losses_N.tolist(), found.layers_N.tolist(), strict=True
-    ):
-        ids = torch.tensor([prompt])
-        output = fast.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
-        )
-        new = output[0, len(prompt) :]
-        full = model(output).logits[0, len(prompt) - 1 : -1].argmax(-1)
-        assert loss == pytest.approx(float((new != full).double().mean()))
-        assert layers == pytest.approx(float(fast.trace.depth.double().mean()))
-    limits = {**LIMITS, "max_disagreement": 0.3}
-    own = calibrate(
-        fast,
-        tokens,
-        make_texts(40),
-        **limits,
-        text="self_generated",
-        thresholds=[0.9, 0.5],
-        bound="betting",
-    )
-    assert own.text == "self_generated" and own.threshold is not None and own.check is None
-    with pytest.raises(UserError, match="not 'mine'"):
-        calibrate(fast, tokens, make_texts(40), **limits, text="mine")
-
-
-def test_penalties_of_the_models_own_config_are_no_loss(model, shortcuts, monkeypatch) -> None:
-    monkeypatch.setattr(model.generation_config, "repetition_penalty", 1.8)
-    fast = exiting(model, shortcuts, "shortcut", TopProbability(1.0))
-    prompts = [tokens(text)["input_ids"][:5] for text in make_texts(4)]
-    ids = torch.tensor(prompts)
-    written = fast.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)[:, 5:]
-    likeliest = losses_in_use(fast, fast.exit_rule, prompts, 8)
-    assert likeliest.losses_N.sum() == 0
-    plain = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, repetition_penalty=1.0
-    )[:, 5:]
-    assert not torch.equal(written, plain)  # or this would show nothing
-
-
 def test_that_none_holds_is_said(model, shortcuts) -> None:
     """A loss that is always 1."""
 
@@ -226,7 +175,7 @@ def test_that_none_holds_is_said(model, shortcuts) -> None:
         return 1.0
 
     found = calibrate(exiting(model, shortcuts), tokens, make_texts(30), loss=hopeless, **LIMITS)
-    assert (found.threshold, found.check, found.layers) == (None, None, None)
+    assert (found.threshold, found.layers) == (None, None)
     assert len(found.p_values) == 1 and "hopeless" in found.holds()
     with pytest.raises(UserError, match="No threshold holds"):
         early_exit(model, shortcuts, guarantee=found)
@@ -240,8 +189,8 @@ def test_any_bounded_loss_can_be_guaranteed(model, shortcuts) -> None:
 
     fast = exiting(model, shortcuts)
     limits = {**LIMITS, "max_disagreement": 0.3}
-    strict = calibrate(fast, tokens, make_texts(60), loss=changed, **limits, checked=0)
-    lenient = calibrate(fast, tokens, make_texts(60), **limits, checked=0)
+    strict = calibrate(fast, tokens, make_texts(60), loss=changed, **limits)
+    lenient = calibrate(fast, tokens, make_texts(60), **limits)
     assert (strict.threshold or 1.0) >= lenient.threshold
     assert strict.loss == "changed"
 
@@ -251,24 +200,12 @@ def test_the_guarantee_holds_over_random_splits(model, shortcuts, failures) -> N
     fast = exiting(model, shortcuts)
     engine, early = fast.decoding_engine, fast.exit_rule
     prompts = [tokens(text)["input_ids"] for text in make_texts(240, seed=5)]
-    table = ExitTable.collect(engine, early, write(engine, prompts, 10, batch=48), batch=48)
+    measure = threshold_losses(engine, early, continue_prompts(engine, prompts, 10))
     thresholds = [step / 25 for step in range(24, -1, -1)]
-    losses = torch.stack([table.losses_at(each).losses_N for each in thresholds], dim=1)
+    losses = torch.stack([measure(each).losses_N for each in thresholds], dim=1)
     assert losses[:, 0].mean() < 0.05 < losses[:, -1].mean()
-    for bound in BOUNDS:
-        for risk in (0.05, 0.1):
-            assert failures(losses, thresholds, risk, splits=40, bound=bound) <= 0.05
-
-
-def test_in_use_the_model_goes_on_from_its_own_words(model, shortcuts) -> None:
-    fast = exiting(model, shortcuts)
-    prompts = [tokens(text)["input_ids"] for text in make_texts(4)]
-    never = replace(fast.exit_rule, policy=TopProbability(1.0))
-    assert check_in_use(fast, never, prompts, 8)["disagreement"] == 0.0
-    always = replace(fast.exit_rule, policy=TopProbability(0.0))
-    found = check_in_use(fast, always, prompts, 8)
-    assert found["disagreement"] > 0 and 1 <= found["layers"] < 2
-    assert fast.exit_rule.policy == TopProbability(0.5)
+    for risk in (0.05, 0.1):
+        assert failures(losses, thresholds, risk, splits=40) <= 0.05
 
 
 def test_bad_input(model, shortcuts, tmp_path) -> None:
@@ -281,8 +218,9 @@ def test_bad_input(model, shortcuts, tmp_path) -> None:
         calibrate(exiting(model, shortcuts, policy=FixedLayer(1)), tokens, make_texts(60))
     with pytest.raises(UserError, match="from the highest"):
         calibrate(fast, tokens, make_texts(60), thresholds=[0.1, 0.9])
-    with pytest.raises(UserError, match="must be between 0 and 1"):
-        calibrate(fast, tokens, make_texts(60), max_disagreement=1.5)
+    for name in ("max_disagreement", "confidence"):
+        with pytest.raises(UserError, match=f"{name} must be between 0 and 1"):
+            calibrate(fast, tokens, make_texts(60), **{name: 1.5})
     with pytest.raises(UserError, match="scale them"):
         calibrate(fast, tokens, make_texts(30), loss=lambda *_: 2.0, **LIMITS)
     with pytest.raises(UserError, match="no guarantee at"):

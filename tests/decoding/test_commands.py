@@ -101,7 +101,7 @@ def test_ctrl_c_leaves_what_there_is(model, capsys, monkeypatch) -> None:
 def test_calibrate_then_generate(model, shortcuts, words_file, capsys, tmp_path) -> None:
     words = ["calibrate", str(model), "--shortcuts", str(shortcuts), "--data", str(words_file)]
     words += ["--new-tokens", "6", "--max-disagreement", "0.3", "--confidence", "0.8"]
-    words += ["--policy", "top", "--exit_layers", "[2]", "--checked", "2", "--out", str(tmp_path)]
+    words += ["--policy", "top", "--exit_layers", "[2]", "--out", str(tmp_path)]
     assert main(["decode", *words, "--min-chars", "8"]) == 0
     output = capsys.readouterr().out
     assert "p-value" in output and "calibration.json" in output
@@ -169,10 +169,10 @@ def test_other_peoples_shortcuts_and_few_texts(
 
 
 def test_shades() -> None:
-    assert shade(1, 30) == "black on rgb(254,232,56)"
-    assert shade(30, 30) == "white on rgb(0,34,78)"
+    assert shade(1, 30) == "black on rgb(253,231,55)"
+    assert shade(30, 30) == "white on rgb(0,34,77)"
     assert shade(0, 30) == ""
-    assert shade(1, 1) == "black on rgb(254,232,56)"
+    assert shade(1, 1) == "black on rgb(253,231,55)"
     console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(shaded(["a", "b"], [1, 3], 3))
     assert console.file.getvalue().count("\x1b[") >= 4

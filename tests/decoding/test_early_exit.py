@@ -14,7 +14,6 @@ from deepenough.decoding.early_exit import (
     ExitPolicy,
     FixedLayer,
     LowEntropy,
-    Patience,
     TopProbability,
     make_policy,
 )
@@ -187,16 +186,6 @@ def test_a_shortlist_lets_nobody_go_earlier(small, prompts, shortcuts, policy) -
     assert bool((few.trace.depth >= depth)[:, 1:][same].all())
 
 
-def test_patience_looks_at_all_words(small, prompts, shortcuts) -> None:
-    """Among few words the best stays the same sooner."""
-    options = {"policy": Patience(2), "exit_layers": [1, 2]}
-    fast = early_exit(small, shortcuts, **options)
-    few = early_exit(small, shortcuts, **options, exit_vocab=torch.arange(3, 8))
-    expected = fast.generate(**prompts(3), **GREEDY)
-    assert torch.equal(few.generate(**prompts(3), **GREEDY), expected)
-    assert torch.equal(few.trace.depth, fast.trace.depth)
-
-
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox"])
 def test_a_shortlist_that_lets_nobody_go(make_model, prompts, shortcuts, name) -> None:
     model, words = make_model(name), torch.arange(3, 20)
@@ -209,21 +198,17 @@ def test_a_shortlist_that_lets_nobody_go(make_model, prompts, shortcuts, name) -
     assert torch.allclose(fast(first).logits, model(first).logits, atol=1e-5)
 
 
-def seen(probabilities: list[list[float]], place: int = 0, streak: int = 1) -> ExitObservation:
-    rows = len(probabilities)
-    return ExitObservation(
-        4, torch.tensor(probabilities), torch.full((rows,), place), torch.full((rows,), streak)
-    )
+def seen(probabilities: list[list[float]], place: int = 0) -> ExitObservation:
+    places = torch.full((len(probabilities),), place)
+    return ExitObservation(4, torch.tensor(probabilities), places)
 
 
 def test_policies_by_name() -> None:
     assert make_policy("gap", 0.5) == ConfidenceGap(0.5)
     assert make_policy("top", 0.5) == TopProbability(0.5)
     assert make_policy("entropy", 0.5) == LowEntropy(0.5)
-    assert make_policy("patience", 2) == Patience(2)
     assert make_policy("layer", 4) == FixedLayer(4)
     assert make_policy("gap") == ConfidenceGap(0.9)
-    assert make_policy("patience") == Patience(2)
 
 
 def test_policies_by_hand() -> None:
@@ -236,43 +221,29 @@ def test_policies_by_hand() -> None:
     entropy = -sum(p * math.log(p) for p in two[0]) / math.log(3)
     assert LowEntropy(1 - entropy - 0.01).exits(seen(two)).tolist() == [True, False]
     assert LowEntropy(1 - entropy + 0.01).exits(seen(two)).tolist() == [False, False]
-    assert Patience(2).exits(seen(two, streak=2)).tolist() == [True, True]
-    assert Patience(3).exits(seen(two, streak=2)).tolist() == [False, False]
     assert FixedLayer(4).exits(seen(two)).tolist() == [True, True]
     assert FixedLayer(5).exits(seen(two)).tolist() == [False, False]
-
-
-def test_patience_waits_for_layers_that_agree(small, prompts, shortcuts) -> None:
-    fast = early_exit(small, shortcuts, policy=Patience(1), exit_layers=[1, 2])
-    fast.generate(**prompts(1), **GREEDY)
-    assert set(fast.trace.depth[0, 1:].tolist()) == {1}
-    fast = early_exit(small, shortcuts, policy=Patience(2), exit_layers=[1, 2])
-    fast.generate(**prompts(1), **GREEDY)
-    assert set(fast.trace.depth[0, 1:].tolist()) <= {2, 3}
 
 
 def test_bad_settings_are_refused(small, make_model, shortcuts) -> None:
     for policy in (ConfidenceGap, TopProbability, LowEntropy):
         with pytest.raises(UserError, match="between 0 and 1"):
             policy(1.5)
-    with pytest.raises(UserError, match="at least 1"):
-        Patience(0)
     with pytest.raises(UserError, match="needs shortcuts"):
         early_exit(small, None)
     with pytest.raises(UserError, match="threshold of its own"):
-        early_exit(small, shortcuts, 0.5, policy=Patience(2))
+        early_exit(small, shortcuts, 0.5, policy=FixedLayer(2))
     with pytest.raises(UserError, match="layers 1 to 2"):
         early_exit(small, shortcuts, exit_layers=[3])
     with pytest.raises(UserError, match="two token ids"):
         early_exit(small, shortcuts, exit_vocab=torch.tensor([1]))
     with pytest.raises(UserError, match="mean_length must be above 0"):
         ConfidenceGap(0.5, 0)
-    with pytest.raises(UserError, match="layer needs to know which"):
-        make_policy("layer")
+    for value in (None, 0.5, float("inf")):
+        with pytest.raises(UserError, match="layer needs to know which"):
+            make_policy("layer", value)
     with pytest.raises(UserError, match="no policy 'guess'"):
         make_policy("guess", 0.5)
-    with pytest.raises(UserError, match="whole number"):
-        make_policy("patience", 0.5)
     with pytest.raises(UserError, match="got 'guess'"):
         early_exit(small, shortcuts, kv_propagation="guess")
     with pytest.raises(UserError, match="own layers"):

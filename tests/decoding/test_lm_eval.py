@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from deepenough import Shortcuts, UserError
+from deepenough import Shortcuts
 from deepenough.decoding.api import early_exit, speculate
 from deepenough.decoding.early_exit import FixedLayer, TopProbability
 
@@ -115,11 +115,8 @@ def run(model: Any, tokenizer: Any, task: Path, names: list[str]) -> dict[str, A
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from deepenough.decoding.evaluation import register_lm_eval
-
-    kind = register_lm_eval() if hasattr(model, "decoding_engine") else HFLM
     return simple_evaluate(
-        kind(pretrained=model, tokenizer=tokenizer, batch_size=4),
+        HFLM(pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=4),
         tasks=names,
         task_manager=TaskManager(include_path=str(task), include_defaults=False),
         bootstrap_iters=0,
@@ -158,14 +155,3 @@ def test_exits_count(model, tokenizer, shortcuts, task) -> None:
     assert answers(other, "own_next_word") != answers(
         run(model, tokenizer, task, ["own_next_word"]), "own_next_word"
     )
-
-
-def test_models_are_made_by_name(model, tokenizer, tmp_path) -> None:
-    from deepenough.decoding.evaluation import register_lm_eval
-
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    made = register_lm_eval()(str(tmp_path), mode="speculative", batch_size=2)
-    assert made.model.drafter is not None and made.mean_layers is None
-    with pytest.raises(UserError, match="Give what speculate"):
-        register_lm_eval()(model, tokenizer)

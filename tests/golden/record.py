@@ -846,7 +846,7 @@ def decode_speculative() -> Any:
     return found
 
 
-POLICIES = {"gap": 0.08, "top": 0.22, "entropy": 0.25, "patience": 2, "layer": 2}
+POLICIES = {"gap": 0.08, "top": 0.22, "entropy": 0.25, "layer": 2}
 
 
 @case
@@ -879,7 +879,7 @@ def decode_calibrate() -> Any:
     """Return the threshold whose disagreement is bounded, and what was measured for it."""
     given = {"shortcuts": fitted("llama") / "shortcuts", "data": word_lines(), "json": "true"}
     given |= {"new_tokens": 6, "max_disagreement": 0.3, "confidence": 0.8, "policy": "top"}
-    given |= {"exit_layers": "[2,3]", "checked": 2, "min_chars": 8, "texts": 60}
+    given |= {"exit_layers": "[2,3]", "min_chars": 8, "texts": 60}
     given |= {"out": new_folder("calibrated")}
     found = json.loads(command("decode", "calibrate", str(decoder("llama")), **given))
     return {name: value for name, value in stable(found).items() if name not in ("file", "model")}

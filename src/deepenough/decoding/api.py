@@ -116,7 +116,7 @@ def early_exit(
         shortcuts: Maps between the layers of this model.
         threshold: Confidence from which on a token leaves, between 0 and 1; 0.9 by default.
         policy: How confidence is measured: "gap" (between the two best tokens, the default), "top",
-            "entropy", "patience", "layer", or any `ExitPolicy`.
+            "entropy", "layer", or any `ExitPolicy`.
         exit_layers: Layers after which exits are checked; by default those that pay, found in a few
             seconds.
         kv_propagation: What later tokens find in the layers a token skipped: "shortcut" (the

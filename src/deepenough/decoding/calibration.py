@@ -1,10 +1,13 @@
 """`calibrate(fast, tokenizer, texts)`: the fastest exit threshold whose risk is bounded.
 
-The model continues the beginnings of the texts, the losses of early exits are measured on what it
-wrote (`exit_losses.py`), and thresholds are tested by *Learn then Test* (arXiv 2110.01052), as in
-CALM (2207.07061). A threshold has a risk, the expected loss of a text drawn like the ones given: by
-default the share of tokens that differ from the full model's. From `n` texts with mean loss `r`,
-the hypothesis "the risk is above `alpha`" has the Hoeffding-Bentkus p-value
+The full model continues the beginnings of the texts. At every new token, with the text so far as it
+was written, the token that the exits choose is compared with the full model's; the first new token
+is decoded with the prompt, through all layers, and is never wrong. A threshold has a risk, the
+expected loss of a text drawn like the ones given: by default the share of tokens that differ.
+
+Thresholds are tested by *Learn then Test* (arXiv 2110.01052), as in CALM (2207.07061). From `n`
+texts with mean loss `r`, the hypothesis "the risk is above `alpha`" has the Hoeffding-Bentkus
+p-value
 
     p = min( exp(-n KL(min(r, alpha) || alpha)),  e P(Bin(n, alpha) <= ceil(n r)) )
 
@@ -14,19 +17,11 @@ whatever the losses are, all thresholds before it have a risk of at most `alpha`
 of at least `1 - delta` over the texts; the last of them is the fastest, and is taken. Tokens of one
 text depend on each other, so a text counts once, with its mean.
 
-That p-value treats a text that is wrong in 4 of 100 tokens like one in 25 texts that is all wrong.
-Texts of about the same loss say more, and `betting` (arXiv 2010.09686, as in 2101.02703) uses it: a
-capital that grows if the losses stay below `alpha`,
-
-    K_i = prod_j (1 - nu_j (L_j - alpha)),   nu_j = min(1, sqrt(2 log(1 / delta) / (n s_(j-1)^2)))
-
-where the variance `s^2` is of the losses before. If the risk is above `alpha` no bet wins on
-average, so `1 / max K_i` is a p-value as well. It needs the texts in an order that says nothing of
-their losses.
-
 A guarantee is of one way to exit: this model, these maps, layers, policy and KV propagation. All of
 them are saved with the threshold, `early_exit(..., guarantee=...)` restores them, and another model
 or other maps are refused.
+
+Shapes: N texts, T new tokens of a text, X exits.
 """
 
 from __future__ import annotations
@@ -37,10 +32,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,37 +43,28 @@ from torch.distributions import Binomial
 from deepenough.artifacts import write_json
 from deepenough.decoding.early_exit import (
     POLICIES,
+    ExitCheck,
     ExitPolicy,
     ExitRule,
     KVPropagation,
     ThresholdPolicy,
 )
 from deepenough.decoding.engine import Engine
-from deepenough.decoding.exit_losses import (
-    ExitLosses,
-    ExitTable,
-    Loss,
-    disagreement,
-    full_tokens,
-    losses_at,
-    losses_in_use,
-    with_threshold,
-)
+from deepenough.decoding.exit_scoring import ExitForwardPass
 from deepenough.decoding.self_generated import SelfGenerated, continue_prompts, prompts_from
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.shortcut.modeling import Shortcuts
 
 INDEX = "calibration.json"
-FORMAT, VERSION = "deepenough-calibration", 1
-BOUNDS = ("hoeffding-bentkus", "betting")
+FORMAT, VERSION = "deepenough-calibration", 2
 #: The most careful first, finer where disagreement is small.
 THRESHOLDS: tuple[float, ...] = (
     *(0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.92, 0.9, 0.875, 0.85, 0.825, 0.8, 0.775, 0.75),
     *(0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3, 0.2, 0.1),
 )
-#: Called with what is done, how much of it, and of how much (0 if that is not known).
-Progress = Callable[[str, int, int], Any]
+#: `loss(found, expected)` of the tokens `[T]` of one text, between 0 and 1.
+Loss = Callable[[Tensor, Tensor], float]
 
 
 # -- learn then test -----------------------------------------------------------------------------
@@ -91,7 +76,6 @@ class LearnThenTestResult:
 
     threshold: float | None
     """The fastest threshold that holds; None if none does."""
-    texts: int
     risks: tuple[float, ...]
     """Mean losses of the thresholds that were tested, the most careful first."""
     p_values: tuple[float, ...]
@@ -120,90 +104,144 @@ def hoeffding_bentkus_p_value(mean_loss: float, texts: int, max_risk: float) -> 
     return min(1.0, hoeffding, bentkus)
 
 
-def betting_p_value(losses_N: Tensor, max_risk: float, delta: float = 0.05) -> float:
-    """Return the p-value of "the risk is above `max_risk`" from a bet against the losses."""
-    losses_N = losses_N.double()
-    count = len(losses_N)
-    seen_N = torch.arange(2, count + 2, dtype=torch.float64)
-    mean_N = (0.5 + losses_N.cumsum(0)) / seen_N
-    variance_N = (0.25 + (losses_N - mean_N).square().cumsum(0)) / seen_N
-    # A bet may know only what came before it.
-    before_N = torch.cat([torch.tensor([0.25], dtype=torch.float64), variance_N[:-1]])
-    stake_N = (2 * math.log(1 / delta) / (count * before_N)).sqrt().clamp_max(1.0)
-    capital_N = (1 - stake_N * (losses_N - max_risk)).log().cumsum(0)
-    return min(1.0, math.exp(-float(capital_N.max())))
-
-
-@cache
-def texts_needed(max_risk: float, confidence: float, bound: str = "hoeffding-bentkus") -> int:
+def texts_needed(max_risk: float, confidence: float) -> int:
     """Return the fewest texts with which a threshold that never errs could be accepted.
 
-    Without any loss the first p-value is `(1 - max_risk) ** texts`; a bet needs a little longer.
+    Without any loss the p-value is `(1 - max_risk) ** texts`.
     """
-    texts = math.ceil(math.log(1 - confidence) / math.log1p(-max_risk))
-    while bound == "betting":
-        nothing = torch.zeros(texts, dtype=torch.float64)
-        if betting_p_value(nothing, max_risk, 1 - confidence) <= 1 - confidence:
-            break
-        texts += 1
-    return texts
+    return math.ceil(math.log(1 - confidence) / math.log1p(-max_risk))
 
 
 def learn_then_test(
-    losses: Tensor | Callable[[float], Tensor],
+    losses: Callable[[float], Tensor],
     thresholds: Sequence[float],
     max_risk: float = 0.05,
     confidence: float = 0.95,
-    bound: str = "hoeffding-bentkus",
 ) -> LearnThenTestResult:
     """Return the last threshold, from the most careful on, whose risk is at most `max_risk`.
 
     Args:
-        losses: Losses between 0 and 1, one for each text: a function that measures those `[N]` of a
-            threshold, called until one fails, or a matrix `[N, number of thresholds]`.
+        losses: Measures the losses `[N]` of a threshold, between 0 and 1, one for each text; called
+            until a threshold fails.
         thresholds: Thresholds to test, the most careful first.
         max_risk: Largest expected loss of a text that is allowed.
         confidence: Probability with which the result must hold.
-        bound: One of `BOUNDS`.
     """
-    _check_limits(max_risk, confidence, bound)
-    if isinstance(losses, Tensor):
-        if losses.ndim != 2 or losses.shape[1] != len(thresholds) or not len(thresholds):
-            raise UserError(
-                f"Losses need a line for each text and a column for each of {len(thresholds)} "
-                f"thresholds: got the shape {tuple(losses.shape)}."
-            )
-        losses = dict(zip(thresholds, losses.unbind(1), strict=True)).__getitem__
     risks: list[float] = []
     p_values: list[float] = []
-    chosen, texts, needed = None, 0, texts_needed(max_risk, confidence, bound)
+    chosen = None
     for threshold in thresholds:
         losses_N = losses(threshold).double()
-        texts = len(losses_N)
         if not bool(((losses_N >= 0) & (losses_N <= 1)).all()):
             raise UserError("Losses must be between 0 and 1: scale them.")
-        if texts < needed:
-            raise UserError(
-                f"{texts} texts are too few to be sure: a risk of {max_risk} with confidence "
-                f"{confidence} needs at least {needed}, and more if there are losses at all."
-            )
         risks.append(float(losses_N.mean()))
-        if bound == "betting":
-            p_values.append(betting_p_value(losses_N, max_risk, 1 - confidence))
-        else:
-            p_values.append(hoeffding_bentkus_p_value(risks[-1], texts, max_risk))
+        p_values.append(hoeffding_bentkus_p_value(risks[-1], len(losses_N), max_risk))
         if p_values[-1] > 1 - confidence:
             break
         chosen = threshold
-    return LearnThenTestResult(chosen, texts, tuple(risks), tuple(p_values))
+    return LearnThenTestResult(chosen, tuple(risks), tuple(p_values))
 
 
-def _check_limits(max_risk: float, confidence: float, bound: str) -> None:
-    for name, value in (("max_risk", max_risk), ("confidence", confidence)):
-        if not 0 < value < 1:
-            raise UserError(f"{name} must be between 0 and 1: got {value}.")
-    if bound not in BOUNDS:
-        raise UserError(f"A risk is bounded by {' or '.join(BOUNDS)}, not by {bound!r}.")
+# -- losses --------------------------------------------------------------------------------------
+
+
+def disagreement(found_T: Tensor, expected_T: Tensor) -> float:
+    """Return the share of tokens that differ."""
+    return float((found_T != expected_T).double().mean())
+
+
+@dataclass
+class ExitLosses:
+    """Losses of texts at a threshold."""
+
+    losses_N: Tensor
+    layers_N: Tensor
+    """Layers of a token, on average over each text."""
+
+
+def threshold_losses(
+    engine: Engine,
+    rule: ExitRule,
+    texts: Sequence[SelfGenerated],
+    loss: Loss = disagreement,
+) -> Callable[[float], ExitLosses]:
+    """Return a function that measures the losses of a threshold on texts of the full model.
+
+    With `deferred` the cache is exact whatever the threshold, and so are confidence and token of
+    every exit: one run of the model serves all thresholds. Otherwise it runs once a threshold, so
+    that later tokens find in the KV cache what KV propagation puts there.
+    """
+    if rule.kv_propagation == "deferred":
+        tables = [ExitTable.collect(engine, rule, text) for text in texts]
+        expected = [table.tokens_XT[-1] for table in tables]
+    else:
+        expected = [full_tokens(engine, text) for text in texts]
+
+    def measure(threshold: float) -> ExitLosses:
+        if rule.kv_propagation == "deferred":
+            found = [table.exit_tokens(threshold) for table in tables]
+        else:
+            policy = replace(rule.policy, threshold=threshold)  # type: ignore[type-var]
+            chosen = replace(rule, policy=policy)
+            found = [exit_tokens(engine, chosen, text) for text in texts]
+        losses = [loss(each[0], full_T) for each, full_T in zip(found, expected, strict=True)]
+        layers = [depth_T.double().mean() for _, depth_T in found]
+        return ExitLosses(torch.tensor(losses, dtype=torch.float64), torch.stack(layers))
+
+    return measure
+
+
+@torch.inference_mode()
+def full_tokens(engine: Engine, text: SelfGenerated) -> Tensor:
+    """Return what the full model chooses at every new token of a text, `[T]`."""
+    last_TD = _new_states(engine, text)[-1]
+    return engine.head(engine.norm(last_TD)).argmax(-1).cpu()
+
+
+def _new_states(engine: Engine, text: SelfGenerated) -> list[Tensor]:
+    """Return `h_0 ... h_L` at the positions that predict the new tokens, each `[T, D]`."""
+    states = engine.adapter.states(text.ids_T[None].to(engine.adapter.model.device))
+    return [hidden[0, text.prompt - 1 : -1] for hidden in states]
+
+
+def exit_tokens(engine: Engine, rule: ExitRule, text: SelfGenerated) -> tuple[Tensor, Tensor]:
+    """Return what the exits choose at every new token of a text, and the layers that ran."""
+    generated_T = torch.arange(len(text.ids_T), device=engine.adapter.model.device)
+    exits = ExitForwardPass(engine, rule, generated_T[None] - text.prompt + 1)
+    with exits.patched():
+        tokens_T = full_tokens(engine, text)
+    return tokens_T, exits.depth_N[text.prompt - 1 : -1].cpu()
+
+
+@dataclass
+class ExitTable:
+    """What every exit would do at every new token of a text, and at last the full model."""
+
+    ends: Tensor
+    """Layers of the exits, and the last layer, `[X + 1]`."""
+    confidence_XT: Tensor
+    """The threshold below which a token leaves there; infinite for the last layer."""
+    tokens_XT: Tensor
+    """The token it leaves with."""
+
+    @classmethod
+    @torch.inference_mode()
+    def collect(cls, engine: Engine, rule: ExitRule, text: SelfGenerated) -> ExitTable:
+        """Run the full model over a text; the threshold of the rule's policy does not matter."""
+        check, layers = ExitCheck(engine, rule), sorted(set(rule.layers))
+        states = _new_states(engine, text)
+        generated_T = torch.arange(len(states[-1]), device=states[-1].device)
+        rows = [check.confidence(layer, states[layer], generated_T) for layer in layers]
+        last_T = engine.head(engine.norm(states[-1])).argmax(-1)
+        rows.append((torch.full_like(rows[0][0], torch.inf), last_T))
+        confidence_XT, tokens_XT = (torch.stack(each).cpu() for each in zip(*rows, strict=True))
+        confidence_XT[:-1, 0] = -torch.inf  # the first new token does not leave
+        return cls(torch.tensor([*layers, engine.num_layers]), confidence_XT, tokens_XT)
+
+    def exit_tokens(self, threshold: float) -> tuple[Tensor, Tensor]:
+        """Return what the exits choose at a threshold with an exact cache, and the layers."""
+        first_T = (self.confidence_XT > threshold).to(torch.uint8).argmax(0)
+        return self.tokens_XT.gather(0, first_T[None])[0], self.ends[first_T]
 
 
 # -- what is saved -------------------------------------------------------------------------------
@@ -223,12 +261,8 @@ class Calibration:
     exit_vocab: tuple[int, ...] | None
     max_disagreement: float
     confidence: float
-    bound: str
-    """How the risk was bounded: hoeffding-bentkus or betting."""
     loss: str
     """What is bounded: disagreement, or the name of another loss."""
-    text: str
-    """Who wrote the texts: full, the full model; or self_generated, the exiting model."""
     texts: int
     tokens: int
     thresholds: tuple[float, ...]
@@ -241,8 +275,6 @@ class Calibration:
     model: dict[str, Any]
     maps: str
     """A hash of the maps from the exits to the last layer."""
-    check: dict[str, float] | None = None
-    """The same loss where the exiting model itself wrote the text."""
 
     def holds(self) -> str:
         """Return the result in one sentence."""
@@ -300,7 +332,7 @@ class Calibration:
             )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content.pop("format") != FORMAT or content.pop("version") > VERSION:
+            if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
                 raise ValueError(f"its format is not {FORMAT} {VERSION}")
             for name in ("exit_layers", "exit_vocab", "thresholds", "risks", "p_values"):
                 content[name] = None if content[name] is None else tuple(content[name])
@@ -345,14 +377,11 @@ def calibrate(
     confidence: float = 0.95,
     loss: Loss = disagreement,
     *,
-    text: Literal["full", "self_generated"] = "full",
     thresholds: Sequence[float] = THRESHOLDS,
-    bound: str = "hoeffding-bentkus",
     prompt_tokens: int = 32,
     new_tokens: int = 64,
     batch: int = 8,
-    checked: int = 8,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], Any] | None = None,
 ) -> Calibration:
     """Find the fastest of `thresholds` whose risk is at most `max_disagreement`, if there is one.
 
@@ -360,62 +389,49 @@ def calibrate(
         fast: What `early_exit` returned; its layers, KV propagation and kind of policy are
             calibrated.
         tokenizer: The model's tokenizer.
-        texts: Texts whose beginnings are continued. They count as drawn independently: give them in
-            random order, and not several pieces of one.
+        texts: Texts whose beginnings the full model continues. They count as drawn independently:
+            give no two pieces of one.
         max_disagreement: Largest expected loss of a text.
         confidence: Probability with which that must hold.
         loss: `loss(found, expected)` of the token ids of one text, between 0 and 1.
-        text: Who writes the texts. In use an exiting model continues its own text, and one that
-            errs may come to places where it errs more. "self_generated" lets it write the texts,
-            anew for every threshold: slower, and a guarantee of just what comes out. With "full",
-            by the full model, this is measured on `checked` texts at the threshold that was found.
         thresholds: Thresholds to test, the highest first.
-        bound: "hoeffding-bentkus", or "betting", which needs fewer texts if their losses are alike.
         prompt_tokens: Tokens of each text that are its prompt.
         new_tokens: Most new tokens of each text.
-        batch: Texts at once.
-        checked: Texts that the exiting model also writes, as a check; 0 for none.
-        progress: Called with what is done, how much of it, and of how much.
+        batch: Texts written at once.
+        progress: Called with how many texts are written, and of how many.
     """
     rule = getattr(fast, "exit_rule", None)
     if not isinstance(rule, ExitRule):
         raise UserError("Only an exiting model is calibrated: give what early_exit() returned.")
     name, options = _policy_parts(rule.policy)
-    _check_limits(max_disagreement, confidence, bound)
+    for limit, value in (("max_disagreement", max_disagreement), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise UserError(f"{limit} must be between 0 and 1: got {value}.")
     if not thresholds or list(thresholds) != sorted(thresholds, reverse=True):
         raise UserError("Thresholds to test are given from the highest, the most careful, down.")
-    if text not in ("full", "self_generated"):
-        raise UserError(f"Texts are written by the full model or self_generated, not {text!r}.")
-    tell = progress or (lambda *_: None)
     prompts = list(prompts_from(tokenizer, texts, prompt_tokens))
-    needed = texts_needed(max_disagreement, confidence, bound)
+    needed = texts_needed(max_disagreement, confidence)
     if len(prompts) < needed:
         raise UserError(
             f"{len(prompts)} texts are too few: a disagreement of at most {max_disagreement} with "
             f"confidence {confidence} needs at least {needed} texts of four tokens or more, which "
             f"are {needed * new_tokens} new tokens, and more if the exits err at all."
         )
-    if text == "full":
-        engine: Engine = fast.decoding_engine
-        measure = _on_full_text(engine, rule, prompts, new_tokens, loss, batch, tell)
-    else:
-
-        def measure(threshold: float) -> ExitLosses:
-            chosen = with_threshold(rule, threshold)
-            return losses_in_use(fast, chosen, prompts, new_tokens, loss, batch)
-
-    points: dict[float, ExitLosses] = {}
+    engine: Engine = fast.decoding_engine
+    written: list[SelfGenerated] = []
+    for start in range(0, len(prompts), batch):
+        written += continue_prompts(engine, prompts[start : start + batch], new_tokens)
+        if progress is not None:
+            progress(len(written), len(prompts))
+    measure = threshold_losses(engine, rule, written, loss)
+    layers: dict[float, float] = {}
 
     def losses(threshold: float) -> Tensor:
-        points[threshold] = measure(threshold)
-        tell("thresholds measured", len(points), 0)
-        return points[threshold].losses_N
+        found = measure(threshold)
+        layers[threshold] = float(found.layers_N.mean())
+        return found.losses_N
 
-    found = learn_then_test(losses, thresholds, max_disagreement, confidence, bound)
-    check = None
-    if found.threshold is not None and checked and text == "full":
-        chosen = with_threshold(rule, found.threshold)
-        check = check_in_use(fast, chosen, prompts[:checked], new_tokens)
+    found = learn_then_test(losses, thresholds, max_disagreement, confidence)
     return Calibration(
         threshold=found.threshold,
         policy=name,
@@ -425,68 +441,13 @@ def calibrate(
         exit_vocab=None if rule.exit_vocab is None else tuple(rule.exit_vocab.tolist()),
         max_disagreement=max_disagreement,
         confidence=confidence,
-        bound=bound,
         loss=getattr(loss, "__name__", "loss"),
-        texts=found.texts,
-        text=text,
-        tokens=points[thresholds[0]].tokens,
+        texts=len(written),
+        tokens=sum(len(text.ids_T) - text.prompt for text in written),
         thresholds=tuple(thresholds[: len(found.risks)]),
         risks=found.risks,
         p_values=found.p_values,
-        layers=None if found.threshold is None else float(points[found.threshold].layers_N.mean()),
-        model=fast.decoding_engine.adapter.identity(),
+        layers=None if found.threshold is None else layers[found.threshold],
+        model=engine.adapter.identity(),
         maps=_maps_hash(rule),
-        check=check,
     )
-
-
-def write(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    batch: int = 8,
-    tell: Progress = lambda *_: None,
-) -> list[SelfGenerated]:
-    """Return what the full model makes of the prompts."""
-    written: list[SelfGenerated] = []
-    for start in range(0, len(prompts), batch):
-        written += continue_prompts(engine, prompts[start : start + batch], new_tokens)
-        tell("texts written", len(written), len(prompts))
-    return written
-
-
-def _on_full_text(
-    engine: Engine,
-    rule: ExitRule,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    loss: Loss,
-    batch: int,
-    tell: Progress,
-) -> Callable[[float], ExitLosses]:
-    """Return a function that measures a threshold on texts that the full model writes.
-
-    One run serves all thresholds if the cache is exact whatever the threshold.
-    """
-    written = write(engine, prompts, new_tokens, batch, tell)
-    if rule.kv_propagation == "deferred":
-        table = ExitTable.collect(
-            engine, rule, written, batch, lambda done, of: tell("texts measured", done, of)
-        )
-        return lambda threshold: table.losses_at(threshold, loss)
-    expected = full_tokens(engine, written, batch)
-    return lambda threshold: losses_at(
-        engine, with_threshold(rule, threshold), written, expected, loss, batch
-    )
-
-
-def check_in_use(
-    fast: Any, rule: ExitRule, prompts: Sequence[Sequence[int]], new_tokens: int
-) -> dict[str, float]:
-    """Return disagreement and layers of a token where the exiting model writes the text itself."""
-    found = losses_in_use(fast, rule, prompts, new_tokens)
-    return {
-        "texts": len(prompts),
-        "disagreement": float(found.losses_N.mean()),
-        "layers": float(found.layers_N.mean()),
-    }

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from deepenough.decoding.config import CalibrateConfig, DraftTrainConfig, GenerateConfig
     from deepenough.decoding.evaluation import GenerationResult
 
-#: Colours of the shallowest to the deepest token: cividis (Nunez and others 2018), which looks the
-#: same to people who see red and green alike.
-_RAMP = ((254, 232, 56), (188, 174, 108), (125, 124, 120), (67, 78, 108), (0, 34, 78))
-
 
 # -- generate ------------------------------------------------------------------------------------
 
@@ -28,20 +24,18 @@ _RAMP = ((254, 232, 56), (188, 174, 108), (125, 124, 120), (67, 78, 108), (0, 34
 def generate(config: GenerateConfig) -> None:
     """Continue a prompt; print the text, shaded by depth, and what it took."""
     prompt = sys.stdin.read() if config.prompt is None else config.prompt
-    from deepenough.decoding.evaluation import apply_mode, generate_timed, pieces, prompt_ids
+    from deepenough.decoding.evaluation import generate_timed, pieces, prompt_ids
 
     exit_options = _exit_options(config)
     model, tokenizer = config.model.load()
     ids = prompt_ids(tokenizer, prompt, config.chat)
-    if config.exit_vocab is not None:
-        exit_options["exit_vocab"] = _first_tokens(model, config.exit_vocab)
-    fast = apply_mode(model, config.mode, config.shortcuts, config.draft_model, **exit_options)
+    fast = _adaptive(model, config, exit_options)
     against = model if config.against_full else None
-    rounds = config.rounds if config.against_full else 1
-    result = generate_timed(fast, ids, config.max_new_tokens, against, rounds)
+    result, full = generate_timed(fast, ids, config.max_new_tokens, against, config.rounds)
     texts = pieces(tokenizer, ids[0].tolist(), result.ids)
+    num_layers = fast.decoding_engine.num_layers
     if not config.json:
-        _show(result, config.mode, prompt, texts)
+        _show(result, full, config.mode, prompt, texts, num_layers)
         return
     rows = zip(result.ids, texts, result.depths, result.flops, strict=True)
     names = ("id", "text", "depth", "flops")
@@ -50,35 +44,34 @@ def generate(config: GenerateConfig) -> None:
         "mode": config.mode,
         "text": "".join(texts),
         "tokens": [dict(zip(names, row, strict=True)) for row in rows],
-        "layers": result.num_layers,
+        "layers": num_layers,
         "drafted": result.drafted,
         "accepted": result.accepted,
         "interrupted": result.interrupted,
         **_spent(result),
     }
-    if result.full is not None:
-        answer["full"] = {"text": tokenizer.decode(result.full.ids), **_spent(result.full)}
-        answer |= {"speedup": result.speedup, "identical": result.identical}
+    if full is not None:
+        answer["full"] = {"text": tokenizer.decode(full.ids), **_spent(full)}
+        answer["speedup"] = result.tokens_per_second / full.tokens_per_second
+        answer["identical"] = result.ids == full.ids
     print(json.dumps(answer))
 
 
 def _exit_options(config: GenerateConfig) -> dict[str, Any]:
     """Return the options of `early_exit`, checked before a model is loaded."""
-    from dataclasses import replace
-
-    from deepenough.decoding.early_exit import ConfidenceGap, ExitPolicy, make_policy
+    from deepenough.decoding.early_exit import ConfidenceGap, make_policy
 
     names = ("policy", "threshold", "mean_length", "exit_layers", "kv_propagation", "exit_vocab")
     for name in ("guarantee", *names):
         if config.mode != "early_exit" and getattr(config, name) is not None:
             raise UserError(f"{name} is an option of --mode early_exit: give that mode, or none.")
-    policy: ExitPolicy | None = None
+    policy = None
     if config.policy is not None or config.threshold is not None or config.mean_length is not None:
         policy = make_policy(config.policy or "gap", config.threshold)
     if config.mean_length is not None:
         if not isinstance(policy, ConfidenceGap):
             raise UserError("mean_length is an option of the policy gap: leave it out.")
-        policy = replace(policy, mean_length=config.mean_length)
+        policy = ConfidenceGap(policy.threshold, config.mean_length)
     return {
         "guarantee": config.guarantee,
         "policy": policy,
@@ -87,10 +80,30 @@ def _exit_options(config: GenerateConfig) -> dict[str, Any]:
     }
 
 
-def _first_tokens(model: Any, number: int) -> Any:
-    """Return the ids of the first tokens of a model's vocabulary."""
+def _adaptive(model: Any, config: GenerateConfig, exit_options: dict[str, Any]) -> Any:
+    """Return a model that decodes by the mode asked for."""
+    from deepenough.decoding.api import early_exit, speculate
+    from deepenough.shortcut.modeling import Shortcuts
+
+    if config.mode == "full":
+        return speculate(model, "none")
+    shortcuts = None
+    if config.shortcuts is not None:
+        shortcuts = Shortcuts.from_pretrained(config.shortcuts)
+    if config.mode == "speculative":
+        return speculate(model, draft_model=config.draft_model, shortcuts=shortcuts)
+    if shortcuts is None:
+        raise UserError("Early exit needs shortcuts: give the folder of the model's.")
+    vocab = _first_tokens(model, config.exit_vocab)
+    return early_exit(model, shortcuts, **exit_options, exit_vocab=vocab)
+
+
+def _first_tokens(model: Any, number: int | None) -> Any:
+    """Return the ids of the first tokens of a model's vocabulary; None for all of it."""
     import torch
 
+    if number is None:
+        return None
     return torch.arange(min(number, model.config.get_text_config().vocab_size))
 
 
@@ -104,32 +117,39 @@ def _spent(result: GenerationResult) -> dict[str, Any]:
     }
 
 
-def _show(result: GenerationResult, mode: str, prompt: str, texts: Sequence[str]) -> None:
+def _show(
+    result: GenerationResult,
+    full: GenerationResult | None,
+    mode: str,
+    prompt: str,
+    texts: Sequence[str],
+    num_layers: int,
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
-    layers = result.num_layers
     console.print(prompt, end="", markup=False, soft_wrap=True)
-    console.print(shaded(texts, result.depths, layers), soft_wrap=True)
+    console.print(shaded(texts, result.depths, num_layers), soft_wrap=True)
     if console.color_system is not None and not console.no_color:
         depths = sorted(set(result.depths))
         labels = [f" {depth} " for depth in depths]
-        console.print("layers: ", shaded(labels, depths, layers))
+        console.print("layers: ", shaded(labels, depths, num_layers))
     table = Table("", "tokens", "tokens/s", "layers", "GFLOPs", box=None)
-    for name, each in ((mode, result), ("model.generate", result.full)):
+    for name, each in ((mode, result), ("model.generate", full)):
         if each is not None:
             table.add_row(
                 name,
                 str(len(each.ids)),
                 f"{each.tokens_per_second:.1f}",
-                f"{each.mean_layers:.1f} of {layers}",
+                f"{each.mean_layers:.1f} of {num_layers}",
                 f"{sum(each.flops) / 1e9:.2f}",
             )
     console.print(table)
-    if result.full is not None:
-        same = "the same tokens" if result.identical else "other tokens"
-        console.print(f"{result.speedup:.2f} times as fast, {same}")
+    if full is not None:
+        same = "the same tokens" if result.ids == full.ids else "other tokens"
+        speedup = result.tokens_per_second / full.tokens_per_second
+        console.print(f"{speedup:.2f} times as fast, {same}")
     if result.drafted:
         console.print(f"{result.accepted} of {result.drafted} draft tokens accepted")
     if result.interrupted:
@@ -138,14 +158,12 @@ def _show(result: GenerationResult, mode: str, prompt: str, texts: Sequence[str]
 
 def shade(depth: float, layers: int) -> str:
     """Return a rich style for a depth, darker if deeper; none for a depth that is not known."""
+    from matplotlib import colormaps
+
     if depth < 1:
         return ""
-    place = min(max((depth - 1) / max(layers - 1, 1), 0.0), 1.0) * (len(_RAMP) - 1)
-    low = min(int(place), len(_RAMP) - 2)
-    share = place - low
-    red, green, blue = (
-        round(a + share * (b - a)) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)
-    )
+    share = min((depth - 1) / max(layers - 1, 1), 1.0)
+    red, green, blue, _ = colormaps["cividis"](1 - share, bytes=True)
     light = 0.299 * red + 0.587 * green + 0.114 * blue
     return f"{'black' if light > 120 else 'white'} on rgb({red},{green},{blue})"
 
@@ -204,7 +222,6 @@ def calibrate(config: CalibrateConfig) -> None:
     lines = config.dataset.read(config.data)
     random.Random(0).shuffle(lines)
     model, tokenizer = config.model.load()
-    vocab = None if config.exit_vocab is None else _first_tokens(model, config.exit_vocab)
     fast = early_exit(
         model,
         shortcuts,
@@ -212,21 +229,18 @@ def calibrate(config: CalibrateConfig) -> None:
         policy=make_policy(config.policy, 0.5),
         exit_layers=config.exit_layers,
         kv_propagation=config.kv_propagation,
-        exit_vocab=vocab,
+        exit_vocab=_first_tokens(model, config.exit_vocab),
     )
-    with reading("texts") as bar:
+    with reading("texts") as progress:
         found = calibrate(
             fast,
             tokenizer,
             lines[: config.texts],
             config.max_disagreement,
             config.confidence,
-            text="self_generated" if config.self_generated else "full",
-            bound=config.bound,
             prompt_tokens=config.prompt_tokens,
             new_tokens=config.new_tokens,
-            checked=config.checked,
-            progress=lambda what, done, of: bar(done, of) if of else None,
+            progress=progress,
         )
     path = str(found.save_pretrained(config.out or config.shortcuts))
     if config.json:
@@ -248,11 +262,6 @@ def _show_calibration(found: Calibration, num_layers: int) -> None:
     if found.layers is not None:
         layers = ", ".join(map(str, found.exit_layers))
         print(f"{found.layers:.1f} of {num_layers} layers a token, exits after layers {layers}")
-    if found.check is not None:
-        print(
-            f"Continuing its own text: {found.check['disagreement']:.4f} on "
-            f"{found.check['texts']} texts."
-        )
 
 
 COMMANDS = (

@@ -42,13 +42,12 @@ class GenerateConfig:
     """early_exit: folder where deepenough decode calibrate left a threshold; it replaces the
     following options."""
 
-    policy: Literal["gap", "top", "entropy", "patience", "layer"] | None = None
+    policy: Literal["gap", "top", "entropy", "layer"] | None = None
     """early_exit: when a token leaves: gap between the two best tokens (the default), probability
-    of the best, entropy, exits in a row that agree, or a fixed layer."""
+    of the best, entropy, or a fixed layer."""
 
     threshold: float | None = None
-    """early_exit: confidence between 0 and 1; for patience the number of exits, for layer the
-    layer."""
+    """early_exit: confidence between 0 and 1; for the policy layer, the layer."""
 
     mean_length: float | None = bounded(None, gt=0)
     """early_exit: tokens over which the policy gap grows less careful, 128 by default."""
@@ -107,9 +106,6 @@ class CalibrateConfig:
     confidence: float = bounded(0.95, gt=0, lt=1)
     """Probability with which that must hold."""
 
-    bound: Literal["hoeffding-bentkus", "betting"] = "hoeffding-bentkus"
-    """How the risk is bounded; betting needs fewer texts if their losses are alike."""
-
     policy: Literal["gap", "top", "entropy"] = "gap"
     """What confidence is: gap between the two best tokens, probability of the best, or entropy."""
 
@@ -123,18 +119,11 @@ class CalibrateConfig:
     exit_vocab: int | None = bounded(None, ge=2)
     """Check exits on so many tokens with the lowest ids first, before the whole vocabulary."""
 
-    self_generated: bool = False
-    """Let the exiting model write the texts, anew for every threshold: slower, but it bounds what
-    the model does when it continues its own text."""
-
     prompt_tokens: int = bounded(32, ge=MIN_PROMPT_TOKENS)
     """Tokens of a line that are its prompt."""
 
     new_tokens: int = bounded(64, ge=1)
     """Most new tokens of each text."""
-
-    checked: int = bounded(8, ge=0)
-    """Texts that the exiting model itself also writes, as a check."""
 
     json: bool = False
     """Print one JSON object instead."""

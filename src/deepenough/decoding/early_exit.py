@@ -4,14 +4,12 @@ At a layer where exits are checked, the state is taken to the last layer by its 
 projected on the vocabulary, and a policy looks at the probabilities. Layers behind the exit do not
 run for the token. In a batch, sequences that leave are taken out of the deeper layers' computation
 and come back with their next token. Unlike speculation this changes what is generated: how often is
-a matter of the threshold (`guarantee.py`). The prompt, and so the first token, runs through all
+a matter of the threshold (`calibration.py`). The prompt, and so the first token, runs through all
 layers.
 
 Where the check is restricted to a part of the vocabulary, only a token that would leave pays for
 the whole vocabulary, which it needs anyway to be chosen, and is then checked again: so nothing
-leaves that would not leave otherwise. (A policy that counts how long the best token has been the
-same always looks at the whole vocabulary.) For the policies of confidence this costs little:
-probabilities among fewer tokens are larger, so what is sure among all is sure among these.
+leaves that would not leave otherwise.
 
 Later tokens attend to every layer, also to those an earlier token skipped. KV propagation says what
 they find there:
@@ -31,7 +29,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -60,15 +58,10 @@ class ExitObservation:
     """Predicted probabilities, of the whole vocabulary or a part of it."""
     num_generated_B: Tensor
     """How many tokens each sequence has generated."""
-    streak_B: Tensor
-    """At how many checked layers in a row, this one included, the best token was the same."""
 
 
 class ExitPolicy(ABC):
     """Decides which tokens may leave at a layer."""
-
-    uses_streaks: ClassVar[bool] = True
-    """Whether `ExitObservation.streak_B` matters; otherwise it is not counted, and all ones."""
 
     @abstractmethod
     def exits(self, seen: ExitObservation) -> Tensor:
@@ -82,8 +75,6 @@ class ThresholdPolicy(ExitPolicy):
     The confidence does not depend on the threshold, so one look tells what every threshold would
     do. The higher the threshold, the later a token leaves.
     """
-
-    uses_streaks = False
 
     threshold: float
 
@@ -138,59 +129,36 @@ class LowEntropy(ThresholdPolicy):
 
 
 @dataclass(frozen=True)
-class Patience(ExitPolicy):
-    """`layers` checked layers in a row agree on the best token (PABEE, 2006.04152)."""
-
-    layers: int = 2
-
-    def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise UserError(f"Patience is at least 1 layer: got {self.layers}.")
-
-    def exits(self, seen: ExitObservation) -> Tensor:
-        """Return for which tokens enough layers agree, booleans `[B]`."""
-        return seen.streak_B >= self.layers
-
-
-@dataclass(frozen=True)
 class FixedLayer(ExitPolicy):
     """Every token leaves at the first checked layer from `layer` on."""
-
-    uses_streaks = False
 
     layer: int
 
     def exits(self, seen: ExitObservation) -> Tensor:
         """Return True for all tokens from the layer on, booleans `[B]`."""
-        return torch.full_like(seen.streak_B, seen.layer >= self.layer, dtype=torch.bool)
+        return torch.full_like(seen.num_generated_B, seen.layer >= self.layer, dtype=torch.bool)
 
 
 POLICIES: dict[str, type[ExitPolicy]] = {
     "gap": ConfidenceGap,
     "top": TopProbability,
     "entropy": LowEntropy,
-    "patience": Patience,
     "layer": FixedLayer,
 }
-#: Thresholds of policies that are named without one.
-_DEFAULTS = {"gap": 0.9, "top": 0.9, "entropy": 0.9, "patience": 2}
 
 
 def make_policy(name: str, value: float | None = None) -> ExitPolicy:
-    """Return a policy by name; `value` is its threshold, number of layers, or layer."""
+    """Return a policy by name; `value` is its threshold, 0.9 by default, or its layer."""
     if name not in POLICIES:
         raise UserError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
-    value = _DEFAULTS.get(name) if value is None else float(value)
-    if value is None:
-        raise UserError(f"The policy {name} needs to know which: give it as the threshold.")
-    made: ExitPolicy
-    if name in ("patience", "layer"):
-        if value != int(value):
-            raise UserError(f"The policy {name} takes a whole number of layers: got {value}.")
-        made = Patience(int(value)) if name == "patience" else FixedLayer(int(value))
-    else:
-        made = POLICIES[name](value)  # type: ignore[call-arg]
-    return made
+    if name == "layer":
+        if value is None or not float(value).is_integer():
+            raise UserError(
+                f"The policy layer needs to know which: give its number as the threshold, not "
+                f"{value}."
+            )
+        return FixedLayer(int(value))
+    return POLICIES[name](0.9 if value is None else float(value))  # type: ignore[call-arg]
 
 
 # -- the check at an exit ------------------------------------------------------------------------
@@ -253,27 +221,6 @@ class ExitRule:
 
 
 @dataclass
-class Streaks:
-    """At how many checked layers in a row each token's prediction was the same."""
-
-    best_N: Tensor
-    count_N: Tensor
-
-    @classmethod
-    def none(cls, units: int, device: torch.device) -> Streaks:
-        """Return streaks of tokens that no layer has predicted yet."""
-        zeros = torch.zeros(units, dtype=torch.long, device=device)
-        return cls(zeros - 1, zeros)
-
-    def update(self, units: Tensor, best: Tensor) -> Tensor:
-        """Return the counts of some tokens, whose best predictions are now these."""
-        same = self.best_N[units] == best
-        counts = torch.where(same, self.count_N[units] + 1, 1)
-        self.best_N[units], self.count_N[units] = best, counts
-        return counts
-
-
-@dataclass
 class ExitDecision:
     """Which tokens leave at a layer."""
 
@@ -291,8 +238,6 @@ class ExitCheck:
         self.engine, self.rule = engine, rule
         self.last, self.map_mode = engine.num_layers, rule.map_mode
         vocab, device = rule.exit_vocab, engine.adapter.model.device
-        if rule.policy.uses_streaks:  # the best of few tokens stays the same sooner
-            vocab = None
         self.vocab_head = None if vocab is None else head_rows(engine.adapter, vocab.to(device))
         width = engine.adapter.width
         partial = 0.0 if self.vocab_head is None else 2.0 * self.vocab_head[0].numel()
@@ -303,42 +248,43 @@ class ExitCheck:
         """Return what the last layer would return, by the shortcut from `layer`."""
         return self.rule.shortcuts.apply(state_ND, layer, self.last, self.map_mode)
 
-    def decide(
-        self, layer: int, jumped_ND: Tensor, generated_N: Tensor, units: Tensor, streaks: Streaks
-    ) -> ExitDecision:
+    def decide(self, layer: int, jumped_ND: Tensor, generated_N: Tensor) -> ExitDecision:
         """Decide which tokens leave at a layer, from what `jump` made of their states.
 
-        `generated_N` is how many tokens their sequences have generated, `units` are the indices of
-        the tokens in `streaks`, which are updated where the policy uses them.
+        `generated_N` is how many tokens their sequences have generated.
         """
-        policy, engine = self.rule.policy, self.engine
-        normed_ND = engine.norm(jumped_ND)
-        if self.vocab_head is None:
-            logits_NV = engine.head(normed_ND)
-            seen = self._observe(layer, logits_NV, generated_N, units, streaks)
-            exits_N = policy.exits(seen)
-            return ExitDecision(exits_N, logits_NV[exits_N], torch.ones_like(exits_N))
-        partial = F.linear(normed_ND, *self.vocab_head)
-        seen = self._observe(layer, partial, generated_N, units, streaks)
-        may_N = policy.exits(seen)
-        logits = engine.head(normed_ND[may_N])
-        again = ExitObservation(layer, _probs(logits), generated_N[may_N], seen.streak_B[may_N])
-        sure = policy.exits(again)
-        exits_N = may_N.clone()
-        exits_N[may_N] = sure
-        return ExitDecision(exits_N, logits[sure], may_N)
+        normed_ND = self.engine.norm(jumped_ND)
+        full_head_N = torch.ones_like(generated_N, dtype=torch.bool)
+        if self.vocab_head is not None:
+            full_head_N = self._exits(layer, F.linear(normed_ND, *self.vocab_head), generated_N)
+        logits = self.engine.head(normed_ND[full_head_N])
+        sure = self._exits(layer, logits, generated_N[full_head_N])
+        exits_N = full_head_N.clone()
+        exits_N[full_head_N] = sure
+        return ExitDecision(exits_N, logits[sure], full_head_N)
 
-    def _observe(
-        self, layer: int, logits: Tensor, generated_N: Tensor, units: Tensor, streaks: Streaks
-    ) -> ExitObservation:
-        streak_N = torch.ones_like(generated_N)
-        if self.rule.policy.uses_streaks:
-            streak_N = streaks.update(units, logits.argmax(-1))
-        return ExitObservation(layer, _probs(logits), generated_N, streak_N)
+    def _exits(self, layer: int, logits: Tensor, generated_N: Tensor) -> Tensor:
+        probs = logits.float().softmax(-1)
+        return self.rule.policy.exits(ExitObservation(layer, probs, generated_N))
 
+    def confidence(
+        self, layer: int, state_ND: Tensor, generated_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return below which threshold states leave at a layer, and with which token, both `[N]`.
 
-def _probs(logits: Tensor) -> Tensor:
-    return logits.float().softmax(-1)
+        The threshold of the rule's policy does not matter.
+        """
+        policy, normed_ND = self.rule.policy, self.engine.norm(self.jump(layer, state_ND))
+        assert isinstance(policy, ThresholdPolicy)
+        logits_NV = self.engine.head(normed_ND)
+        checked = [logits_NV]
+        if self.vocab_head is not None:
+            checked.append(F.linear(normed_ND, *self.vocab_head))
+        confidences = [
+            policy.confidence(ExitObservation(layer, logits.float().softmax(-1), generated_N))
+            for logits in checked
+        ]
+        return torch.stack(confidences).amin(0), logits_NV.argmax(-1)
 
 
 # -- decoding ------------------------------------------------------------------------------------
@@ -445,7 +391,6 @@ class ExitingDepth(ForwardStrategy):
         device = engine.adapter.model.device
         going = list(range(len(rows)))
         depths, overhead = [last] * len(rows), [0.0] * len(rows)
-        streaks = Streaks.none(len(rows), device)
         generated_B = torch.tensor([len(row.tokens) for row in rows], device=device)
         logits: dict[int, Tensor] = {}
         self.forward.begin(rows)
@@ -454,9 +399,8 @@ class ExitingDepth(ForwardStrategy):
             if end == last:
                 logits |= dict(zip(going, engine.head(engine.norm(state_BD)), strict=True))
                 break
-            units = torch.tensor(going, device=device)
             jumped_BD = self.check.jump(end, state_BD)
-            decision = self.check.decide(end, jumped_BD, generated_B[units], units, streaks)
+            decision = self.check.decide(end, jumped_BD, generated_B[going])
             exits = decision.exits_N.tolist()
             full_head = decision.full_head_N.tolist()
             for place, leaves, whole in zip(going, exits, full_head, strict=True):

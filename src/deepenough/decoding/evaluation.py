@@ -2,19 +2,18 @@
 
 - `generate_timed`: one prompt continued by an adaptive model and, in turns, by the model itself.
 - `evaluate`: tasks of EleutherAI's `lm-eval`. Likelihoods of an exiting model are those of its
-  exits: every position but the first may leave, whether it belongs to a question or to an answer
-  (`exit_scoring.py`). In the other modes all scores are the model's own.
+  exits (`exit_scoring.py`): every position but the first may leave, whether it belongs to a
+  question or to an answer.
 - `open_candidate`: a run of `shortcut fit` or `decode tune` as `deepenough compare` measures it.
 """
 
 from __future__ import annotations
 
-import functools
 import shlex
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,14 +22,13 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from deepenough.config import resolve
-from deepenough.decoding.api import AdaptiveDecoding, early_exit, speculate
+from deepenough.decoding.api import early_exit, speculate
 from deepenough.decoding.config import DraftTrainConfig
 from deepenough.decoding.draft_model import SHORTCUTS
 from deepenough.decoding.early_exit import ConfidenceGap, KVPropagation
 from deepenough.decoding.engine import DecodingCosts
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
-from deepenough.hf.loading import load
 from deepenough.measurement import (
     ComparedData,
     ComparedRun,
@@ -47,39 +45,6 @@ from deepenough.training.logging import without_bars
 
 #: New tokens of a first, untimed turn, in which everything that is done once is done.
 _WARMUP_TOKENS = 4
-#: Options of `early_exit` that `lm-eval` can be given.
-_EXIT_OPTIONS = ("guarantee", "policy", "threshold", "kv_propagation")
-
-
-def apply_mode(
-    model: Any,
-    mode: str,
-    shortcuts: str | None = None,
-    draft_model: str | None = None,
-    **exit_options: Any,
-) -> Any:
-    """Return a model that decodes by a mode given by name.
-
-    Args:
-        model: The model.
-        mode: full, speculative or early_exit.
-        shortcuts: Folder of its shortcuts, which early_exit needs.
-        draft_model: Folder of its draft model.
-        exit_options: Options of `early_exit`; None is as if it were not given.
-    """
-    given = {name: value for name, value in exit_options.items() if value is not None}
-    maps = None if shortcuts is None else Shortcuts.from_pretrained(shortcuts)
-    if mode == "early_exit":
-        if maps is None:
-            raise UserError("Early exit needs shortcuts: give the folder of the model's.")
-        return early_exit(model, maps, **given)
-    if mode not in ("full", "speculative"):
-        raise UserError(f"The mode is full, speculative or early_exit, not {mode!r}.")
-    if given:
-        raise UserError(f"{next(iter(given))} is an option of mode early_exit: leave it out.")
-    if mode == "full":
-        return speculate(model, "none")
-    return speculate(model, draft_model=draft_model, shortcuts=maps)
 
 
 # -- one prompt ----------------------------------------------------------------------------------
@@ -95,12 +60,9 @@ class GenerationResult:
     """Layers that ran for each; 0 for one at which Ctrl-C came."""
     flops: list[float]
     seconds: float
-    num_layers: int
     drafted: int = 0
     accepted: int = 0
     interrupted: bool = False
-    full: GenerationResult | None = None
-    """The model's own, where both were asked for."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -111,16 +73,6 @@ class GenerationResult:
     def mean_layers(self) -> float:
         """Layers of a token, on average over those whose depth is known."""
         return sum(self.depths) / max(sum(depth > 0 for depth in self.depths), 1)
-
-    @property
-    def speedup(self) -> float | None:
-        """How many times as fast as the model itself."""
-        return None if self.full is None else self.tokens_per_second / self.full.tokens_per_second
-
-    @property
-    def identical(self) -> bool | None:
-        """Whether the tokens are the model's own."""
-        return None if self.full is None else self.ids == self.full.ids
 
 
 def prompt_ids(tokenizer: Any, prompt: str, chat: bool = False) -> Tensor:
@@ -137,71 +89,59 @@ def prompt_ids(tokenizer: Any, prompt: str, chat: bool = False) -> Tensor:
 
 
 def generate_timed(
-    fast: Any,
-    ids_BT: Tensor,
-    max_new_tokens: int,
-    against: Any = None,
-    rounds: int = 1,
-    **options: Any,
-) -> GenerationResult:
-    """Continue a prompt; Ctrl-C ends it early.
+    fast: Any, ids_1T: Tensor, max_new_tokens: int, against: Any = None, rounds: int = 1
+) -> tuple[GenerationResult, GenerationResult | None]:
+    """Continue a prompt and return what came of it, and what came of `against`; Ctrl-C ends it.
 
     Args:
         fast: What `speculate` or `early_exit` returned.
-        ids_BT: The prompt, `[1, T]`.
+        ids_1T: The prompt.
         max_new_tokens: Most new tokens.
         against: The model itself, which takes turns, so that whatever else the machine does hits
             both; its FLOPs are counted as for tokens that run all layers.
         rounds: Turns of each; seconds are medians.
-        options: Options of `generate`.
     """
-    if max_new_tokens < 1 or rounds < 1:
-        raise UserError("At least one new token and one round are needed.")
     given = {
-        "input_ids": ids_BT.to(fast.device),
-        "attention_mask": torch.ones_like(ids_BT).to(fast.device),
+        "input_ids": ids_1T.to(fast.device),
+        "attention_mask": torch.ones_like(ids_1T).to(fast.device),
         "do_sample": False,
         # Without one, transformers prints a warning that is of no interest here.
         "pad_token_id": fast.generation_config.pad_token_id or 0,
-        **options,
     }
-    length = ids_BT.shape[1]
+    length = ids_1T.shape[1]
     if against is not None:
         for model in (fast, against):
             model.generate(**given, max_new_tokens=min(_WARMUP_TOKENS, max_new_tokens))
-    times: tuple[list[float], list[float]] = ([], [])
-    own = None
+    seconds: list[float] = []
+    full_seconds: list[float] = []
     for _ in range(rounds):
         began = time.perf_counter()
         output = fast.generate(**given, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
-        times[0].append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - began)
         if against is None or output.interrupted:
             break
         began = time.perf_counter()
         try:
-            ids = against.generate(**given, max_new_tokens=max_new_tokens)[0, length:]
+            full = against.generate(**given, max_new_tokens=max_new_tokens)[0, length:].tolist()
         except KeyboardInterrupt:
             output.interrupted = True
             break
-        times[1].append(time.perf_counter() - began)
-        own = ids.tolist()
-    costs = DecodingCosts(adapt(fast))
-    last = len(costs.layers)
+        full_seconds.append(time.perf_counter() - began)
     result = GenerationResult(
         output.sequences[0, length:].tolist(),
         output.trace.depth[0].tolist(),
         output.trace.flops[0].tolist(),
-        statistics.median(times[0]),
-        last,
+        statistics.median(seconds),
         output.drafted,
         output.accepted,
-        bool(output.interrupted),
+        output.interrupted,
     )
-    if own is not None:
-        flops = [costs.token(length + 1 + n) + costs.head for n in range(len(own))]
-        seconds = statistics.median(times[1])
-        result.full = GenerationResult(own, [last] * len(own), flops, seconds, last)
-    return result
+    if not full_seconds:
+        return result, None
+    costs = DecodingCosts(adapt(fast))
+    flops = [costs.token(length + 1 + n) + costs.head for n in range(len(full))]
+    depths = [len(costs.layers)] * len(full)
+    return result, GenerationResult(full, depths, flops, statistics.median(full_seconds))
 
 
 def pieces(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> list[str]:
@@ -219,66 +159,6 @@ def pieces(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> list[st
 
 
 # -- standard tasks ------------------------------------------------------------------------------
-
-
-@functools.cache
-def register_lm_eval() -> Any:
-    """Make `deepenough` a model of `lm-eval`, beside its `hf`, and return the class.
-
-        register_lm_eval()
-        lm_eval.simple_evaluate(model="deepenough", tasks=["lambada_openai"], model_args={
-            "pretrained": "smollm2", "mode": "early_exit", "shortcuts": "runs/shortcut/shortcuts"})
-
-    `pretrained` is what `speculate` or `early_exit` returned, given with its `tokenizer`, or a name
-    that `load` knows; then the other options of `apply_mode` can be given.
-    """
-    try:
-        from lm_eval.api.registry import register_model  # type: ignore
-        from lm_eval.models.huggingface import HFLM  # type: ignore
-    except ImportError as error:
-        raise UserError(
-            "Standard tasks need lm-eval: install it with pip install deepenough[eval]."
-        ) from error
-
-    @register_model("deepenough")
-    class AdaptiveLM(HFLM):
-        """A model of the harness that decodes by `speculate` or `early_exit`."""
-
-        def __init__(
-            self,
-            pretrained: Any,
-            tokenizer: Any = None,
-            mode: str = "full",
-            shortcuts: str | None = None,
-            draft_model: str | None = None,
-            dtype: str = "float32",
-            **options: Any,
-        ) -> None:
-            exit_options = {name: options.pop(name, None) for name in _EXIT_OPTIONS}
-            if isinstance(pretrained, str):
-                model, tokenizer = load(pretrained, "causal", dtype)
-                pretrained = apply_mode(model, mode, shortcuts, draft_model, **exit_options)
-            elif not isinstance(pretrained, AdaptiveDecoding):
-                raise UserError("Give what speculate() or early_exit() returned; others are hf's.")
-            self.layers, self.positions = 0, 0
-            super().__init__(
-                pretrained=pretrained, tokenizer=tokenizer, backend="causal", **options
-            )
-
-        @property
-        def mean_layers(self) -> float | None:
-            """Layers of a position of a likelihood, on average; None if nothing may leave."""
-            return self.layers / self.positions if self.positions else None
-
-        def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            logits: Tensor = super()._model_call(inps, *args, **kwargs)
-            if self.model.exit_rule is not None:
-                depth = self.model.trace.depth
-                self.layers += int(depth.sum())
-                self.positions += int((depth > 0).sum())
-            return logits
-
-    return AdaptiveLM
 
 
 def evaluate(
@@ -299,16 +179,32 @@ def evaluate(
         batch_size: Texts at once.
         options: Options of the harness's `simple_evaluate`.
     """
-    model = register_lm_eval()(fast, tokenizer, batch_size=batch_size)
-    from lm_eval.evaluator import simple_evaluate  # type: ignore
-    from lm_eval.tasks import TaskManager  # type: ignore
+    try:
+        from lm_eval.evaluator import simple_evaluate  # type: ignore
+        from lm_eval.models.huggingface import HFLM  # type: ignore
+        from lm_eval.tasks import TaskManager  # type: ignore
+    except ImportError as error:
+        raise UserError(
+            "Standard tasks need lm-eval: install it with pip install deepenough[eval]."
+        ) from error
+    depths: list[Tensor] = []
 
+    class AdaptiveLM(HFLM):  # type: ignore[misc]
+        """A model of the harness that notes the depth of every position it scores."""
+
+        def _model_call(self, inps: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            logits: Tensor = super()._model_call(inps, *args, **kwargs)
+            if fast.exit_rule is not None:
+                depths.append(fast.trace.depth[fast.trace.depth > 0])
+            return logits
+
+    model = AdaptiveLM(fast, backend="causal", tokenizer=tokenizer, batch_size=batch_size)
     manager = TaskManager(include_path=include, include_defaults=include is None)
     found = simple_evaluate(model, tasks=tasks, task_manager=manager, **options)
     scores = {name: dict(values) for name, values in found["results"].items()}
-    if model.mean_layers is not None:
+    if depths:
         for values in scores.values():
-            values["mean_layers"] = model.mean_layers
+            values["mean_layers"] = float(torch.cat(depths).double().mean())
     return scores
 
 
@@ -326,18 +222,8 @@ _NUM_PROMPTS = 8
 _PROMPT_CHARS = 400
 
 
-@dataclass
-class GeneratedTexts:
-    """What one pass over the prompts has generated."""
-
-    rows: list[Tensor] = field(default_factory=list)
-    """Of each text `[T]`, prompt and what follows it."""
-    traces: list[DepthTrace | None] = field(default_factory=list)
-
-
-def open_candidate(entry: ComparedRun, name: str, data: ComparedData) -> GenerationCandidate:
-    """Return a run of `deepenough shortcut fit` or `deepenough decode tune` as a candidate."""
-    return GenerationCandidate(entry, name, data)
+#: What was generated after each prompt, `[T]` with the prompt, and its trace if the way has one.
+GeneratedTexts = list[tuple[Tensor, DepthTrace | None]]
 
 
 class GenerationCandidate:
@@ -458,7 +344,8 @@ class GenerationCandidate:
     @torch.inference_mode()
     def run(self, point: OperatingPoint) -> GeneratedTexts:
         """Generate after all prompts; this is what is timed."""
-        model, made = self.models[point.name], GeneratedTexts()
+        model = self.models[point.name]
+        texts: GeneratedTexts = []
         end = self.model.generation_config.eos_token_id
         # Without the penalties of the model's own config: agreement is with its likeliest token.
         config = GenerationConfig(
@@ -473,9 +360,8 @@ class GenerationCandidate:
             ids = model.generate(
                 prompt[None], attention_mask=torch.ones_like(prompt)[None], generation_config=config
             )
-            made.rows.append(ids[0])
-            made.traces.append(None if model is self.model else model.trace)
-        return made
+            texts.append((ids[0], None if model is self.model else model.trace))
+        return texts
 
     @torch.inference_mode()
     def judge(self, point: OperatingPoint, answers: GeneratedTexts) -> Scores:
@@ -483,7 +369,7 @@ class GenerationCandidate:
         num, last = self.num_prompt, len(self.costs.layers)
         agree = units = 0
         flops = layers = 0.0
-        for row, trace in zip(answers.rows, answers.traces, strict=True):
+        for row, trace in answers:
             likeliest = self.model(row[None]).logits[0, num - 1 : -1].argmax(-1)
             new = len(row) - num
             agree += int((likeliest == row[num:]).sum())
@@ -502,14 +388,18 @@ class GenerationCandidate:
     def _sample(self, answers: GeneratedTexts) -> dict[str, Any] | None:
         """Return the text that saved most, with the layer at which each new token left."""
         last = len(self.costs.layers)
-        pairs = [(t.mean_depth, n) for n, t in enumerate(answers.traces) if t is not None]
-        if not pairs or min(pairs)[0] == last:
+        traced = [(row, trace) for row, trace in answers if trace is not None]
+        if not traced:
+            return None
+        row, trace = min(traced, key=lambda each: each[1].mean_depth)
+        if trace.mean_depth == last:
             return None  # every token went all the way, which needs no picture
-        row, trace = answers.rows[min(pairs)[1]], answers.traces[min(pairs)[1]]
-        assert trace is not None
-        depth = trace.depth[0, : len(row) - self.num_prompt].tolist()
         tokens = [self.tokenizer.decode([token]) for token in row.tolist()]
+        depth = trace.depth[0].tolist()
         return {"tokens": tokens, "depth": [None] * self.num_prompt + depth, "layers": last}
+
+
+open_candidate = GenerationCandidate
 
 
 def _prompts(tokenizer: Any, text: str, split: str, num: int, length: int) -> list[Tensor]:

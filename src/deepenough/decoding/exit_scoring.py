@@ -9,29 +9,27 @@ goes through the model's own layers, hence for every architecture, and the model
 losses itself. As in a text generated from its first token on, the first position runs through all
 layers.
 
-*Planning.* A check at an exit costs time, and pays only for tokens that leave there and are right.
-From tokens whose whole way up is known (does the policy let go at layer `l`, and is the token the
-last layer's?) the expected time of a set of exits follows, and the set is grown one layer at a
-time, each time by the one that saves most, until none does. A token that leaves with another
-prediction than the full model's saves nothing: it counts as if it had gone all the way, so exits
-whose confidence is not earned are not chosen for their speed. Without texts to look at, the model
-writes some itself. Costs are the weights that a token reads, which is what decoding waits for; that
-is the same for every run, and so are the exits.
+*Choosing exits.* A check at an exit costs time, and pays only for tokens that leave there and are
+right. The model writes a few texts, and from what every layer would do with their tokens the
+expected cost of a set of exits follows, in weights that a token reads, which is what decoding waits
+for; the set is grown one layer at a time, each time by the one that saves most, until none does. A
+token that leaves with another prediction than the full model's counts as if it had gone all the
+way, so exits whose confidence is not earned are not chosen for their speed.
 
-Shapes: B texts, T tokens, D width, N positions, E layers that may become exits.
+Shapes: B texts, T tokens, D width, N positions, E layers that may become exits, X exits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepenough.decoding.early_exit import ExitCheck, ExitRule, Streaks
+from deepenough.decoding.early_exit import ExitCheck, ExitRule
 from deepenough.decoding.engine import DecodingCosts, Engine
 from deepenough.decoding.request import plain_request
 from deepenough.decoding.verification import decode
@@ -56,24 +54,17 @@ class ExitForwardPass:
         engine: The model.
         rule: Where tokens may leave.
         generated_BT: How many tokens of its text come before each position; negative for padding.
-        may_exit_BT: Which positions may leave; by default all that are not first or padding.
+            Only positions with tokens before them may leave.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        rule: ExitRule,
-        generated_BT: Tensor,
-        may_exit_BT: Tensor | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, rule: ExitRule, generated_BT: Tensor) -> None:
         self.engine, self.rule = engine, rule
         self.check = ExitCheck(engine, rule)
         self.generated_N = generated_BT.flatten()
-        self.going_N = (self.generated_N > 0) if may_exit_BT is None else may_exit_BT.flatten()
+        self.going_N = self.generated_N > 0
         self.depth_N = torch.full_like(self.generated_N, engine.num_layers)
         self.checks_N = torch.zeros_like(self.generated_N)
         self.heads_N = torch.zeros_like(self.generated_N)
-        self.streaks = Streaks.none(len(self.generated_N), generated_BT.device)
         self.left_ND = torch.empty(0)
         self.last_ND = torch.empty(0)
 
@@ -115,8 +106,7 @@ class ExitForwardPass:
     def _check_exits(self, layer: int, hidden_ND: Tensor) -> None:
         for units in self.going_N.nonzero()[:, 0].split(_CHUNK):
             jumped = self.check.jump(layer, hidden_ND[units])
-            generated = self.generated_N[units]
-            decision = self.check.decide(layer, jumped, generated, units, self.streaks)
+            decision = self.check.decide(layer, jumped, self.generated_N[units])
             self.checks_N[units] += 1
             self.heads_N[units] += decision.full_head_N
             gone = units[decision.exits_N]
@@ -157,120 +147,50 @@ def count_before(ids_BT: Tensor, mask_BC: Tensor | None, past: int) -> Tensor:
     return (seen_BT.cumsum(1) - 1).masked_fill(seen_BT == 0, -1)[:, -width:]
 
 
-# -- planning ------------------------------------------------------------------------------------
+# -- choosing exits ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ExitPrices:
-    """What a token pays, in any unit."""
+def mean_cost(exits_XN: Tensor, right_XN: Tensor, costs: Sequence[float], check: float) -> float:
+    """Return the mean cost of a token.
 
-    layer: float
-    check: float
-    """A map and the head of the exit vocabulary; without one, the whole head."""
-    head: float
-    fill: float
-    """Keys and values of a layer that is skipped."""
-
-
-def weight_prices(engine: Engine, rule: ExitRule) -> ExitPrices:
-    """Return prices in weights that are read."""
-    adapter, width = engine.adapter, engine.adapter.width
-    config = adapter.model.config.get_text_config()
-    layer = sum(p.numel() for each in adapter.layers for p in each.parameters())
-    head = float(width * config.vocab_size)
-    checked = head if rule.exit_vocab is None else float(width * len(rule.exit_vocab))
-    kv = width * width * 2.0
-    filled = {"shortcut": width * width + kv, "copy": kv, "deferred": 0.0}[rule.kv_propagation]
-    return ExitPrices(layer / adapter.num_layers, width * width + checked, head, filled)
-
-
-def expected_price(
-    exits_EN: Tensor,
-    right_EN: Tensor,
-    layers: Sequence[int],
-    chosen: Sequence[int],
-    num_layers: int,
-    prices: ExitPrices,
-    partial_head: bool,
-) -> float:
-    """Return the mean price of a token with the exits `chosen`.
-
-    The rows of `exit_tables` are `layers`. With `partial_head`, checks look at a part of the
-    vocabulary first.
+    Args:
+        exits_XN: Which tokens each exit would let go, the shallowest first.
+        right_XN: Which of these with the full model's prediction.
+        costs: Of a token that leaves at each exit, and at last of one that does not leave.
+        check: Cost of a check.
     """
-    order = [layers.index(layer) for layer in sorted(chosen)]
-    exits_XN, right_XN = exits_EN[order], right_EN[order]
     left_N = exits_XN.any(0)
     first_N = exits_XN.to(torch.uint8).argmax(0)  # the first exit that lets go
-    checks_N = torch.where(left_N, first_N + 1, len(order)).double()
+    checks_N = torch.where(left_N, first_N + 1, len(exits_XN))
     saves_N = left_N & right_XN.gather(0, first_N[None])[0]
-    depth_N = torch.where(saves_N, torch.tensor(sorted(chosen))[first_N], num_layers).double()
-    # Without an exit vocabulary the check of a token that leaves is its choice as well.
-    heads_N = torch.ones_like(depth_N) if partial_head else (~saves_N).double()
-    price_N = depth_N * prices.layer + (num_layers - depth_N) * prices.fill
-    return float((price_N + checks_N * prices.check + heads_N * prices.head).mean())
+    end_N = torch.where(saves_N, first_N, len(exits_XN))
+    return float((torch.tensor(costs, dtype=torch.float64)[end_N] + checks_N * check).mean())
 
 
-def grow_exits(price: Callable[[list[int]], float], layers: Sequence[int]) -> list[int]:
+def grow_exits(cost: Callable[[list[int]], float], layers: Sequence[int]) -> list[int]:
     """Return the set that no further layer makes cheaper; at least one layer."""
     chosen: list[int] = []
     best = float("inf")
     while left := [layer for layer in layers if layer not in chosen]:
-        found, layer = min((price(sorted([*chosen, layer])), layer) for layer in left)
+        found, layer = min((cost(sorted([*chosen, layer])), layer) for layer in left)
         if found >= best:
             break
         best, chosen = found, sorted([*chosen, layer])
     return chosen
 
 
-def candidate_layers(num_layers: int) -> list[int]:
-    """Return layers that may become exits: all but the last, or of very many an even spread."""
-    stride = -(-(num_layers - 1) // _MOST_CANDIDATES)
-    return list(range(num_layers - 1, 0, -stride))[::-1] if num_layers > 1 else []
-
-
-@torch.inference_mode()
-def exit_tables(
-    engine: Engine, rule: ExitRule, states: Sequence[Tensor], generated_N: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return for every exit and token whether it would leave, and whether it would be right.
-
-    `states` are `h_0 ... h_L` of the tokens, each `[N, D]`, and `generated_N` is how many tokens
-    come before each in its text.
-    """
-    check = ExitCheck(engine, rule)
-    units, exits, right = len(generated_N), [], []
-    expected_N = torch.cat(
-        [engine.head(engine.norm(part)).argmax(-1) for part in states[-1].split(_CHUNK)]
-    )
-    streaks = Streaks.none(units, generated_N.device)
-    for layer in sorted(set(rule.layers)):
-        exits_N = torch.zeros(units, dtype=torch.bool)
-        right_N = torch.zeros(units, dtype=torch.bool)
-        for part in torch.arange(units, device=generated_N.device).split(_CHUNK):
-            jumped = check.jump(layer, states[layer][part])
-            decision = check.decide(layer, jumped, generated_N[part], part, streaks)
-            gone = part[decision.exits_N]
-            exits_N[gone.cpu()] = True
-            right_N[gone.cpu()] = (decision.logits.argmax(-1) == expected_N[gone]).cpu()
-        exits.append(exits_N)
-        right.append(right_N)
-    return torch.stack(exits), torch.stack(right)
-
-
-def write_planning_texts(engine: Engine, seed: int = 0) -> Tensor:
+def write_planning_texts(engine: Engine) -> Tensor:
     """Return texts `[B, T]` that the model writes: begun by sampling, continued greedily."""
     model: Any = engine.adapter.model
     start = model.config.get_text_config().bos_token_id
-    limit = engine.adapter.max_length or _PLANNING_LENGTH
-    length = min(_PLANNING_LENGTH, limit - 1)
+    length = min(_PLANNING_LENGTH, (engine.adapter.max_length or _PLANNING_LENGTH + 1) - 1)
     ids_BT = torch.full((_PLANNING_TEXTS, 1), int(start or 0), device=model.device)
-    generator = torch.Generator().manual_seed(seed)
-    for drawn_by, upto in ((generator, min(_SAMPLED_TOKENS + 1, length)), (None, length)):
-        new = upto - ids_BT.shape[1]
+    sampled = min(_SAMPLED_TOKENS + 1, length)
+    for generator, end in ((torch.Generator().manual_seed(0), sampled), (None, length)):
+        new = end - ids_BT.shape[1]
         if new > 0:
             request = plain_request(
-                model, ids_BT, None, new, None, generator=drawn_by, stop_at_eos=False
+                model, ids_BT, None, new, None, generator=generator, stop_at_eos=False
             )
             rows = decode(engine, request).rows
             ids_BT = torch.tensor([row.ids for row in rows], device=model.device)
@@ -278,30 +198,46 @@ def write_planning_texts(engine: Engine, seed: int = 0) -> Tensor:
     return ids_BT
 
 
-def choose_exits(
-    engine: Engine,
-    rule: ExitRule,
-    ids_BT: Tensor | None = None,
-    prices: ExitPrices | None = None,
-) -> list[int]:
-    """Return the layers that are worth an exit, whatever the layers of `rule` are.
-
-    By default the model writes the texts `ids_BT` itself, and `prices` are `weight_prices`.
-    """
-    layers = candidate_layers(engine.num_layers) or [1]
-    wide = replace(rule, layers=layers)
-    ids_BT = write_planning_texts(engine) if ids_BT is None else ids_BT
+@torch.inference_mode()
+def exits_on_own_text(engine: Engine, rule: ExitRule) -> tuple[Tensor, Tensor]:
+    """Return which tokens of its own text each layer of `rule` lets go, and which rightly."""
+    ids_BT = write_planning_texts(engine)
     # The first tokens of a text are like no others.
     skipped = min(_SAMPLED_TOKENS, ids_BT.shape[1] // 2)
     states = [h[:, skipped:].flatten(0, 1) for h in engine.adapter.states(ids_BT)]
     generated = torch.arange(ids_BT.shape[1] - skipped, device=ids_BT.device)
-    exits_EN, right_EN = exit_tables(engine, wide, states, generated.repeat(len(ids_BT)))
-    used = prices or weight_prices(engine, wide)
-    partial_head = rule.exit_vocab is not None
+    generated_N = generated.repeat(len(ids_BT))
+    expected_N = engine.head(engine.norm(states[-1])).argmax(-1)
+    exits_EN = generated_N.new_zeros(len(rule.layers), len(generated_N), dtype=torch.bool)
+    right_EN = exits_EN.clone()
+    check = ExitCheck(engine, rule)
+    for place, layer in enumerate(rule.layers):
+        decision = check.decide(layer, check.jump(layer, states[layer]), generated_N)
+        gone_N = decision.exits_N
+        exits_EN[place] = gone_N
+        right_EN[place, gone_N] = decision.logits.argmax(-1) == expected_N[gone_N]
+    return exits_EN.cpu(), right_EN.cpu()
 
-    def price(chosen: list[int]) -> float:
-        return expected_price(
-            exits_EN, right_EN, layers, chosen, engine.num_layers, used, partial_head
-        )
 
-    return grow_exits(price, layers)
+def choose_exits(engine: Engine, rule: ExitRule) -> list[int]:
+    """Return the layers that are worth an exit, whatever the layers of `rule` are."""
+    adapter, last = engine.adapter, engine.num_layers
+    stride = -(-(last - 1) // _MOST_CANDIDATES)
+    layers = list(range(last - 1, 0, -stride))[::-1]
+    exits_EN, right_EN = exits_on_own_text(engine, replace(rule, layers=layers))
+    square = adapter.width**2
+    run = sum(p.numel() for layer in adapter.layers for p in layer.parameters()) / last
+    skip = {"shortcut": 3 * square, "copy": 2 * square, "deferred": 0}[rule.kv_propagation]
+    head = adapter.width * adapter.model.config.get_text_config().vocab_size
+    if rule.exit_vocab is None:
+        check, leave = square + head, 0  # the check has the head that a token leaves with
+    else:
+        check, leave = square + adapter.width * len(rule.exit_vocab), head
+
+    def cost(chosen: list[int]) -> float:
+        places = [layers.index(layer) for layer in chosen]
+        ends = [layer * run + (last - layer) * skip + leave for layer in chosen]
+        ends.append(last * run + head)
+        return mean_cost(exits_EN[places], right_EN[places], ends, check)
+
+    return grow_exits(cost, layers)
