@@ -56,11 +56,12 @@ def measure(
     for threshold in thresholds:
         for fill in KV_PROPAGATIONS:
             fast = make_exiting(loaded, maps, threshold, fill, exits)
-            on_full = threshold_losses(fast.decoding_engine, fast.exit_rule, full)(threshold)
+            measured = threshold_losses(fast.decoding_engine, fast.exit_rule, full)
+            losses_N, layers_N = measured(threshold)
             found[f"{fill}_{threshold:g}"] = {
                 **in_use(fast, texts, full, loaded, new_tokens, batch),
-                "on_full_text": 1 - float(on_full.losses_N.mean()),
-                "layers_on_full_text": float(on_full.layers_N.mean()),
+                "on_full_text": 1 - float(losses_N.mean()),
+                "layers_on_full_text": float(layers_N.mean()),
             }
             print(fill, threshold, found[f"{fill}_{threshold:g}"], flush=True)
     return {**found, "settings": {"policy": "gap"}}

@@ -75,9 +75,8 @@ def measure(
         some = prompts[start : min(start + batch, texts)]
         written += continue_prompts(fast.decoding_engine, some, new_tokens)
     measured = threshold_losses(fast.decoding_engine, fast.exit_rule, written)
-    points = [measured(threshold) for threshold in thresholds]
-    losses_NT = torch.stack([point.losses_N for point in points], dim=1)
-    layers_NT = torch.stack([point.layers_N for point in points], dim=1)
+    points = zip(*(measured(threshold) for threshold in thresholds), strict=True)
+    losses_NT, layers_NT = (torch.stack(each, dim=1) for each in points)
     means = losses_NT.mean(0).tolist(), layers_NT.mean(0).tolist()
     return {
         "tokens": sum(len(text.ids_T) - text.prompt for text in written),

@@ -6,7 +6,6 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from deepenough import UserError
 from deepenough.decoding.calibration import (
     bernoulli_kl,
     binomial_cdf,
@@ -96,8 +95,3 @@ def test_few_splits_fail(failures) -> None:
     generator = torch.Generator().manual_seed(1)
     losses = (torch.rand(400, 3, generator=generator) < torch.tensor([0.0, 0.02, 0.2])).double()
     assert failures(losses, [0.9, 0.5, 0.1], splits=50) <= 0.1
-
-
-def test_losses_beyond_one_are_refused() -> None:
-    with pytest.raises(UserError, match="between 0 and 1"):
-        choose(torch.full((100, 1), 2.0), [0.5])

@@ -2,8 +2,8 @@
 
 The full model continues the beginnings of the texts. At every new token, with the text so far as it
 was written, the token that the exits choose is compared with the full model's; the first new token
-is decoded with the prompt, through all layers, and is never wrong. A threshold has a risk, the
-expected loss of a text drawn like the ones given: by default the share of tokens that differ.
+is decoded with the prompt, through all layers, and is never wrong. The loss of a text is the share
+of tokens that differ, the risk of a threshold the expected loss of a text drawn like those given.
 
 Thresholds are tested by *Learn then Test* (arXiv 2110.01052), as in CALM (2207.07061). From `n`
 texts with mean loss `r`, the hypothesis "the risk is above `alpha`" has the Hoeffding-Bentkus
@@ -63,8 +63,6 @@ THRESHOLDS: tuple[float, ...] = (
     *(0.99, 0.98, 0.97, 0.96, 0.95, 0.94, 0.92, 0.9, 0.875, 0.85, 0.825, 0.8, 0.775, 0.75),
     *(0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3, 0.2, 0.1),
 )
-#: `loss(found, expected)` of the tokens `[T]` of one text, between 0 and 1.
-Loss = Callable[[Tensor, Tensor], float]
 
 
 # -- learn then test -----------------------------------------------------------------------------
@@ -132,8 +130,6 @@ def learn_then_test(
     chosen = None
     for threshold in thresholds:
         losses_N = losses(threshold).double()
-        if not bool(((losses_N >= 0) & (losses_N <= 1)).all()):
-            raise UserError("Losses must be between 0 and 1: scale them.")
         risks.append(float(losses_N.mean()))
         p_values.append(hoeffding_bentkus_p_value(risks[-1], len(losses_N), max_risk))
         if p_values[-1] > 1 - confidence:
@@ -145,48 +141,46 @@ def learn_then_test(
 # -- losses --------------------------------------------------------------------------------------
 
 
-def disagreement(found_T: Tensor, expected_T: Tensor) -> float:
-    """Return the share of tokens that differ."""
-    return float((found_T != expected_T).double().mean())
-
-
-@dataclass
-class ExitLosses:
-    """Losses of texts at a threshold."""
-
-    losses_N: Tensor
-    layers_N: Tensor
-    """Layers of a token, on average over each text."""
-
-
 def threshold_losses(
-    engine: Engine,
-    rule: ExitRule,
-    texts: Sequence[SelfGenerated],
-    loss: Loss = disagreement,
-) -> Callable[[float], ExitLosses]:
-    """Return a function that measures the losses of a threshold on texts of the full model.
+    engine: Engine, rule: ExitRule, texts: Sequence[SelfGenerated]
+) -> Callable[[float], tuple[Tensor, Tensor]]:
+    """Return a function that measures losses and mean layers `[N]` of a threshold.
 
     With `deferred` the cache is exact whatever the threshold, and so are confidence and token of
     every exit: one run of the model serves all thresholds. Otherwise it runs once a threshold, so
     that later tokens find in the KV cache what KV propagation puts there.
+
+    Args:
+        engine: The model.
+        rule: How tokens leave; the threshold of its policy does not matter.
+        texts: What the full model wrote.
     """
     if rule.kv_propagation == "deferred":
-        tables = [ExitTable.collect(engine, rule, text) for text in texts]
-        expected = [table.tokens_XT[-1] for table in tables]
-    else:
-        expected = [full_tokens(engine, text) for text in texts]
+        tables = [exit_table(engine, rule, text) for text in texts]
+        full = [tokens_XT[-1] for _, tokens_XT in tables]
+        ends = torch.tensor([*sorted(set(rule.layers)), engine.num_layers])
 
-    def measure(threshold: float) -> ExitLosses:
-        if rule.kv_propagation == "deferred":
-            found = [table.exit_tokens(threshold) for table in tables]
-        else:
+        def exits(threshold: float) -> list[tuple[Tensor, Tensor]]:
+            found = []
+            for confidence_XT, tokens_XT in tables:
+                first_T = (confidence_XT > threshold).to(torch.uint8).argmax(0)
+                found.append((tokens_XT.gather(0, first_T[None])[0], ends[first_T]))
+            return found
+    else:
+        full = [full_tokens(engine, text) for text in texts]
+
+        def exits(threshold: float) -> list[tuple[Tensor, Tensor]]:
             policy = replace(rule.policy, threshold=threshold)  # type: ignore[type-var]
             chosen = replace(rule, policy=policy)
-            found = [exit_tokens(engine, chosen, text) for text in texts]
-        losses = [loss(each[0], full_T) for each, full_T in zip(found, expected, strict=True)]
-        layers = [depth_T.double().mean() for _, depth_T in found]
-        return ExitLosses(torch.tensor(losses, dtype=torch.float64), torch.stack(layers))
+            return [exit_tokens(engine, chosen, text) for text in texts]
+
+    def measure(threshold: float) -> tuple[Tensor, Tensor]:
+        tokens, depths = zip(*exits(threshold), strict=True)
+        differ = [found_T != full_T for found_T, full_T in zip(tokens, full, strict=True)]
+        losses_N, layers_N = (
+            torch.stack([each_T.double().mean() for each_T in each]) for each in (differ, depths)
+        )
+        return losses_N, layers_N
 
     return measure
 
@@ -213,35 +207,22 @@ def exit_tokens(engine: Engine, rule: ExitRule, text: SelfGenerated) -> tuple[Te
     return tokens_T, exits.depth_N[text.prompt - 1 : -1].cpu()
 
 
-@dataclass
-class ExitTable:
-    """What every exit would do at every new token of a text, and at last the full model."""
+@torch.inference_mode()
+def exit_table(engine: Engine, rule: ExitRule, text: SelfGenerated) -> tuple[Tensor, Tensor]:
+    """Return what every exit, and at last the full model, would do at every new token of a text.
 
-    ends: Tensor
-    """Layers of the exits, and the last layer, `[X + 1]`."""
-    confidence_XT: Tensor
-    """The threshold below which a token leaves there; infinite for the last layer."""
-    tokens_XT: Tensor
-    """The token it leaves with."""
-
-    @classmethod
-    @torch.inference_mode()
-    def collect(cls, engine: Engine, rule: ExitRule, text: SelfGenerated) -> ExitTable:
-        """Run the full model over a text; the threshold of the rule's policy does not matter."""
-        check, layers = ExitCheck(engine, rule), sorted(set(rule.layers))
-        states = _new_states(engine, text)
-        generated_T = torch.arange(len(states[-1]), device=states[-1].device)
-        rows = [check.confidence(layer, states[layer], generated_T) for layer in layers]
-        last_T = engine.head(engine.norm(states[-1])).argmax(-1)
-        rows.append((torch.full_like(rows[0][0], torch.inf), last_T))
-        confidence_XT, tokens_XT = (torch.stack(each).cpu() for each in zip(*rows, strict=True))
-        confidence_XT[:-1, 0] = -torch.inf  # the first new token does not leave
-        return cls(torch.tensor([*layers, engine.num_layers]), confidence_XT, tokens_XT)
-
-    def exit_tokens(self, threshold: float) -> tuple[Tensor, Tensor]:
-        """Return what the exits choose at a threshold with an exact cache, and the layers."""
-        first_T = (self.confidence_XT > threshold).to(torch.uint8).argmax(0)
-        return self.tokens_XT.gather(0, first_T[None])[0], self.ends[first_T]
+    That is the threshold below which the token leaves there, and the token it leaves with, both
+    `[X, T]`.
+    """
+    check, states = ExitCheck(engine, rule), _new_states(engine, text)
+    generated_T = torch.arange(len(states[-1]), device=states[-1].device)
+    layers = sorted(set(rule.layers))
+    rows = [check.confidence(layer, states[layer], generated_T) for layer in layers]
+    last_T = engine.head(engine.norm(states[-1])).argmax(-1)
+    rows.append((torch.full_like(rows[0][0], torch.inf), last_T))
+    confidence_XT, tokens_XT = (torch.stack(each).cpu() for each in zip(*rows, strict=True))
+    confidence_XT[:-1, 0] = -torch.inf  # the first new token does not leave
+    return confidence_XT, tokens_XT
 
 
 # -- what is saved -------------------------------------------------------------------------------
@@ -261,8 +242,6 @@ class Calibration:
     exit_vocab: tuple[int, ...] | None
     max_disagreement: float
     confidence: float
-    loss: str
-    """What is bounded: disagreement, or the name of another loss."""
     texts: int
     tokens: int
     thresholds: tuple[float, ...]
@@ -278,16 +257,15 @@ class Calibration:
 
     def holds(self) -> str:
         """Return the result in one sentence."""
-        sure = f"with confidence {self.confidence:g}"
+        bound = (
+            f"a disagreement of at most {self.max_disagreement:g} with confidence "
+            f"{self.confidence:g}"
+        )
         if self.threshold is None:
-            return (
-                f"No threshold holds: none has a {self.loss} of at most "
-                f"{self.max_disagreement:g} {sure}, on {self.texts} texts."
-            )
+            return f"No threshold holds: none has {bound}, on {self.texts} texts."
         risk = self.risks[self.thresholds.index(self.threshold)]
         return (
-            f"Threshold {self.threshold:g} has a {self.loss} of at most "
-            f"{self.max_disagreement:g} {sure}: {risk:.4f} measured on {self.texts} texts."
+            f"Threshold {self.threshold:g} has {bound}: {risk:.4f} measured on {self.texts} texts."
         )
 
     def exit_rule(self, shortcuts: Shortcuts, adapter: Adapter) -> ExitRule:
@@ -344,19 +322,6 @@ class Calibration:
         return found
 
 
-def _policy_parts(policy: ExitPolicy) -> tuple[str, dict[str, float]]:
-    """Return name and options of a policy with a threshold; refuse others."""
-    names = {kind: name for name, kind in POLICIES.items()}
-    if not isinstance(policy, ThresholdPolicy) or type(policy) not in names:
-        raise UserError(
-            f"{type(policy).__name__} has no threshold to calibrate: use the policy gap, top or "
-            "entropy."
-        )
-    options = dataclasses.asdict(policy)
-    del options["threshold"]
-    return names[type(policy)], options
-
-
 def _maps_hash(rule: ExitRule) -> str:
     digest = hashlib.sha256()
     for layer in sorted(set(rule.layers)):
@@ -375,7 +340,6 @@ def calibrate(
     texts: Iterable[str],
     max_disagreement: float = 0.05,
     confidence: float = 0.95,
-    loss: Loss = disagreement,
     *,
     thresholds: Sequence[float] = THRESHOLDS,
     prompt_tokens: int = 32,
@@ -391,9 +355,8 @@ def calibrate(
         tokenizer: The model's tokenizer.
         texts: Texts whose beginnings the full model continues. They count as drawn independently:
             give no two pieces of one.
-        max_disagreement: Largest expected loss of a text.
+        max_disagreement: Largest expected share of tokens of a text that differ.
         confidence: Probability with which that must hold.
-        loss: `loss(found, expected)` of the token ids of one text, between 0 and 1.
         thresholds: Thresholds to test, the highest first.
         prompt_tokens: Tokens of each text that are its prompt.
         new_tokens: Most new tokens of each text.
@@ -403,7 +366,15 @@ def calibrate(
     rule = getattr(fast, "exit_rule", None)
     if not isinstance(rule, ExitRule):
         raise UserError("Only an exiting model is calibrated: give what early_exit() returned.")
-    name, options = _policy_parts(rule.policy)
+    policy = rule.policy
+    names = {kind: name for name, kind in POLICIES.items() if issubclass(kind, ThresholdPolicy)}
+    if type(policy) not in names:
+        raise UserError(
+            f"{type(policy).__name__} has no threshold to calibrate: use the policy gap, top or "
+            "entropy."
+        )
+    options = dataclasses.asdict(policy)  # type: ignore[call-overload]
+    del options["threshold"]
     for limit, value in (("max_disagreement", max_disagreement), ("confidence", confidence)):
         if not 0 < value < 1:
             raise UserError(f"{limit} must be between 0 and 1: got {value}.")
@@ -423,25 +394,24 @@ def calibrate(
         written += continue_prompts(engine, prompts[start : start + batch], new_tokens)
         if progress is not None:
             progress(len(written), len(prompts))
-    measure = threshold_losses(engine, rule, written, loss)
+    measure = threshold_losses(engine, rule, written)
     layers: dict[float, float] = {}
 
     def losses(threshold: float) -> Tensor:
-        found = measure(threshold)
-        layers[threshold] = float(found.layers_N.mean())
-        return found.losses_N
+        losses_N, layers_N = measure(threshold)
+        layers[threshold] = float(layers_N.mean())
+        return losses_N
 
     found = learn_then_test(losses, thresholds, max_disagreement, confidence)
     return Calibration(
         threshold=found.threshold,
-        policy=name,
+        policy=names[type(policy)],
         policy_options=options,
         exit_layers=tuple(sorted(set(rule.layers))),
         kv_propagation=rule.kv_propagation,
         exit_vocab=None if rule.exit_vocab is None else tuple(rule.exit_vocab.tolist()),
         max_disagreement=max_disagreement,
         confidence=confidence,
-        loss=getattr(loss, "__name__", "loss"),
         texts=len(written),
         tokens=sum(len(text.ids_T) - text.prompt for text in written),
         thresholds=tuple(thresholds[: len(found.risks)]),
