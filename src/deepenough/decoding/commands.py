@@ -26,17 +26,11 @@ def generate(config: GenerateConfig) -> None:
     prompt = sys.stdin.read() if config.prompt is None else config.prompt
     from deepenough.decoding.evaluation import generate_timed, pieces, prompt_ids
 
-    exit_options = _exit_options(config)
-    model, tokenizer = config.model.load()
+    model, tokenizer, fast = _load(config)
     ids = prompt_ids(tokenizer, prompt, config.chat)
-    fast = _adaptive(model, config, exit_options)
     against = model if config.against_full else None
     result, full = generate_timed(fast, ids, config.max_new_tokens, against, config.rounds)
     texts = pieces(tokenizer, ids[0].tolist(), result.ids)
-    num_layers = fast.decoding_engine.num_layers
-    if not config.json:
-        _show(result, full, config.mode, prompt, texts, num_layers)
-        return
     rows = zip(result.ids, texts, result.depths, result.flops, strict=True)
     names = ("id", "text", "depth", "flops")
     answer: dict[str, Any] = {
@@ -44,7 +38,7 @@ def generate(config: GenerateConfig) -> None:
         "mode": config.mode,
         "text": "".join(texts),
         "tokens": [dict(zip(names, row, strict=True)) for row in rows],
-        "layers": num_layers,
+        "layers": fast.decoding_engine.num_layers,
         "drafted": result.drafted,
         "accepted": result.accepted,
         "interrupted": result.interrupted,
@@ -54,48 +48,44 @@ def generate(config: GenerateConfig) -> None:
         answer["full"] = {"text": tokenizer.decode(full.ids), **_spent(full)}
         answer["speedup"] = result.tokens_per_second / full.tokens_per_second
         answer["identical"] = result.ids == full.ids
-    print(json.dumps(answer))
+    if config.json:
+        print(json.dumps(answer))
+    else:
+        _show(answer, prompt)
 
 
-def _exit_options(config: GenerateConfig) -> dict[str, Any]:
-    """Return the options of `early_exit`, checked before a model is loaded."""
-    from deepenough.decoding.early_exit import ConfidenceGap, make_policy
-
-    names = ("policy", "threshold", "mean_length", "exit_layers", "kv_propagation", "exit_vocab")
-    for name in ("guarantee", *names):
-        if config.mode != "early_exit" and getattr(config, name) is not None:
-            raise UserError(f"{name} is an option of --mode early_exit: give that mode, or none.")
-    policy = None
-    if config.policy is not None or config.threshold is not None or config.mean_length is not None:
-        policy = make_policy(config.policy or "gap", config.threshold)
-    if config.mean_length is not None:
-        if not isinstance(policy, ConfidenceGap):
-            raise UserError("mean_length is an option of the policy gap: leave it out.")
-        policy = ConfidenceGap(policy.threshold, config.mean_length)
-    return {
-        "guarantee": config.guarantee,
-        "policy": policy,
-        "exit_layers": config.exit_layers,
-        "kv_propagation": config.kv_propagation,
-    }
-
-
-def _adaptive(model: Any, config: GenerateConfig, exit_options: dict[str, Any]) -> Any:
-    """Return a model that decodes by the mode asked for."""
+def _load(config: GenerateConfig) -> tuple[Any, Any, Any]:
+    """Return a model, its tokenizer, and the model as it decodes by the mode asked for."""
     from deepenough.decoding.api import early_exit, speculate
+    from deepenough.decoding.early_exit import ConfidenceGap, make_policy
     from deepenough.shortcut.modeling import Shortcuts
 
+    names = ("policy", "threshold", "mean_length", "exit_layers", "kv_propagation", "exit_vocab")
+    options = {name: getattr(config, name) for name in ("guarantee", *names)}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options and config.mode != "early_exit":
+        name = next(iter(options))
+        raise UserError(f"{name} is an option of --mode early_exit: give that mode, or none.")
+    if options.keys() & {"policy", "threshold", "mean_length"}:
+        policy = make_policy(options.pop("policy", "gap"), options.pop("threshold", None))
+        if "mean_length" in options:
+            if not isinstance(policy, ConfidenceGap):
+                raise UserError("mean_length is an option of the policy gap: leave it out.")
+            policy = ConfidenceGap(policy.threshold, options.pop("mean_length"))
+        options["policy"] = policy
+    model, tokenizer = config.model.load()
+    folder = config.shortcuts
+    shortcuts = None if folder is None else Shortcuts.from_pretrained(folder)
     if config.mode == "full":
-        return speculate(model, "none")
-    shortcuts = None
-    if config.shortcuts is not None:
-        shortcuts = Shortcuts.from_pretrained(config.shortcuts)
-    if config.mode == "speculative":
-        return speculate(model, draft_model=config.draft_model, shortcuts=shortcuts)
-    if shortcuts is None:
+        fast = speculate(model, "none")
+    elif config.mode == "speculative":
+        fast = speculate(model, draft_model=config.draft_model, shortcuts=shortcuts)
+    elif shortcuts is None:
         raise UserError("Early exit needs shortcuts: give the folder of the model's.")
-    vocab = _first_tokens(model, config.exit_vocab)
-    return early_exit(model, shortcuts, **exit_options, exit_vocab=vocab)
+    else:
+        options["exit_vocab"] = _first_tokens(model, config.exit_vocab)
+        fast = early_exit(model, shortcuts, **options)
+    return model, tokenizer, fast
 
 
 def _first_tokens(model: Any, number: int | None) -> Any:
@@ -117,42 +107,36 @@ def _spent(result: GenerationResult) -> dict[str, Any]:
     }
 
 
-def _show(
-    result: GenerationResult,
-    full: GenerationResult | None,
-    mode: str,
-    prompt: str,
-    texts: Sequence[str],
-    num_layers: int,
-) -> None:
+def _show(answer: dict[str, Any], prompt: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
+    layers = answer["layers"]
+    depths = [token["depth"] for token in answer["tokens"]]
     console.print(prompt, end="", markup=False, soft_wrap=True)
-    console.print(shaded(texts, result.depths, num_layers), soft_wrap=True)
+    texts = [token["text"] for token in answer["tokens"]]
+    console.print(shaded(texts, depths, layers), soft_wrap=True)
     if console.color_system is not None and not console.no_color:
-        depths = sorted(set(result.depths))
-        labels = [f" {depth} " for depth in depths]
-        console.print("layers: ", shaded(labels, depths, num_layers))
+        known = sorted(set(depths))
+        console.print("layers: ", shaded([f" {depth} " for depth in known], known, layers))
     table = Table("", "tokens", "tokens/s", "layers", "GFLOPs", box=None)
-    for name, each in ((mode, result), ("model.generate", full)):
-        if each is not None:
+    for name, spent in ((answer["mode"], answer), ("model.generate", answer.get("full"))):
+        if spent is not None:
             table.add_row(
                 name,
-                str(len(each.ids)),
-                f"{each.tokens_per_second:.1f}",
-                f"{each.mean_layers:.1f} of {num_layers}",
-                f"{sum(each.flops) / 1e9:.2f}",
+                str(spent["new_tokens"]),
+                f"{spent['tokens_per_second']:.1f}",
+                f"{spent['mean_layers']:.1f} of {layers}",
+                f"{spent['flops'] / 1e9:.2f}",
             )
     console.print(table)
-    if full is not None:
-        same = "the same tokens" if result.ids == full.ids else "other tokens"
-        speedup = result.tokens_per_second / full.tokens_per_second
-        console.print(f"{speedup:.2f} times as fast, {same}")
-    if result.drafted:
-        console.print(f"{result.accepted} of {result.drafted} draft tokens accepted")
-    if result.interrupted:
+    if "full" in answer:
+        same = "the same tokens" if answer["identical"] else "other tokens"
+        console.print(f"{answer['speedup']:.2f} times as fast, {same}")
+    if answer["drafted"]:
+        console.print(f"{answer['accepted']} of {answer['drafted']} draft tokens accepted")
+    if answer["interrupted"]:
         console.print("interrupted: this is what was generated so far")
 
 

@@ -29,6 +29,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -253,19 +254,16 @@ class ExitCheck:
 
         `generated_N` is how many tokens their sequences have generated.
         """
-        normed_ND = self.engine.norm(jumped_ND)
+        policy, normed_ND = self.rule.policy, self.engine.norm(jumped_ND)
         full_head_N = torch.ones_like(generated_N, dtype=torch.bool)
         if self.vocab_head is not None:
-            full_head_N = self._exits(layer, F.linear(normed_ND, *self.vocab_head), generated_N)
+            partial = F.linear(normed_ND, *self.vocab_head)
+            full_head_N = policy.exits(_observed(layer, partial, generated_N))
         logits = self.engine.head(normed_ND[full_head_N])
-        sure = self._exits(layer, logits, generated_N[full_head_N])
+        sure = policy.exits(_observed(layer, logits, generated_N[full_head_N]))
         exits_N = full_head_N.clone()
         exits_N[full_head_N] = sure
         return ExitDecision(exits_N, logits[sure], full_head_N)
-
-    def _exits(self, layer: int, logits: Tensor, generated_N: Tensor) -> Tensor:
-        probs = logits.float().softmax(-1)
-        return self.rule.policy.exits(ExitObservation(layer, probs, generated_N))
 
     def confidence(
         self, layer: int, state_ND: Tensor, generated_N: Tensor
@@ -277,14 +275,15 @@ class ExitCheck:
         policy, normed_ND = self.rule.policy, self.engine.norm(self.jump(layer, state_ND))
         assert isinstance(policy, ThresholdPolicy)
         logits_NV = self.engine.head(normed_ND)
-        checked = [logits_NV]
+        sure_N = policy.confidence(_observed(layer, logits_NV, generated_N))
         if self.vocab_head is not None:
-            checked.append(F.linear(normed_ND, *self.vocab_head))
-        confidences = [
-            policy.confidence(ExitObservation(layer, logits.float().softmax(-1), generated_N))
-            for logits in checked
-        ]
-        return torch.stack(confidences).amin(0), logits_NV.argmax(-1)
+            partial = F.linear(normed_ND, *self.vocab_head)
+            sure_N = sure_N.minimum(policy.confidence(_observed(layer, partial, generated_N)))
+        return sure_N, logits_NV.argmax(-1)
+
+
+def _observed(layer: int, logits: Tensor, generated_N: Tensor) -> ExitObservation:
+    return ExitObservation(layer, logits.float().softmax(-1), generated_N)
 
 
 # -- decoding ------------------------------------------------------------------------------------
@@ -300,12 +299,12 @@ class PartialDepthPass:
 
     def __init__(self, engine: Engine, rule: ExitRule) -> None:
         self.engine, self.rule = engine, rule
-        self.waiting: dict[int, dict[int, Tensor]] = {}
+        self.waiting: dict[tuple[int, int], Tensor] = {}
         """By sequence and layer: states `[n, D]` of tokens that wait there."""
         self.moving: list[Tensor] = []
         """States of each sequence on their way; the last is the latest token's."""
-        self.contexts: dict[tuple[int, ...], Any] = {}
-        """What layers need for the latest tokens of some sequences."""
+        self.contexts: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
+        """What layers need for so many tokens of some sequences, made once in a pass."""
 
     def begin(self, rows: Sequence[SequenceState]) -> None:
         """Embed the latest token of every sequence."""
@@ -313,57 +312,43 @@ class PartialDepthPass:
         tokens_B1 = torch.tensor([[row.context[-1]] for row in rows], device=device)
         step = self.engine.start_step(tokens_B1)
         self.moving = list(step.hidden)
-        self.contexts = {tuple(range(len(rows))): step.context}
+        self.contexts = {(tuple(range(len(rows))), (1,) * len(rows)): step.context}
 
     def climb(
         self, rows: Sequence[SequenceState], places: Sequence[int], first: int, last: int
     ) -> Tensor:
         """Run layers `first + 1 ... last` for some sequences; return the latest states `[n, D]`."""
         for place in places:
-            waited = self.waiting.get(rows[place].index, {}).pop(first, None)
-            if waited is not None:
-                self.moving[place] = torch.cat([waited, self.moving[place]])
-        if any(len(self.moving[place]) > 1 for place in places):
-            return self._climb_together(places, first, last)
-        step = self._latest(places)
-        hidden_B1D = self.engine.run_layers(step, step.hidden, first, last)
-        for place, state_1D in zip(places, hidden_B1D, strict=True):
-            self.moving[place] = state_1D
-        return hidden_B1D[:, 0]
-
-    def _climb_together(self, places: Sequence[int], first: int, last: int) -> Tensor:
-        """Run layers where some sequences take along tokens that had waited."""
-        engine = self.engine
-        groups = [self.moving[place] for place in places]
-        sizes = [len(group) for group in groups]
-        starts = [engine.lengths[p] + 1 - n for p, n in zip(places, sizes, strict=True)]
-        # What pads shorter groups lands behind the latest token, where nobody looks.
-        hidden_BTD = pad_sequence(groups, batch_first=True)
-        step = engine.resume(hidden_BTD, starts, places)
-        hidden_BTD = engine.run_layers(step, hidden_BTD, first, last)
-        for place, size, states_TD in zip(places, sizes, hidden_BTD, strict=True):
-            self.moving[place] = states_TD[:size]
+            here = (rows[place].index, first)
+            if here in self.waiting:
+                self.moving[place] = torch.cat([self.waiting.pop(here), self.moving[place]])
+        step = self._step(places)
+        hidden_BTD = self.engine.run_layers(step, step.hidden, first, last)
+        for place, states_TD in zip(places, hidden_BTD, strict=True):
+            self.moving[place] = states_TD[: len(self.moving[place])]
         return torch.stack([self.moving[place][-1] for place in places])
 
-    def _latest(self, places: Sequence[int]) -> Step:
-        """Return a step of the latest tokens of some sequences; its context is made once."""
-        hidden_B1D = torch.stack([self.moving[place] for place in places])
-        chosen = tuple(places)
+    def _step(self, places: Sequence[int]) -> Step:
+        """Return a step of all tokens of some sequences that are on their way."""
+        groups = [self.moving[place] for place in places]
+        # What pads shorter groups lands behind the latest token, where nobody looks.
+        hidden_BTD = pad_sequence(groups, batch_first=True)
+        sizes = tuple(map(len, groups))
+        chosen = (tuple(places), sizes)
         if chosen not in self.contexts:
-            starts = [self.engine.lengths[place] for place in places]
-            self.contexts[chosen] = self.engine.resume(hidden_B1D, starts, places).context
-        return Step(hidden_B1D, 0, self.contexts[chosen])
+            ends = [self.engine.lengths[place] + 1 for place in places]
+            starts = [end - size for end, size in zip(ends, sizes, strict=True)]
+            self.contexts[chosen] = self.engine.resume(hidden_BTD, starts, places).context
+        return Step(hidden_BTD, 0, self.contexts[chosen])
 
     def leave(self, rows: Sequence[SequenceState], places: Sequence[int], layer: int) -> None:
         """Let these sequences' tokens go no further than `layer`, and propagate their KV."""
         if self.rule.kv_propagation == "deferred":
             for place in places:
-                waits = self.waiting.setdefault(rows[place].index, {})
-                before = waits.get(layer)
-                group = self.moving[place]
-                waits[layer] = group if before is None else torch.cat([before, group])
+                here, group = (rows[place].index, layer), self.moving[place]
+                self.waiting[here] = torch.cat([self.waiting.get(here, group[:0]), group])
             return
-        step = self._latest(places)
+        step = self._step(places)
         left_BD = step.hidden[:, 0]
         for index in range(layer, self.engine.num_layers):
             self.engine.write_kv(index, self.rule.next_input(left_BD, layer, index), step)
@@ -394,26 +379,28 @@ class ExitingDepth(ForwardStrategy):
         generated_B = torch.tensor([len(row.tokens) for row in rows], device=device)
         logits: dict[int, Tensor] = {}
         self.forward.begin(rows)
-        for first, end in zip([0, *self.ends[:-1]], self.ends, strict=True):
+        for first, end in pairwise([0, *self.ends]):
             state_BD = self.forward.climb(rows, going, first, end)
             if end == last:
                 logits |= dict(zip(going, engine.head(engine.norm(state_BD)), strict=True))
                 break
             jumped_BD = self.check.jump(end, state_BD)
             decision = self.check.decide(end, jumped_BD, generated_B[going])
-            exits = decision.exits_N.tolist()
-            full_head = decision.full_head_N.tolist()
-            for place, leaves, whole in zip(going, exits, full_head, strict=True):
-                # The head that a token leaves with is that of its choice, and counted there.
-                overhead[place] += self.check.flops + self.costs.head * (whole and not leaves)
-            leaving = [place for place, leaves in zip(going, exits, strict=True) if leaves]
+            leaving, staying = [], []
+            flags = zip(decision.exits_N.tolist(), decision.full_head_N.tolist(), strict=True)
+            for place, (leaves, full_head) in zip(going, flags, strict=True):
+                overhead[place] += self.check.flops
+                if leaves:  # with the head of its choice, which is counted there
+                    leaving.append(place)
+                    depths[place] = end
+                    overhead[place] += self.costs.filling(end, self.rule.kv_propagation)
+                else:
+                    staying.append(place)
+                    overhead[place] += self.costs.head * full_head
             if leaving:
                 self.forward.leave(rows, leaving, end)
                 logits |= dict(zip(leaving, decision.logits, strict=True))
-            for place in leaving:
-                depths[place] = end
-                overhead[place] += self.costs.filling(end, self.rule.kv_propagation)
-            going = [place for place, leaves in zip(going, exits, strict=True) if not leaves]
+            going = staying
             if not going:
                 break
         stacked_BV = torch.stack([logits[place] for place in range(len(rows))])

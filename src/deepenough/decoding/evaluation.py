@@ -265,6 +265,9 @@ class GenerationCandidate:
                 f"{entry.run} has no maps yet: let deepenough shortcut fit finish (--resume goes "
                 "on), or leave it out."
             )
+        # Only maps to all layers can fill the KV cache.
+        whole = self.shortcuts is not None and self.shortcuts.targets == "all"
+        self.kv_propagation: KVPropagation = "shortcut" if whole else "copy"
         kind: type[DraftTrainConfig | ShortcutFitConfig] = (
             DraftTrainConfig if tunes else ShortcutFitConfig
         )
@@ -291,12 +294,6 @@ class GenerationCandidate:
             "new_tokens": self.num_new,
         }
         self.task = ComparedTask("writing", text, split, "token", "agreement", True, detail)
-
-    @property
-    def kv_propagation(self) -> KVPropagation:
-        """How exits fill the KV cache: by shortcuts, where they lead to all layers."""
-        whole = self.shortcuts is not None and self.shortcuts.targets == "all"
-        return "shortcut" if whole else "copy"
 
     def points(self) -> Sequence[OperatingPoint]:
         """Return the ways to decode that were asked for, the deepest first."""
