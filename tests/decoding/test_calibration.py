@@ -162,9 +162,11 @@ def test_a_calibrated_model(model, shortcuts, tmp_path, fill) -> None:
         other = make_model(seed=1)
         free = Shortcuts(3, 16, shortcuts.maps)
         early_exit(other, free, guarantee=found)
-    with pytest.raises(UserError, match="other shortcuts"):
-        maps = {pair: 2 * matrix for pair, matrix in shortcuts.maps.items()}
-        early_exit(model, Shortcuts(3, 16, maps), guarantee=found)
+    # With kv_propagation shortcut the map between exits is used as well.
+    for changed in [(1, 3)] + [(1, 2)] * (fill == "shortcut"):
+        maps = {**shortcuts.maps, changed: 2 * shortcuts.maps[changed]}
+        with pytest.raises(UserError, match="other shortcuts"):
+            early_exit(model, Shortcuts(3, 16, maps), guarantee=found)
 
 
 def test_that_none_holds_is_said(model, shortcuts) -> None:

@@ -82,11 +82,12 @@ def test_a_prompt_is_timed_beside_the_model(small, shortcuts) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     result, full = generate_timed(speculate(small), ids, 10, against=small, rounds=2)
     assert result.ids == full.ids and len(result.ids) <= 10
-    assert full.flops[0] == pytest.approx(result.flops[0])
+    assert float(full.trace.flops[0, 0]) == pytest.approx(float(result.trace.flops[0, 0]))
     fast = early_exit(small, shortcuts, policy=FixedLayer(1), exit_layers=[1])
     result, full = generate_timed(fast, ids, 10)
     assert full is None
-    assert result.depths[0] == 3 and set(result.depths[1:]) == {1}
+    depths = result.trace.depth[0].tolist()
+    assert depths[0] == 3 and set(depths[1:]) == {1}
 
 
 def test_characters_of_several_tokens_stay_whole() -> None:

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Binomial
+from torch.distributions import Bernoulli, Binomial, kl_divergence
 
 from deepenough.artifacts import write_json
 from deepenough.decoding.early_exit import (
@@ -79,26 +79,14 @@ class LearnThenTestResult:
     p_values: tuple[float, ...]
 
 
-def bernoulli_kl(a: float, b: float) -> float:
-    """Return `KL(a || b)`: a log(a / b) + (1 - a) log((1 - a) / (1 - b)), with 0 log 0 = 0."""
-    first = a * math.log(a / b) if a > 0 else 0.0
-    second = (1 - a) * math.log((1 - a) / (1 - b)) if a < 1 else 0.0
-    return first + second
-
-
-def binomial_cdf(successes: int, trials: int, chance: float) -> float:
-    """Return `P(Bin(trials, chance) <= successes)`."""
-    counts = torch.arange(min(successes, trials) + 1, dtype=torch.float64)
-    logs = Binomial(trials, torch.tensor(chance, dtype=torch.float64)).log_prob(counts)
-    return min(1.0, float(logs.logsumexp(0).exp()))
-
-
 def hoeffding_bentkus_p_value(mean_loss: float, texts: int, max_risk: float) -> float:
     """Return the p-value of "the risk is above `max_risk`" from a mean of losses."""
-    hoeffding = math.exp(-texts * bernoulli_kl(min(mean_loss, max_risk), max_risk))
+    mean, risk = torch.tensor([min(mean_loss, max_risk), max_risk], dtype=torch.float64)
+    hoeffding = math.exp(-texts * kl_divergence(Bernoulli(mean), Bernoulli(risk)))
     # A mean of n numbers times n is not n times the mean: rounding must not add a success.
-    successes = math.ceil(round(texts * mean_loss, 9))
-    bentkus = math.e * binomial_cdf(successes, texts, max_risk)
+    successes = min(math.ceil(round(texts * mean_loss, 9)), texts)
+    counts = torch.arange(successes + 1, dtype=torch.float64)
+    bentkus = math.e * float(Binomial(texts, risk).log_prob(counts).logsumexp(0).exp())
     return min(1.0, hoeffding, bentkus)
 
 
@@ -253,7 +241,7 @@ class Calibration:
     """Layers of a token at the threshold, on average."""
     model: dict[str, Any]
     maps: str
-    """A hash of the maps from the exits to the last layer."""
+    """A hash of the maps from the exits to the last layer, and of those that fill the cache."""
 
     def holds(self) -> str:
         """Return the result in one sentence."""
@@ -323,11 +311,15 @@ class Calibration:
 
 
 def _maps_hash(rule: ExitRule) -> str:
-    digest = hashlib.sha256()
+    digest, last = hashlib.sha256(), rule.shortcuts.num_layers
     for layer in sorted(set(rule.layers)):
-        for tensor in rule.shortcuts._map(layer, rule.shortcuts.num_layers, rule.map_mode):
-            if tensor is not None:
-                digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        maps = [(last, rule.map_mode)]
+        if rule.kv_propagation == "shortcut":
+            maps += [(index, None) for index in range(layer + 1, last)]
+        for index, mode in maps:
+            for tensor in rule.shortcuts._map(layer, index, mode):
+                if tensor is not None:
+                    digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

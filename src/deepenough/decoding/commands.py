@@ -31,7 +31,8 @@ def generate(config: GenerateConfig) -> None:
     against = model if config.against_full else None
     result, full = generate_timed(fast, ids, config.max_new_tokens, against, config.rounds)
     texts = pieces(tokenizer, ids[0].tolist(), result.ids)
-    rows = zip(result.ids, texts, result.depths, result.flops, strict=True)
+    depths, flops = result.trace.depth[0].tolist(), result.trace.flops[0].tolist()
+    rows = zip(result.ids, texts, depths, flops, strict=True)
     names = ("id", "text", "depth", "flops")
     answer: dict[str, Any] = {
         "model": config.model.name,
@@ -103,7 +104,7 @@ def _spent(result: GenerationResult) -> dict[str, Any]:
         "seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,
         "mean_layers": result.mean_layers,
-        "flops": sum(result.flops),
+        "flops": result.trace.total_flops,
     }
 
 

@@ -56,9 +56,8 @@ class GenerationResult:
 
     ids: list[int]
     """The new tokens."""
-    depths: list[int]
-    """Layers that ran for each; 0 for one at which Ctrl-C came."""
-    flops: list[float]
+    trace: DepthTrace
+    """Of these, `[1, T]`; 0 layers for one at which Ctrl-C came."""
     seconds: float
     drafted: int = 0
     accepted: int = 0
@@ -72,7 +71,8 @@ class GenerationResult:
     @property
     def mean_layers(self) -> float:
         """Layers of a token, on average over those whose depth is known."""
-        return sum(self.depths) / max(sum(depth > 0 for depth in self.depths), 1)
+        known = self.trace.depth > 0
+        return float(self.trace.depth.sum()) / max(int(known.sum()), 1)
 
 
 def prompt_ids(tokenizer: Any, prompt: str, chat: bool = False) -> Tensor:
@@ -129,8 +129,7 @@ def generate_timed(
         full_seconds.append(time.perf_counter() - began)
     result = GenerationResult(
         output.sequences[0, length:].tolist(),
-        output.trace.depth[0].tolist(),
-        output.trace.flops[0].tolist(),
+        output.trace,
         statistics.median(seconds),
         output.drafted,
         output.accepted,
@@ -138,10 +137,16 @@ def generate_timed(
     )
     if not full_seconds:
         return result, None
-    costs = DecodingCosts(adapt(fast))
-    flops = [costs.token(length + 1 + n) + costs.head for n in range(len(full))]
-    depths = [len(costs.layers)] * len(full)
-    return result, GenerationResult(full, depths, flops, statistics.median(full_seconds))
+    trace = full_trace(DecodingCosts(adapt(fast)), length, len(full))
+    return result, GenerationResult(full, trace, statistics.median(full_seconds))
+
+
+def full_trace(costs: DecodingCosts, prompt: int, new: int) -> DepthTrace:
+    """Return the trace `[1, new]` of tokens behind a prompt that run all layers."""
+    depth = torch.full((1, new), len(costs.layers))
+    flops = [[costs.token(prompt + 1 + n) + costs.head for n in range(new)]]
+    ran = torch.ones(1, new, len(costs.layers), dtype=torch.bool)
+    return DepthTrace(depth, ran, torch.tensor(flops, dtype=torch.float64))
 
 
 def pieces(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> list[str]:
@@ -222,8 +227,8 @@ _NUM_PROMPTS = 8
 _PROMPT_CHARS = 400
 
 
-#: What was generated after each prompt, `[T]` with the prompt, and its trace if the way has one.
-GeneratedTexts = list[tuple[Tensor, DepthTrace | None]]
+#: What was generated after each prompt, `[T]` with the prompt, and the trace of the new tokens.
+GeneratedTexts = list[tuple[Tensor, DepthTrace]]
 
 
 class GenerationCandidate:
@@ -357,43 +362,35 @@ class GenerationCandidate:
             ids = model.generate(
                 prompt[None], attention_mask=torch.ones_like(prompt)[None], generation_config=config
             )
-            texts.append((ids[0], None if model is self.model else model.trace))
+            new = ids.shape[1] - len(prompt)
+            plain = model is self.model
+            trace = full_trace(self.costs, len(prompt), new) if plain else model.trace
+            texts.append((ids[0], trace))
         return texts
 
     @torch.inference_mode()
     def judge(self, point: OperatingPoint, answers: GeneratedTexts) -> Scores:
         """Return how often the tokens are the whole model's, and what they cost."""
-        num, last = self.num_prompt, len(self.costs.layers)
-        agree = units = 0
-        flops = layers = 0.0
-        for row, trace in answers:
+        num, agree = self.num_prompt, 0
+        for row, _ in answers:
             likeliest = self.model(row[None]).logits[0, num - 1 : -1].argmax(-1)
-            new = len(row) - num
             agree += int((likeliest == row[num:]).sum())
-            units += new
-            flops += (num - 1) * self.costs.token(num)  # the prompt, all layers whatever the mode
-            if trace is None:
-                layers += new * last
-                flops += sum(self.costs.token(num + 1 + i) + self.costs.head for i in range(new))
-            else:
-                layers += float(trace.ran.sum())
-                flops += trace.total_flops
-        return Scores(
-            share_interval(agree, units), units, layers / units, flops, self._sample(answers)
-        )
+        trace = DepthTrace.join([trace for _, trace in answers])
+        # Prompts run through all layers, whatever the mode.
+        flops = trace.total_flops + len(answers) * (num - 1) * self.costs.token(num)
+        quality = share_interval(agree, trace.num_units)
+        sample = self._sample(answers)
+        return Scores(quality, trace.num_units, trace.mean_blocks, flops, sample)
 
     def _sample(self, answers: GeneratedTexts) -> dict[str, Any] | None:
         """Return the text that saved most, with the layer at which each new token left."""
+        row, trace = min(answers, key=lambda each: each[1].mean_depth)
         last = len(self.costs.layers)
-        traced = [(row, trace) for row, trace in answers if trace is not None]
-        if not traced:
-            return None
-        row, trace = min(traced, key=lambda each: each[1].mean_depth)
         if trace.mean_depth == last:
             return None  # every token went all the way, which needs no picture
         tokens = [self.tokenizer.decode([token]) for token in row.tolist()]
-        depth = trace.depth[0].tolist()
-        return {"tokens": tokens, "depth": [None] * self.num_prompt + depth, "layers": last}
+        depth = [None] * self.num_prompt + trace.depth[0].tolist()
+        return {"tokens": tokens, "depth": depth, "layers": last}
 
 
 open_candidate = GenerationCandidate

@@ -1,12 +1,10 @@
 """Exits over whole texts at once: the logits of every position, and which exits are worth having.
 
-*Scoring.* The likelihoods of an exiting model are those of the text it would have written: a
-position that leaves after layer `l` predicts from there, and later positions find in the layers it
-skipped what KV propagation puts there. Layer `j` needs of a position only what it reads, so all
-positions go up together, layer by layer, and one forward pass gives what decoding gives token by
-token. This is for measuring, not for speed: a layer runs for all positions if one has got there. It
-goes through the model's own layers, hence for every architecture, and the model makes logits and
-losses itself. As in a text generated from its first token on, the first position runs through all
+*Scoring.* A position that leaves after layer `l` predicts from there, and later positions find in
+the layers it skipped what KV propagation puts there. All positions go up together, layer by layer,
+so one forward pass gives what decoding gives token by token. This is for measuring, not for speed:
+every layer runs for all positions. It goes through the model's own layers, hence for every
+architecture. As in a text generated from its first token on, the first position runs through all
 layers.
 
 *Choosing exits.* A check at an exit costs time, and pays only for tokens that leave there and are
@@ -183,17 +181,14 @@ def write_planning_texts(engine: Engine) -> Tensor:
     """Return texts `[B, T]` that the model writes: begun by sampling, continued greedily."""
     model: Any = engine.adapter.model
     start = model.config.get_text_config().bos_token_id
-    length = min(_PLANNING_LENGTH, (engine.adapter.max_length or _PLANNING_LENGTH + 1) - 1)
     ids_BT = torch.full((_PLANNING_TEXTS, 1), int(start or 0), device=model.device)
-    sampled = min(_SAMPLED_TOKENS + 1, length)
-    for generator, end in ((torch.Generator().manual_seed(0), sampled), (None, length)):
-        new = end - ids_BT.shape[1]
-        if new > 0:
-            request = plain_request(
-                model, ids_BT, None, new, None, generator=generator, stop_at_eos=False
-            )
-            rows = decode(engine, request).rows
-            ids_BT = torch.tensor([row.ids for row in rows], device=model.device)
+    limit, greedy = engine.adapter.max_length, _PLANNING_LENGTH - _SAMPLED_TOKENS - 1
+    for generator, new in ((torch.Generator().manual_seed(0), _SAMPLED_TOKENS), (None, greedy)):
+        request = plain_request(
+            model, ids_BT, None, new, limit, generator=generator, stop_at_eos=False
+        )
+        rows = decode(engine, request).rows
+        ids_BT = torch.tensor([row.ids for row in rows], device=model.device)
     engine.release()
     return ids_BT
 
