@@ -103,14 +103,14 @@ def split(
     for _ in range(splits):
         order = torch.randperm(len(losses_NT), generator=generator)
         columns = dict(zip(thresholds, losses_NT[order[:half]].unbind(1), strict=True))
-        found = learn_then_test(columns.__getitem__, thresholds, *LIMITS)
-        if found.threshold is None:  # then the full model is used
+        found, _, _ = learn_then_test(columns.__getitem__, thresholds, *LIMITS)
+        if found is None:  # then the full model is used
             none += 1
             continue
-        column = thresholds.index(found.threshold)
+        column = thresholds.index(found)
         tested.append(float(losses_NT[order[half:], column].mean()))
         layers.append(float(layers_NT[order[half:], column].mean()))
-        chosen.append(found.threshold)
+        chosen.append(found)
     return {
         "halves": splits,
         "exceeded": sum(loss > LIMITS[0] for loss in tested),

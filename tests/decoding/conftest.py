@@ -162,9 +162,9 @@ def failures() -> Callable[..., float]:
         for _ in range(splits):
             order = torch.randperm(len(losses_NT), generator=generator)
             columns = dict(zip(thresholds, losses_NT[order[:half]].unbind(1), strict=True))
-            found = learn_then_test(columns.__getitem__, thresholds, max_risk)
-            if found.threshold is not None:
-                column = thresholds.index(found.threshold)
+            found, _, _ = learn_then_test(columns.__getitem__, thresholds, max_risk)
+            if found is not None:
+                column = thresholds.index(found)
                 exceeded += float(losses_NT[order[half:], column].mean()) > max_risk
         return exceeded / splits
 

@@ -117,8 +117,8 @@ def early_exit(
         threshold: Confidence from which on a token leaves, between 0 and 1; 0.9 by default.
         policy: How confidence is measured: "gap" (between the two best tokens, the default), "top",
             "entropy", "layer", or any `ExitPolicy`.
-        exit_layers: Layers after which exits are checked; by default those that pay, found in a few
-            seconds.
+        exit_layers: Layers after which exits are checked; by default the one that saves most, found
+            in a few seconds.
         kv_propagation: What later tokens find in the layers a token skipped: "shortcut" (the
             default), "copy" or "deferred".
         exit_vocab: Token ids on which a check is made first; None for the whole vocabulary.

@@ -17,10 +17,6 @@ whatever the losses are, all thresholds before it have a risk of at most `alpha`
 of at least `1 - delta` over the texts; the last of them is the fastest, and is taken. Tokens of one
 text depend on each other, so a text counts once, with its mean.
 
-A guarantee is of one way to exit: this model, these maps, layers, policy and KV propagation. All of
-them are saved with the threshold, `early_exit(..., guarantee=...)` restores them, and another model
-or other maps are refused.
-
 Shapes: N texts, T new tokens of a text, X exits.
 """
 
@@ -68,17 +64,6 @@ THRESHOLDS: tuple[float, ...] = (
 # -- learn then test -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LearnThenTestResult:
-    """What Learn then Test found."""
-
-    threshold: float | None
-    """The fastest threshold that holds; None if none does."""
-    risks: tuple[float, ...]
-    """Mean losses of the thresholds that were tested, the most careful first."""
-    p_values: tuple[float, ...]
-
-
 def hoeffding_bentkus_p_value(mean_loss: float, texts: int, max_risk: float) -> float:
     """Return the p-value of "the risk is above `max_risk`" from a mean of losses."""
     mean, risk = torch.tensor([min(mean_loss, max_risk), max_risk], dtype=torch.float64)
@@ -103,8 +88,11 @@ def learn_then_test(
     thresholds: Sequence[float],
     max_risk: float = 0.05,
     confidence: float = 0.95,
-) -> LearnThenTestResult:
+) -> tuple[float | None, list[float], list[float]]:
     """Return the last threshold, from the most careful on, whose risk is at most `max_risk`.
+
+    It is None if there is none; with it come the mean losses and the p-values of all thresholds
+    that were tested.
 
     Args:
         losses: Measures the losses `[N]` of a threshold, between 0 and 1, one for each text; called
@@ -123,7 +111,7 @@ def learn_then_test(
         if p_values[-1] > 1 - confidence:
             break
         chosen = threshold
-    return LearnThenTestResult(chosen, tuple(risks), tuple(p_values))
+    return chosen, risks, p_values
 
 
 # -- losses --------------------------------------------------------------------------------------
@@ -132,16 +120,12 @@ def learn_then_test(
 def threshold_losses(
     engine: Engine, rule: ExitRule, texts: Sequence[SelfGenerated]
 ) -> Callable[[float], tuple[Tensor, Tensor]]:
-    """Return a function that measures losses and mean layers `[N]` of a threshold.
+    """Return a function that measures losses and mean layers `[N]` at a threshold.
 
-    With `deferred` the cache is exact whatever the threshold, and so are confidence and token of
-    every exit: one run of the model serves all thresholds. Otherwise it runs once a threshold, so
-    that later tokens find in the KV cache what KV propagation puts there.
-
-    Args:
-        engine: The model.
-        rule: How tokens leave; the threshold of its policy does not matter.
-        texts: What the full model wrote.
+    The texts are the full model's; the threshold of the rule's own policy does not matter. With
+    `deferred` the cache is exact whatever the threshold, and so are confidence and token of every
+    exit: one run of the model serves all thresholds. Otherwise it runs once a threshold, so that
+    later tokens find in the KV cache what KV propagation puts there.
     """
     if rule.kv_propagation == "deferred":
         tables = [exit_table(engine, rule, text) for text in texts]
@@ -164,11 +148,9 @@ def threshold_losses(
 
     def measure(threshold: float) -> tuple[Tensor, Tensor]:
         tokens, depths = zip(*exits(threshold), strict=True)
-        differ = [found_T != full_T for found_T, full_T in zip(tokens, full, strict=True)]
-        losses_N, layers_N = (
-            torch.stack([each_T.double().mean() for each_T in each]) for each in (differ, depths)
-        )
-        return losses_N, layers_N
+        pairs = zip(tokens, full, strict=True)
+        losses = [(found_T != full_T).double().mean() for found_T, full_T in pairs]
+        return torch.stack(losses), torch.stack([depth_T.double().mean() for depth_T in depths])
 
     return measure
 
@@ -245,16 +227,12 @@ class Calibration:
 
     def holds(self) -> str:
         """Return the result in one sentence."""
-        bound = (
-            f"a disagreement of at most {self.max_disagreement:g} with confidence "
-            f"{self.confidence:g}"
-        )
+        limit, sure = f"{self.max_disagreement:g}", f"{self.confidence:g}"
+        bound = f"a disagreement of at most {limit} with confidence {sure}"
         if self.threshold is None:
             return f"No threshold holds: none has {bound}, on {self.texts} texts."
-        risk = self.risks[self.thresholds.index(self.threshold)]
-        return (
-            f"Threshold {self.threshold:g} has {bound}: {risk:.4f} measured on {self.texts} texts."
-        )
+        risk = f"{self.risks[self.thresholds.index(self.threshold)]:.4f}"
+        return f"Threshold {self.threshold:g} has {bound}: {risk} measured on {self.texts} texts."
 
     def exit_rule(self, shortcuts: Shortcuts, adapter: Adapter) -> ExitRule:
         """Return the calibrated way to exit; refuse another model or other maps."""
@@ -359,13 +337,13 @@ def calibrate(
     if not isinstance(rule, ExitRule):
         raise UserError("Only an exiting model is calibrated: give what early_exit() returned.")
     policy = rule.policy
-    names = {kind: name for name, kind in POLICIES.items() if issubclass(kind, ThresholdPolicy)}
-    if type(policy) not in names:
+    names = {kind: name for name, kind in POLICIES.items()}
+    if not isinstance(policy, ThresholdPolicy) or type(policy) not in names:
         raise UserError(
             f"{type(policy).__name__} has no threshold to calibrate: use the policy gap, top or "
             "entropy."
         )
-    options = dataclasses.asdict(policy)  # type: ignore[call-overload]
+    options = dataclasses.asdict(policy)
     del options["threshold"]
     for limit, value in (("max_disagreement", max_disagreement), ("confidence", confidence)):
         if not 0 < value < 1:
@@ -394,9 +372,9 @@ def calibrate(
         layers[threshold] = float(layers_N.mean())
         return losses_N
 
-    found = learn_then_test(losses, thresholds, max_disagreement, confidence)
+    found, risks, p_values = learn_then_test(losses, thresholds, max_disagreement, confidence)
     return Calibration(
-        threshold=found.threshold,
+        threshold=found,
         policy=names[type(policy)],
         policy_options=options,
         exit_layers=tuple(sorted(set(rule.layers))),
@@ -406,10 +384,10 @@ def calibrate(
         confidence=confidence,
         texts=len(written),
         tokens=sum(len(text.ids_T) - text.prompt for text in written),
-        thresholds=tuple(thresholds[: len(found.risks)]),
-        risks=found.risks,
-        p_values=found.p_values,
-        layers=None if found.threshold is None else layers[found.threshold],
+        thresholds=tuple(thresholds[: len(risks)]),
+        risks=tuple(risks),
+        p_values=tuple(p_values),
+        layers=None if found is None else layers[found],
         model=engine.adapter.identity(),
         maps=_maps_hash(rule),
     )

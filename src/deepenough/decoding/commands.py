@@ -210,7 +210,7 @@ def calibrate(config: CalibrateConfig) -> None:
     fast = early_exit(
         model,
         shortcuts,
-        # Which exits pay is decided at a threshold in the middle, before one is known.
+        # Which exit saves most is decided at a threshold in the middle, before one is known.
         policy=make_policy(config.policy, 0.5),
         exit_layers=config.exit_layers,
         kv_propagation=config.kv_propagation,

@@ -53,7 +53,7 @@ class GenerateConfig:
     """early_exit: tokens over which the policy gap grows less careful, 128 by default."""
 
     exit_layers: list[int] | None = None
-    """early_exit: layers after which a token may leave; by default those that pay."""
+    """early_exit: layers after which a token may leave; by default the one that saves most."""
 
     kv_propagation: KVPropagation | None = None
     """early_exit: keys and values of skipped layers: predicted by shortcuts (the default), of the
@@ -110,7 +110,7 @@ class CalibrateConfig:
     """What confidence is: gap between the two best tokens, probability of the best, or entropy."""
 
     exit_layers: list[int] | None = None
-    """Layers after which a token may leave; by default those that pay."""
+    """Layers after which a token may leave; by default the one that saves most."""
 
     kv_propagation: KVPropagation = "deferred"
     """Keys and values of skipped layers. With deferred, one run of the model measures all

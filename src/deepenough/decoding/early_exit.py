@@ -30,13 +30,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from deepenough.decoding.config import KVPropagation as KVPropagation
 from deepenough.decoding.drafters import head_rows
 from deepenough.decoding.engine import DecodingCosts, Engine, Step
 from deepenough.decoding.request import Request, SequenceState
@@ -44,8 +45,7 @@ from deepenough.decoding.verification import ForwardStrategy, PassOutput
 from deepenough.errors import UserError
 from deepenough.shortcut.modeling import Shortcuts
 
-KVPropagation = Literal["shortcut", "copy", "deferred"]
-KV_PROPAGATIONS: tuple[KVPropagation, ...] = ("shortcut", "copy", "deferred")
+KV_PROPAGATIONS: tuple[KVPropagation, ...] = get_args(KVPropagation)
 
 # -- policies ------------------------------------------------------------------------------------
 
@@ -71,11 +71,7 @@ class ExitPolicy(ABC):
 
 @dataclass(frozen=True)
 class ThresholdPolicy(ExitPolicy):
-    """Lets a token leave where its confidence exceeds `threshold`, between 0 and 1.
-
-    The confidence does not depend on the threshold, so one look tells what every threshold would
-    do. The higher the threshold, the later a token leaves.
-    """
+    """Lets a token leave where its confidence, whatever the threshold, exceeds `threshold`."""
 
     threshold: float
 
@@ -154,10 +150,7 @@ def make_policy(name: str, value: float | None = None) -> ExitPolicy:
         raise UserError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
     if name == "layer":
         if value is None or not float(value).is_integer():
-            raise UserError(
-                f"The policy layer needs to know which: give its number as the threshold, not "
-                f"{value}."
-            )
+            raise UserError("The policy layer needs to know which: give it as the threshold.")
         return FixedLayer(int(value))
     return POLICIES[name](0.9 if value is None else float(value))  # type: ignore[call-arg]
 
@@ -237,17 +230,19 @@ class ExitCheck:
 
     def __init__(self, engine: Engine, rule: ExitRule) -> None:
         self.engine, self.rule = engine, rule
-        self.last, self.map_mode = engine.num_layers, rule.map_mode
-        vocab, device = rule.exit_vocab, engine.adapter.model.device
-        self.vocab_head = None if vocab is None else head_rows(engine.adapter, vocab.to(device))
-        width = engine.adapter.width
-        partial = 0.0 if self.vocab_head is None else 2.0 * self.vocab_head[0].numel()
-        self.flops = 2.0 * width * width + partial
+        self.map_mode = rule.map_mode
+        self.vocab_head: tuple[Tensor, Tensor | None] | None = None
+        self.flops = 2.0 * engine.adapter.width**2
         """What a check costs beside the whole head."""
+        if rule.exit_vocab is not None:
+            vocab = rule.exit_vocab.to(engine.adapter.model.device)
+            self.vocab_head = head_rows(engine.adapter, vocab)
+            self.flops += 2.0 * self.vocab_head[0].numel()
 
     def jump(self, layer: int, state_ND: Tensor) -> Tensor:
         """Return what the last layer would return, by the shortcut from `layer`."""
-        return self.rule.shortcuts.apply(state_ND, layer, self.last, self.map_mode)
+        last = self.engine.num_layers
+        return self.rule.shortcuts.apply(state_ND, layer, last, self.map_mode)
 
     def decide(self, layer: int, jumped_ND: Tensor, generated_N: Tensor) -> ExitDecision:
         """Decide which tokens leave at a layer, from what `jump` made of their states.

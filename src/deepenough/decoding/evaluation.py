@@ -38,7 +38,7 @@ from deepenough.measurement import (
     share_interval,
 )
 from deepenough.runs import RunFolder, read_config
-from deepenough.shortcut.config import ShortcutFitConfig, TextConfig
+from deepenough.shortcut.config import PretrainedModelConfig, TextConfig
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.trace import DepthTrace
 from deepenough.training.logging import without_bars
@@ -223,8 +223,6 @@ EXIT: Final = "exit"
 MECHANISMS = (PLAIN, FULL, SPECULATIVE, TUNED, EXIT)
 #: Prompts of a comparison, unless a limit is given.
 _NUM_PROMPTS = 8
-#: Characters of running text that are read for a prompt: more than enough.
-_PROMPT_CHARS = 400
 
 
 #: What was generated after each prompt, `[T]` with the prompt, and the trace of the new tokens.
@@ -252,8 +250,7 @@ class GenerationCandidate:
                 f"{', '.join(MECHANISMS)}."
             )
         config = read_config(entry.run)
-        tunes = config.pop("method", "shortcut") == DraftTrainConfig.METHOD
-        config.pop("provenance", None)
+        tunes = config.get("method") == DraftTrainConfig.METHOD
         self.draft_model = entry.run if tunes else entry.tuned
         if self.draft_model is None and TUNED in (entry.mechanisms or []):
             raise UserError(
@@ -273,13 +270,10 @@ class GenerationCandidate:
         # Only maps to all layers can fill the KV cache.
         whole = self.shortcuts is not None and self.shortcuts.targets == "all"
         self.kv_propagation: KVPropagation = "shortcut" if whole else "copy"
-        kind: type[DraftTrainConfig | ShortcutFitConfig] = (
-            DraftTrainConfig if tunes else ShortcutFitConfig
-        )
-        fitted = resolve(kind, overrides=config)
-        self.model_name = fitted.model.name
+        pretrained = resolve(PretrainedModelConfig, overrides=config.get("model"))
+        self.model_name = pretrained.name
         with without_bars():
-            self.model, self.tokenizer = fitted.model.load()
+            self.model, self.tokenizer = pretrained.load()
         if not self.model.can_generate():
             raise UserError(
                 f"{self.model_name} does not write text, so its exits cannot be timed: measure "
@@ -288,16 +282,12 @@ class GenerationCandidate:
         self.model.eval()
         self.costs = DecodingCosts(adapt(self.model))
         self.num_prompt, self.num_new = data.prompt_tokens, data.new_tokens
-        text, split = data.data or fitted.data, data.split or "valid"
+        text, split = data.data or config.get("data", "python"), data.split or "valid"
         number = data.limit or _NUM_PROMPTS
         self.prompts = _prompts(self.tokenizer, text, split, number, self.num_prompt)
         self.models: dict[str, Any] = {}
-        detail = {
-            "model": self.model_name,
-            "prompts": len(self.prompts),
-            "prompt_tokens": self.num_prompt,
-            "new_tokens": self.num_new,
-        }
+        sizes = {"prompt_tokens": self.num_prompt, "new_tokens": self.num_new}
+        detail = {"model": self.model_name, "prompts": len(self.prompts), **sizes}
         self.task = ComparedTask("writing", text, split, "token", "agreement", True, detail)
 
     def points(self) -> Sequence[OperatingPoint]:
@@ -399,7 +389,8 @@ open_candidate = GenerationCandidate
 def _prompts(tokenizer: Any, text: str, split: str, num: int, length: int) -> list[Tensor]:
     """Return prompts taken evenly from the beginning of a running text."""
     running = "\n".join(TextConfig(split, lines=None, join=True).read(text))
-    ids = tokenizer(running[: num * max(_PROMPT_CHARS, 40 * length)])["input_ids"]
+    # More characters than so many prompts can have.
+    ids = tokenizer(running[: num * max(400, 40 * length)])["input_ids"]
     windows = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
     if len(windows) < num:
         raise UserError(

@@ -7,21 +7,20 @@ every layer runs for all positions. It goes through the model's own layers, henc
 architecture. As in a text generated from its first token on, the first position runs through all
 layers.
 
-*Choosing exits.* A check at an exit costs time, and pays only for tokens that leave there and are
-right. The model writes a few texts, and from what every layer would do with their tokens the
-expected cost of a set of exits follows, in weights that a token reads, which is what decoding waits
-for; the set is grown one layer at a time, each time by the one that saves most, until none does. A
-token that leaves with another prediction than the full model's counts as if it had gone all the
-way, so exits whose confidence is not earned are not chosen for their speed.
+*Choosing the exit.* A check pays only for tokens that leave and are right. The model writes a few
+texts, and the layer is taken at which a token would read the fewest weights, which is what decoding
+waits for. A token that leaves with another prediction than the full model's counts as if it had
+gone all the way, so exits whose confidence is not earned are not chosen for their speed.
 
-Shapes: B texts, T tokens, D width, N positions, E layers that may become exits, X exits.
+Shapes: B texts, T tokens, D width, N positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,18 +70,15 @@ class ExitForwardPass:
         """Make the forward passes of the model leave early while the context is open."""
         layers = self.engine.adapter.layers
 
-        def before(index: int) -> Callable[..., Any]:
-            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                hidden = self._layer_input(index, hidden_input(args, kwargs))
-                return with_hidden_input(args, kwargs, hidden)
-
-            return hook
+        def before(index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = self._layer_input(index, hidden_input(args, kwargs))
+            return with_hidden_input(args, kwargs, hidden)
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
             return with_hidden_output(output, self._last_output(hidden))
 
-        hooks = [(layer, before(index)) for index, layer in enumerate(layers)]
+        hooks = [(layer, partial(before, index)) for index, layer in enumerate(layers)]
         with hooked(hooks, [(layers[-1], after)], this_thread=True):
             yield
 
@@ -125,9 +121,8 @@ class ExitForwardPass:
         # A position that left has its head among the checks; the others have one at the end.
         heads_N = self.heads_N + (self.depth_N == last)
         flops_N = self.checks_N.double() * self.check.flops + heads_N * costs.head
-        for unit, (before, depth) in enumerate(
-            zip(self.generated_N.tolist(), self.depth_N.tolist(), strict=True)
-        ):
+        places = zip(self.generated_N.tolist(), self.depth_N.tolist(), strict=True)
+        for unit, (before, depth) in enumerate(places):
             flops_N[unit] += costs.token(before + 1, 0, depth)
             flops_N[unit] += costs.filling(depth, self.rule.kv_propagation)
         padding_N = self.generated_N < 0
@@ -145,36 +140,7 @@ def count_before(ids_BT: Tensor, mask_BC: Tensor | None, past: int) -> Tensor:
     return (seen_BT.cumsum(1) - 1).masked_fill(seen_BT == 0, -1)[:, -width:]
 
 
-# -- choosing exits ------------------------------------------------------------------------------
-
-
-def mean_cost(exits_XN: Tensor, right_XN: Tensor, costs: Sequence[float], check: float) -> float:
-    """Return the mean cost of a token.
-
-    Args:
-        exits_XN: Which tokens each exit would let go, the shallowest first.
-        right_XN: Which of these with the full model's prediction.
-        costs: Of a token that leaves at each exit, and at last of one that does not leave.
-        check: Cost of a check.
-    """
-    left_N = exits_XN.any(0)
-    first_N = exits_XN.to(torch.uint8).argmax(0)  # the first exit that lets go
-    checks_N = torch.where(left_N, first_N + 1, len(exits_XN))
-    saves_N = left_N & right_XN.gather(0, first_N[None])[0]
-    end_N = torch.where(saves_N, first_N, len(exits_XN))
-    return float((torch.tensor(costs, dtype=torch.float64)[end_N] + checks_N * check).mean())
-
-
-def grow_exits(cost: Callable[[list[int]], float], layers: Sequence[int]) -> list[int]:
-    """Return the set that no further layer makes cheaper; at least one layer."""
-    chosen: list[int] = []
-    best = float("inf")
-    while left := [layer for layer in layers if layer not in chosen]:
-        found, layer = min((cost(sorted([*chosen, layer])), layer) for layer in left)
-        if found >= best:
-            break
-        best, chosen = found, sorted([*chosen, layer])
-    return chosen
+# -- choosing the exit ---------------------------------------------------------------------------
 
 
 def write_planning_texts(engine: Engine) -> Tensor:
@@ -194,45 +160,31 @@ def write_planning_texts(engine: Engine) -> Tensor:
 
 
 @torch.inference_mode()
-def exits_on_own_text(engine: Engine, rule: ExitRule) -> tuple[Tensor, Tensor]:
-    """Return which tokens of its own text each layer of `rule` lets go, and which rightly."""
-    ids_BT = write_planning_texts(engine)
-    # The first tokens of a text are like no others.
-    skipped = min(_SAMPLED_TOKENS, ids_BT.shape[1] // 2)
-    states = [h[:, skipped:].flatten(0, 1) for h in engine.adapter.states(ids_BT)]
-    generated = torch.arange(ids_BT.shape[1] - skipped, device=ids_BT.device)
-    generated_N = generated.repeat(len(ids_BT))
-    expected_N = engine.head(engine.norm(states[-1])).argmax(-1)
-    exits_EN = generated_N.new_zeros(len(rule.layers), len(generated_N), dtype=torch.bool)
-    right_EN = exits_EN.clone()
-    check = ExitCheck(engine, rule)
-    for place, layer in enumerate(rule.layers):
-        decision = check.decide(layer, check.jump(layer, states[layer]), generated_N)
-        gone_N = decision.exits_N
-        exits_EN[place] = gone_N
-        right_EN[place, gone_N] = decision.logits.argmax(-1) == expected_N[gone_N]
-    return exits_EN.cpu(), right_EN.cpu()
-
-
 def choose_exits(engine: Engine, rule: ExitRule) -> list[int]:
-    """Return the layers that are worth an exit, whatever the layers of `rule` are."""
+    """Return the one layer whose exit saves most, whatever the layers of `rule` are."""
     adapter, last = engine.adapter, engine.num_layers
     stride = -(-(last - 1) // _MOST_CANDIDATES)
     layers = list(range(last - 1, 0, -stride))[::-1]
-    exits_EN, right_EN = exits_on_own_text(engine, replace(rule, layers=layers))
+    ids_BT = write_planning_texts(engine)
+    # The first tokens of a text are like no others.
+    skipped = min(_SAMPLED_TOKENS, ids_BT.shape[1] // 2)
+    states = [h[:, skipped:].flatten(0, 1) for h in adapter.states(ids_BT)]
+    generated = torch.arange(ids_BT.shape[1] - skipped, device=ids_BT.device)
+    generated_N = generated.repeat(len(ids_BT))
+    expected_N = engine.head(engine.norm(states[-1])).argmax(-1)
+    check = ExitCheck(engine, replace(rule, layers=layers))
     square = adapter.width**2
     run = sum(p.numel() for layer in adapter.layers for p in layer.parameters()) / last
     skip = {"shortcut": 3 * square, "copy": 2 * square, "deferred": 0}[rule.kv_propagation]
     head = adapter.width * adapter.model.config.get_text_config().vocab_size
-    if rule.exit_vocab is None:
-        check, leave = square + head, 0  # the check has the head that a token leaves with
-    else:
-        check, leave = square + adapter.width * len(rule.exit_vocab), head
+    # Without an exit vocabulary the check has the head that a token leaves with.
+    leave = 0 if rule.exit_vocab is None else head
 
-    def cost(chosen: list[int]) -> float:
-        places = [layers.index(layer) for layer in chosen]
-        ends = [layer * run + (last - layer) * skip + leave for layer in chosen]
-        ends.append(last * run + head)
-        return mean_cost(exits_EN[places], right_EN[places], ends, check)
+    def cost(layer: int) -> float:
+        decision = check.decide(layer, check.jump(layer, states[layer]), generated_N)
+        right = decision.logits.argmax(-1) == expected_N[decision.exits_N]
+        share = int(right.sum()) / len(generated_N)
+        left = layer * run + (last - layer) * skip + leave
+        return share * left + (1 - share) * (last * run + head)
 
-    return grow_exits(cost, layers)
+    return [min(layers, key=cost)]
