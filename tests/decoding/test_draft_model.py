@@ -42,7 +42,7 @@ def make_head(model, trained: bool = True) -> DraftHead:
 def test_an_untrained_head_drafts_what_carry_drafts(small, prompts) -> None:
     found = []
     for source in (
-        make_linear().restricted(1),
+        LinearDrafter(make_linear().maps, WORDS, num_draft_tokens=1),
         DraftModelDrafter(make_head(small, False), WORDS, 1),
     ):
         drafts, propose = [], source.propose
@@ -93,9 +93,7 @@ def test_with_other_sources_and_without_fusing(small, prompts) -> None:
     head = make_head(small)
     expected = small.generate(**prompts(3), **GREEDY)
     for fused in (True, False):
-        source = FallbackDrafter(
-            [LookupDrafter(2, longest=2, shortest=1), DraftModelDrafter(head, WORDS, 3)]
-        )
+        source = FallbackDrafter([LookupDrafter(2), DraftModelDrafter(head, WORDS, 3)])
         fast = speculate(small, drafter=[source], fused=fused)
         found = fast.generate(**prompts(3), **GREEDY, return_dict_in_generate=True)
         assert torch.equal(found.sequences, expected) and found.drafted > 0
@@ -133,18 +131,18 @@ def test_the_second_prediction_by_hand(small) -> None:
 def test_tuned_is_saved_and_loaded(small, tmp_path) -> None:
     linear = make_linear()
     linear.meta["model"] = adapt(small).identity()
-    tuned = DraftModel(linear, make_head(small), {"a": 1}, {"drafts": ["tuned"]})
+    tuned = DraftModel(linear, make_head(small), {"a": 1}, {"names": ["lookup"]})
     tuned.save_pretrained(tmp_path / "run" / "model")
     again = DraftModel.from_pretrained(tmp_path / "run")
     for name, value in tuned.head.state_dict().items():
         assert torch.equal(value, again.head.state_dict()[name])
     assert again.meta == tuned.meta and again.choice == tuned.choice
     assert torch.equal(again.linear_drafter.draft_vocab, WORDS)
-    again.check_model(adapt(small))
+    speculate(small, ["draft_model"], draft_model=again)
     with torch.no_grad():
         small.model.layers[0].mlp.up_proj.weight.add_(1.0)
-    with pytest.raises(UserError, match="made for"):
-        again.check_model(adapt(small))
+    with pytest.raises(UserError, match="drafts were fitted for"):
+        speculate(small, draft_model=again)
     path = tmp_path / "run" / "model" / "draft_model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(UserError, match="tune it again"):

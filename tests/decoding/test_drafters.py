@@ -78,7 +78,7 @@ def random_linear(width: int = 32, words: int = 20) -> LinearDrafter:
 def sources() -> dict[str, Drafter]:
     shortcuts = random_shortcuts()
     return {
-        "lookup": LookupDrafter(3, longest=2, shortest=1),
+        "lookup": LookupDrafter(3),
         "linear": random_linear(),
         "shortcut": ShortcutDrafter(shortcuts, layer=1, num_draft_tokens=2),
         "shortlisted": ShortcutDrafter(shortcuts, layer=2, draft_vocab=torch.arange(5, 30)),
@@ -106,6 +106,19 @@ def test_a_model_may_be_cast_between_two_generations(make_model, prompts, name) 
     assert torch.equal(fast.generate(**prompts(2), **GREEDY), expected)
 
 
+def test_what_is_given_drafts_by_default(small) -> None:
+    """The best of what was fitted, after lookup."""
+    linear, shortcuts = random_linear(), random_shortcuts()
+    for given, kind in (
+        ({"shortcuts": shortcuts}, ShortcutDrafter),
+        ({"shortcuts": shortcuts, "linear_drafter": linear}, LinearDrafter),
+    ):
+        lookup, other = speculate(small, num_draft_tokens=1, **given).drafter.drafters
+        assert isinstance(lookup, LookupDrafter) and isinstance(other, kind)
+        assert lookup.num_draft_tokens == other.num_draft_tokens == 1
+    assert isinstance(speculate(small).drafter, LookupDrafter)
+
+
 def test_processors_see_the_same_history(small, prompts) -> None:
     options = {**GREEDY, "repetition_penalty": 1.3, "min_new_tokens": 10}
     expected = small.generate(**prompts(3), **options)
@@ -127,7 +140,7 @@ def test_drafts_that_were_in_vain_are_paid_for(small, prompts) -> None:
 
 
 def test_lookup_continues_what_it_has_seen() -> None:
-    lookup = LookupDrafter(2, longest=3, shortest=2)
+    lookup = LookupDrafter(2)
     assert lookup.find(0, [1, 2, 3, 4]) == []
     assert lookup.find(0, [1, 2, 3, 4, 9, 2, 3]) == [4, 9]
     # The longer match counts, and of equal ones the last.
@@ -149,7 +162,7 @@ def test_wrong_drafts_are_refused(small, make_model) -> None:
         speculate(small, drafter=[])
     with pytest.raises(UserError, match="width 16"):
         speculate(small, shortcuts=random_shortcuts(16))
-    with pytest.raises(UserError, match="drafter was fitted"):
+    with pytest.raises(UserError, match="drafts were fitted"):
         speculate(small, linear_drafter=random_linear(16))
     with pytest.raises(UserError, match="layers 0 to 2"):
         ShortcutDrafter(random_shortcuts(), layer=3)

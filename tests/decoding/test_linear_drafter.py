@@ -5,10 +5,9 @@ import torch
 
 from deepenough import UserError
 from deepenough.decoding.api import speculate
-from deepenough.decoding.config import SelfGeneratedConfig
 from deepenough.decoding.drafters import LinearDrafter
 from deepenough.decoding.engine import make_engine
-from deepenough.decoding.self_generated import SelfGenerated, generate_texts, prompts_from
+from deepenough.decoding.self_generated import SelfGenerated, continue_prompts, prompts_from
 from deepenough.decoding.training import (
     choose_draft_vocab,
     fit_linear_drafter,
@@ -36,16 +35,15 @@ def linear(small, texts) -> LinearDrafter:
     )
 
 
-def write(model, texts, **settings: int) -> list[SelfGenerated]:
-    config = SelfGeneratedConfig(**settings)
-    prompts = prompts_from(tokenizer, texts, config.prompt_tokens)
-    return list(generate_texts(make_engine(model), prompts, config))
+def write(model, texts, prompt_tokens: int = 8, new_tokens: int = 24) -> list[SelfGenerated]:
+    prompts = list(prompts_from(tokenizer, texts, prompt_tokens))
+    return continue_prompts(make_engine(model), prompts, new_tokens)
 
 
 def test_what_is_written_is_the_models_own(small, texts) -> None:
     adapter = adapt(small)
-    written = write(small, texts, tokens=100, prompt_tokens=6, new_tokens=10, batch=5)
-    assert sum(len(text.ids_T) - text.prompt for text in written) >= 100
+    written = write(small, texts, prompt_tokens=6, new_tokens=10)
+    assert len(written) == 51  # the others have fewer than four tokens
     for text in written[:6]:
         prompt = text.ids_T[None, : text.prompt]
         mask = torch.ones_like(prompt)
@@ -61,7 +59,7 @@ def test_what_is_written_is_the_models_own(small, texts) -> None:
 def test_inputs_stand_where_decoding_has_them(small, texts) -> None:
     """By hand: the second map at `t` reads `e_(t+1)`, `e_t` and the state of `t - 1`."""
     adapter = adapt(small)
-    text = write(small, texts[4:], tokens=10, prompt_tokens=8, new_tokens=6, batch=1)[0]
+    text = write(small, texts[4:], new_tokens=6)[0]
     inputs, following = linear_inputs(adapter, text, 2)
     table = small.get_input_embeddings().weight
 
@@ -80,8 +78,8 @@ def test_inputs_stand_where_decoding_has_them(small, texts) -> None:
 def test_maps_are_the_least_squares_solution(small, texts) -> None:
     """Of the nine texts in ten that are not held out, with the ridge that the fit has chosen."""
     adapter = adapt(small)
-    written = write(small, texts, tokens=900, prompt_tokens=8, new_tokens=24, batch=8)
-    fitted = fit_linear_maps(adapter, written, 1, 30)
+    written = write(small, texts)
+    fitted = fit_linear_maps(adapter, written, 30)
     used = [text for number, text in enumerate(written) if number % 10]
     inputs = torch.cat([linear_inputs(adapter, text, 1)[0] for text in used]).double()
     states = torch.cat([text.states_TD[text.prompt :] for text in used]).double()
@@ -93,10 +91,10 @@ def test_maps_are_the_least_squares_solution(small, texts) -> None:
 
 
 def test_tokens_that_were_written_come_first_in_the_vocabulary(small) -> None:
-    counts = torch.zeros(40, dtype=torch.long)
-    counts[[7, 9, 30]] = torch.tensor([5, 8, 1])
-    sample = [torch.randn(20, 32, generator=torch.Generator().manual_seed(0))]
-    found = choose_draft_vocab(adapt(small), counts, sample, 10).tolist()
+    ids = torch.tensor([3, *[7] * 5, *[9] * 8, 30])
+    states = torch.randn(14, 32, generator=torch.Generator().manual_seed(0))
+    texts = [SelfGenerated(ids, states, prompt=1)]
+    found = choose_draft_vocab(adapt(small), texts, texts, 10).tolist()
     assert found[:3] == [9, 7, 30] and len(set(found)) == 10
 
 
@@ -128,7 +126,7 @@ def test_damaged_or_foreign_maps_are_refused(small, make_model, linear, tmp_path
     linear.save_pretrained(tmp_path)
     with torch.no_grad():
         small.model.layers[0].mlp.up_proj.weight.add_(1.0)
-    with pytest.raises(UserError, match="drafter was fitted"):
+    with pytest.raises(UserError, match="drafts were fitted"):
         speculate(small, linear_drafter=linear)
     tensors = tmp_path / "linear_drafter.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-4])

@@ -1,6 +1,5 @@
 """A draft head from a model's own text: written in parts, gone on with, trained, chosen, used."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from deepenough import Shortcuts, UserError
+from deepenough import UserError
 from deepenough.__main__ import main
-from deepenough.decoding import autotune, training
+from deepenough.decoding import training
 from deepenough.decoding.api import speculate
-from deepenough.decoding.autotune import successive_halving
 from deepenough.decoding.config import DraftHeadConfig, DraftTrainConfig, SelfGeneratedConfig
 from deepenough.decoding.draft_model import DraftModel
-from deepenough.decoding.drafters import DraftConfig, DraftModelDrafter, ShortcutDrafter
+from deepenough.decoding.drafters import DraftModelDrafter
 from deepenough.decoding.engine import make_engine
 from deepenough.decoding.self_generated import (
-    SavedTexts,
+    SelfGenerated,
     continue_prompts,
-    instructions,
+    count_new,
     make_prompts,
     write_texts,
 )
@@ -31,19 +29,24 @@ from deepenough.shortcut.config import PretrainedModelConfig
 
 
 class Numbers:
-    """A tokenizer whose words are numbers; others are told apart by their length."""
+    """A tokenizer whose words are numbers."""
 
-    chat_template = None
-    bos_token_id = eos_token_id = None
+    chat_template: str | None = None
 
-    def decode(self, ids: Any) -> str:
-        return " ".join(map(str, ids.tolist()))
+    def decode(self, ids: list[int], **_: bool) -> str:
+        return " ".join(map(str, ids))
 
-    def __call__(self, text: str | list[str], **_: bool) -> dict[str, list[Any]]:
-        if isinstance(text, list):
-            ids = [self(line)["input_ids"] for line in text]
-            return {"input_ids": ids, "special_tokens_mask": [[0] * len(line) for line in ids]}
-        return {"input_ids": [int(w) if w.isdigit() else 3 + len(w) for w in text.split()]}
+    def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+
+class Chatting(Numbers):
+    """The same with a chat format: 1 before what a user says, and 2 behind it."""
+
+    chat_template = "a template"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: bool) -> str:
+        return f"1 {messages[0]['content']} 2"
 
 
 @pytest.fixture
@@ -61,15 +64,17 @@ def text_config(**changes: int) -> SelfGeneratedConfig:
 
 
 def test_an_interrupted_writing_goes_on(small, corpus, tmp_path) -> None:
-    def write(folder: str, **changes: int) -> SavedTexts:
+    engine = make_engine(small)
+
+    def write(folder: str, **changes: int) -> list[SelfGenerated]:
         config = text_config(**changes)
-        return write_texts(tmp_path / folder, small, Numbers(), corpus, config, seed=0)
+        return write_texts(tmp_path / folder, engine, Numbers(), corpus, config, seed=0)
 
     whole = write("whole")
-    assert whole.num_new >= 300 and whole.num_parts > 2
+    assert count_new(whole) >= 300 and len(list((tmp_path / "whole").glob("part-*"))) > 2
     write("parts", tokens=100)
     again = write("parts")
-    assert len(again) == len(whole) == len(SavedTexts(tmp_path / "parts"))
+    assert len(again) == len(whole) == len(write("parts"))
     for one, other in zip(again, whole, strict=True):
         assert torch.equal(one.ids_T, other.ids_T) and one.prompt == other.prompt
         assert torch.equal(one.states_TD, other.states_TD)
@@ -98,19 +103,12 @@ def test_greedy_and_drawn_texts(small) -> None:
         continue_prompts(engine, prompts, 60)
 
 
-def test_prompts_are_lines_and_instructions_in_turn(corpus) -> None:
-    config = text_config()
-    found = list(make_prompts(Numbers(), corpus, config))
-    assert len(found) >= 200 and len(found[0]) == 6
-    assert found[1] == Numbers()(next(instructions()))["input_ids"]
-    config.instructions = False
-    assert list(make_prompts(Numbers(), corpus, config)) == found[::2]
-
-
-def test_instructions_are_not_repeated() -> None:
-    found = list(instructions())
-    assert len(set(found)) == len(found) > 10_000
-    assert not [text for text in found if "{" in text or "  " in text or " ," in text]
+def test_every_second_prompt_is_in_the_chat_format(corpus) -> None:
+    lines = list(make_prompts(Numbers(), corpus, text_config()))
+    assert len(lines) >= 100 and len(lines[0]) == 6
+    found = list(make_prompts(Chatting(), corpus, text_config()))
+    assert found[::2] == lines[::2]
+    assert found[1::2] == [[1, *line, 2] for line in lines[1::2]]
 
 
 @pytest.mark.parametrize(
@@ -177,27 +175,27 @@ def _stop_at(wanted: int) -> Callable[[Any, int], None]:
     return stop
 
 
-@pytest.fixture
-def few_trials(monkeypatch) -> None:
-    monkeypatch.setattr(training, "_KEPT_PROMPTS", 2)
-    monkeypatch.setattr(autotune, "_NUM_DRAFT_TOKENS", (1,))
-
-
-def test_the_fastest_drafts_are_chosen_and_kept(small, tuned_run, few_trials) -> None:
+def test_the_fastest_drafts_are_chosen_and_kept(small, tuned_run, monkeypatch) -> None:
+    monkeypatch.setattr(training, "_TIMED_PROMPTS", 2)
     settings = replace(tuned_run, until="choice")
     tuned = tune_run(settings)
     choice = DraftModel.from_pretrained(settings.out).choice
     assert choice == tuned.choice and choice["machine"]["threads"] >= 1
-    assert {tuple(row["names"]) for row in choice["measured"]} >= {
+    rates = [row["tokens_per_second"] for row in choice["measured"]]
+    assert rates == sorted(rates, reverse=True) and choice["tokens_per_second"] == rates[0]
+    assert {tuple(row["names"]) for row in choice["measured"]} == {
         (),
-        ("draft_model",),
-        ("linear",),
+        ("lookup",),
+        ("lookup", "linear"),
+        ("lookup", "draft_model"),
     }
+    assert {row["vocab_size"] for row in choice["measured"]} == {8, 30}
     tuned.choice |= {"names": ["draft_model"], "num_draft_tokens": 3, "vocab_size": 20}
     chosen = speculate(small, draft_model=tuned).drafter
     assert isinstance(chosen, DraftModelDrafter) and chosen.num_draft_tokens == 3
-    fast = speculate(small, draft_model=tuned, drafter="auto", num_draft_tokens=1)
-    assert fast.drafter is None or fast.drafter.num_draft_tokens == 1
+    assert speculate(small, draft_model=tuned, num_draft_tokens=1).drafter.num_draft_tokens == 1
+    tuned.choice["names"] = []
+    assert speculate(small, draft_model=tuned).drafter is None
 
 
 def test_an_earlier_run_is_overwritten_only_if_asked(tuned_run) -> None:
@@ -206,21 +204,6 @@ def test_an_earlier_run_is_overwritten_only_if_asked(tuned_run) -> None:
         tune_run(tuned_run)
     again = tune_run(replace(tuned_run, overwrite=True))
     assert again.meta["after"] == first.meta["after"]
-
-
-def test_successive_halving_gives_the_faster_half_more_prompts() -> None:
-    """Candidates whose speeds are known: the fastest three are timed on all eight prompts."""
-    configs = [DraftConfig((), number) for number in range(1, 9)]
-    asked: list[int] = []
-
-    def measure(config: DraftConfig, prompt: Any) -> tuple[float, int]:
-        asked.append(config.num_draft_tokens)
-        return 1.0 / config.num_draft_tokens, 1
-
-    trials = successive_halving(configs, [[1]] * 8, measure)
-    assert [trial.config.num_draft_tokens for trial in trials] == [8, 7, 6, 5, 4, 3, 2, 1]
-    # 1 prompt for all, 2 more for the best four, 4 more and the last one for the best two.
-    assert [asked.count(number) for number in range(1, 9)] == [1, 1, 1, 1, 3, 3, 8, 8]
 
 
 def test_training_goes_on_from_an_earlier_head(tuned_run, tmp_path) -> None:
@@ -232,26 +215,6 @@ def test_training_goes_on_from_an_earlier_head(tuned_run, tmp_path) -> None:
     then = read_records(Path(other.out) / "metrics.jsonl")[0]
     losses = [[r.values["loss"] for r in each if r.kind == "valid"] for each in (first, then)]
     assert losses[1][0] == pytest.approx(losses[0][-1], rel=1e-4)
-
-
-def test_shortcuts_are_tuned_and_take_part(
-    small, tuned_run, corpus, tmp_path, few_trials, monkeypatch
-) -> None:
-    short = functools.partial(training.tune, steps=20, batch=32, held_out=32)
-    monkeypatch.setattr(training, "tune", short)
-    lines = Path(corpus).read_text().splitlines()
-    Shortcuts.fit(small, Numbers(), lines, ridge=1e-3).save_pretrained(tmp_path / "maps")
-    settings = replace(tuned_run, until="choice", shortcuts=str(tmp_path / "maps"))
-    tuned = tune_run(settings)
-    saved = Shortcuts.from_pretrained(Path(settings.out) / "model" / "shortcuts")
-    assert 1 in saved.tuned
-    tried = {(tuple(row["names"]), row["layer"]) for row in tuned.choice["measured"]}
-    assert (("shortcut",), 1) in tried and (("lookup", "shortcut"), 1) in tried
-    # Chosen drafts find their maps in the folder.
-    again = DraftModel.from_pretrained(settings.out)
-    again.choice |= {"names": ["shortcut"], "layer": 1}
-    chosen = speculate(small, draft_model=again).drafter
-    assert isinstance(chosen, ShortcutDrafter) and chosen.layer == 1
 
 
 def test_too_few_texts_are_refused(tuned_run) -> None:

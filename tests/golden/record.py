@@ -741,7 +741,7 @@ def shortcut_eval() -> Any:
 def tuned(kind: str) -> Path:
     """Return the run of a draft head."""
     folder = new_folder(f"tuned-{kind}")
-    own = {"data": word_lines(), "text__min_chars": 10, "text__instructions": "false"}
+    own = {"data": word_lines(), "text__min_chars": 10}
     own |= {"text__tokens": 2000, "text__prompt_tokens": 6, "text__new_tokens": 20}
     own |= {"text__batch": 16, "text__sample_every": 2, "head__held_out": 8}
     # As many texts as make 40 steps in the epochs.

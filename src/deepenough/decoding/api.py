@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from deepenough.decoding.drafters import Drafter, DrafterBuilder, LinearDrafter
+from deepenough.decoding.drafters import Drafter, LinearDrafter, make_drafter
 from deepenough.decoding.early_exit import (
     ExitingDepth,
     ExitPolicy,
@@ -69,9 +69,9 @@ def speculate(
         drafter: Who guesses the next tokens; of several, each is asked if those before it have no
             guess. "lookup" (how the text continued before), "linear" (needs `linear_drafter` or
             `draft_model`), "draft_model" (needs `draft_model`), "shortcut" (the first `draft_layer`
-            layers and `shortcuts`), or any `Drafter`. "auto" times all that can be built on this
-            machine, for about a minute; "none" drafts nothing. By default those that were fastest
-            when the draft model was trained, or else lookup and the best that runs no layer.
+            layers and `shortcuts`), or any `Drafter`; "none" drafts nothing. By default those that
+            were fastest when the draft model was trained, or else lookup and the first of a draft
+            model, a linear drafter and shortcuts that is given.
         num_draft_tokens: Tokens guessed at once by drafters given by name; 2 by default.
         draft_model: What `deepenough decode tune` trained, or its folder.
         linear_drafter: What was fitted for this model.
@@ -84,17 +84,19 @@ def speculate(
         from deepenough.decoding.draft_model import DraftModel
 
         draft_model = DraftModel.from_pretrained(draft_model)
-    builder = DrafterBuilder(engine, shortcuts, linear_drafter, draft_model)
-    if drafter == "none":
-        return _wrapped(model, engine, None, None)
-    if drafter == "auto":
-        from deepenough.decoding.autotune import autotune
-
-        config = autotune(builder, num_draft_tokens, draft_layer)[0].config
-    else:
-        names = [drafter] if isinstance(drafter, str | Drafter) else drafter
-        config = builder.configure(names, num_draft_tokens, draft_layer)
-    return _wrapped(model, engine, builder.build(config), None)
+    names = [drafter] if isinstance(drafter, str | Drafter) else drafter
+    if names is not None and not names:
+        raise UserError("There is no drafter: give at least one, or drafter='none'.")
+    made = make_drafter(
+        engine,
+        [] if drafter == "none" else names,
+        num_draft_tokens,
+        draft_model=draft_model,
+        linear_drafter=linear_drafter,
+        shortcuts=shortcuts,
+        layer=draft_layer,
+    )
+    return _wrapped(model, engine, made, None)
 
 
 def early_exit(

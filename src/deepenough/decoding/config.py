@@ -133,9 +133,6 @@ class CalibrateConfig:
 class SelfGeneratedConfig:
     """Text that the model writes."""
 
-    instructions: bool = True
-    """Make every second prompt an instruction, in the model's chat format if it has one."""
-
     tokens: int = bounded(150_000, ge=1)
     """New tokens in all; fewer if the corpus runs out."""
 
@@ -195,10 +192,6 @@ class DraftTrainConfig(RunConfig):
     model: PretrainedModelConfig = field(default_factory=causal_model)
     text: SelfGeneratedConfig = field(default_factory=SelfGeneratedConfig)
     head: DraftHeadConfig = field(default_factory=DraftHeadConfig)
-
-    shortcuts: str | None = None
-    """Folder of shortcuts of the same model: their maps are tuned as well, and their drafts take
-    part in the choice."""
 
     until: Literal["text", "head", "choice"] = "choice"
     """Last step to take."""

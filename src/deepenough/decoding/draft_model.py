@@ -25,7 +25,6 @@ width.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -38,16 +37,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepenough.artifacts import load_artifact, save_artifact, write_json
+from deepenough.artifacts import load_artifact, save_artifact
+from deepenough.decoding.torch_backend import rotate
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
-from deepenough.shortcut.modeling import Shortcuts
 
 if TYPE_CHECKING:
     from deepenough.decoding.drafters import LinearDrafter
 
-INDEX, TENSORS, CHOICE = "draft_model.json", "draft_model.safetensors", "choice.json"
-SHORTCUTS = "shortcuts"
+INDEX, TENSORS = "draft_model.json", "draft_model.safetensors"
 FORMAT, VERSION = "deepenough-draft-model", 1
 
 _THETA = 10_000.0
@@ -125,25 +123,27 @@ class DraftHead(nn.Module):
         self.linear.copy_(torch.cat([own, state * scale_D], dim=1) / scale_D[:, None])
         self.linear_bias.copy_(bias_D / scale_D)
 
-    def read(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """Return the inputs `z` of embeddings and of states in units of the scale."""
-        return torch.cat([F.rms_norm(embeddings, embeddings.shape[-1:]), states], dim=-1)
-
     def step(
-        self, inputs_BTZ: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
+        self,
+        embeddings_BTD: Tensor,
+        before_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: Attention,
     ) -> Tensor:
         """Return predicted states `[B, T, D]`, in units of the scale.
 
         Args:
-            inputs_BTZ: What `read` returned.
+            embeddings_BTD: Embeddings of the tokens.
+            before_BTD: States of the tokens before them, in units of the scale.
             rotary: `rotary_cos_sin` of the tokens' positions.
             attention: How the tokens attend to each other and to a cache.
         """
         shape = self.shape
-        batch, tokens = inputs_BTZ.shape[:2]
+        batch, tokens, width = embeddings_BTD.shape
+        inputs_BTZ = torch.cat([F.rms_norm(embeddings_BTD, (width,)), before_BTD], dim=-1)
         inputs_NZ = inputs_BTZ.flatten(0, 1)
         heads = F.linear(inputs_NZ, self.qkv_proj).view(batch, tokens, -1, shape.head_dim)
-        rotated = _rotate(heads[:, :, : shape.num_heads + shape.num_kv_heads], rotary)
+        rotated = rotate(heads[:, :, : shape.num_heads + shape.num_kv_heads], rotary)
         mixed = attention(
             rotated[:, :, : shape.num_heads],
             rotated[:, :, shape.num_heads :],
@@ -151,7 +151,7 @@ class DraftHead(nn.Module):
         )
         mixed = F.dropout(mixed, self.dropout, self.training)
         hidden = F.linear(inputs_NZ, self.linear, self.linear_bias) + F.linear(mixed, self.o_proj)
-        normed = F.rms_norm(hidden, (shape.width,), self.norm, _EPS)
+        normed = F.rms_norm(hidden, (width,), self.norm, _EPS)
         gate, up = F.linear(normed, self.gate_up_proj).chunk(2, dim=-1)
         inner = F.dropout(F.silu(gate) * up, self.dropout, self.training)
         hidden = hidden + F.linear(inner, self.down_proj)
@@ -183,9 +183,9 @@ class DraftHead(nn.Module):
             keys, values = torch.cat([seen[0], key], 1), torch.cat([seen[1], value], 1)
             return self._attend(query, keys, values, torch.cat([earlier, itself], 1))
 
-        one = self.step(self.read(embeddings_BTD, before), rotary, first)
+        one = self.step(embeddings_BTD, before, rotary, first)
         predicted = F.pad(one, (0, 0, 1, 0))[:, :-1]
-        return one, self.step(self.read(embeddings_BTD, predicted), rotary, second)
+        return one, self.step(embeddings_BTD, predicted, rotary, second)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         mixed = F.scaled_dot_product_attention(
@@ -209,12 +209,6 @@ def rotary_cos_sin(positions: Tensor, shape: HeadShape, like: Tensor) -> tuple[T
     return both[0][..., None, :].to(like.dtype), both[1][..., None, :].to(like.dtype)
 
 
-def _rotate(heads_BTHK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = rotary
-    rolled = heads_BTHK.roll(heads_BTHK.shape[-1] // 2, -1)
-    return torch.addcmul(heads_BTHK * cos, rolled, sin)
-
-
 class DraftModel:
     """All that `deepenough decode tune` has made of a model.
 
@@ -222,8 +216,8 @@ class DraftModel:
         linear_drafter: The linear drafter, whose vocabulary is that of all drafts.
         head: The draft head that started from it.
         meta: How both were made and how often their drafts are right.
-        choice: The drafters that were fastest, as a `DraftConfig`, and how that was measured.
-        shortcuts: Maps of the same model that drafts may come from.
+        choice: The arguments `names`, `num_draft_tokens` and `vocab_size` of `make_drafter` that
+            were fastest, and how that was measured.
     """
 
     def __init__(
@@ -232,44 +226,20 @@ class DraftModel:
         head: DraftHead,
         meta: Mapping[str, Any] | None = None,
         choice: Mapping[str, Any] | None = None,
-        shortcuts: Shortcuts | None = None,
     ) -> None:
-        self.linear_drafter, self.head, self.shortcuts = linear_drafter, head, shortcuts
+        self.linear_drafter, self.head = linear_drafter, head
         self.meta = dict(meta or {})
         self.choice = dict(choice or {})
-
-    def check_model(self, adapter: Adapter) -> None:
-        """Refuse a model that this was not made for."""
-        own, other = self.linear_drafter.meta.get("model") or {}, adapter.identity()
-        if (
-            adapter.width != self.linear_drafter.width
-            or own.get("fingerprint") != other["fingerprint"]
-        ):
-            raise UserError(
-                f"This draft model was made for {own.get('model') or 'another model'}, not for "
-                f"{other['model'] or 'this one'}: give the model it belongs to, or tune another."
-            )
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write everything into a folder: safetensors and JSON."""
         self.linear_drafter.save_pretrained(folder)
-        path = Path(folder) / TENSORS
+        index = {"format": FORMAT, "version": VERSION, "shape": asdict(self.head.shape)}
+        index |= {"meta": self.meta, "choice": self.choice}
         try:
-            index = {"format": FORMAT, "version": VERSION, "shape": asdict(self.head.shape)}
-            save_artifact(path, self.head.state_dict(), index | {"meta": self.meta})
-            if self.choice:
-                self.save_choice(folder)
-            if self.shortcuts is not None:
-                self.shortcuts.save_pretrained(path.with_name(SHORTCUTS))
+            save_artifact(Path(folder) / TENSORS, self.head.state_dict(), index)
         except (OSError, SafetensorError) as error:
             raise UserError(f"The draft model cannot be written to {folder}: {error}.") from error
-
-    def save_choice(self, folder: str | os.PathLike[str]) -> None:
-        """Write which drafters are fastest into a folder that holds the rest already."""
-        try:
-            write_json(Path(folder) / CHOICE, self.choice)
-        except OSError as error:
-            raise UserError(f"The choice cannot be written to {folder}: {error}.") from error
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> DraftModel:
@@ -283,15 +253,12 @@ class DraftModel:
             )
         from deepenough.decoding.drafters import LinearDrafter
 
-        linear, maps = LinearDrafter.from_pretrained(place), place / SHORTCUTS
-        shortcuts = Shortcuts.from_pretrained(maps) if maps.is_dir() else None
+        linear = LinearDrafter.from_pretrained(place)
         try:
             tensors, index = load_artifact(place / TENSORS, FORMAT, VERSION)
             head = DraftHead(HeadShape(**index["shape"]))
             head.load_state_dict(tensors)
-            choice = place / CHOICE
-            chosen = json.loads(choice.read_text(encoding="utf-8")) if choice.is_file() else {}
             head.eval().requires_grad_(False)
-            return cls(linear, head, index["meta"], chosen, shortcuts)
+            return cls(linear, head, index["meta"], index.get("choice"))
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise UserError(f"{place / INDEX} cannot be used ({error}): tune it again.") from error

@@ -6,9 +6,9 @@ guesses. In order of what they cost:
 - `LookupDrafter` continues the text as it continued where its last tokens stood before (prompt
   lookup decoding). It needs nothing but the text.
 - `LinearDrafter` maps the last state and the last token's embedding linearly to the next state.
-- `DraftModelDrafter` runs a draft head of one layer (`head.py`), with a small cache of its own.
+- `DraftModelDrafter` runs a draft head of one layer (`draft_model.py`), with a cache of its own.
 - `ShortcutDrafter` runs the first layers of the model and jumps to the last state by a shortcut.
-- `FallbackDrafter` asks several drafters in turn.
+- `FallbackDrafter` asks several drafters in turn; `make_drafter` makes drafters by name.
 
 Shapes: B sequences, T tokens, D width, S draft vocabulary.
 """
@@ -19,7 +19,7 @@ import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 INDEX, TENSORS = "linear_drafter.json", "linear_drafter.safetensors"
 FORMAT, VERSION = "deepenough-linear-drafter", 1
 
-#: The cache of a draft head grows by this many tokens at a time.
-_CACHE_CHUNK = 256
+#: Lengths of the n-grams that are looked up; a longer match counts first.
+_NGRAMS = (3, 2)
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Drafter(ABC):
         self.num_draft_tokens = num_draft_tokens
 
     def begin(self, engine: Engine) -> None:  # noqa: B027
-        """Start a new generation and forget what is known of earlier ones."""
+        """Start a new generation, after the prompts, and forget what is known of earlier ones."""
 
     def observe(  # noqa: B027
         self, rows: list[SequenceState], normed_BTD: Tensor, counts: Sequence[int]
@@ -90,17 +90,14 @@ class Drafter(ABC):
 
 
 class LookupDrafter(Drafter):
-    """Continues the text as it continued where its last `longest ... shortest` tokens last stood.
+    """Continues the text as it continued where its last three or two tokens last stood.
 
     The places of all n-grams are kept in a table that grows with the text, so a lookup takes no
     time however long the text is.
     """
 
-    def __init__(self, num_draft_tokens: int = 2, longest: int = 3, shortest: int = 2) -> None:
+    def __init__(self, num_draft_tokens: int = 2) -> None:
         super().__init__(num_draft_tokens)
-        if not 1 <= shortest <= longest:
-            raise UserError(f"Lookup takes 1 <= shortest <= longest: got {shortest} and {longest}.")
-        self.sizes = range(longest, shortest - 1, -1)
         self._tables: dict[int, dict[tuple[int, ...], int]] = {}
         self._read: dict[int, int] = {}
 
@@ -117,12 +114,12 @@ class LookupDrafter(Drafter):
         table = self._tables.setdefault(index, {})
         # An n-gram is entered once it is known what follows it.
         for end in range(self._read.get(index, 0) + 1, len(context)):
-            for size in self.sizes:
+            for size in _NGRAMS:
                 if size <= end:
                     table[tuple(context[end - size : end])] = end
         self._read[index] = len(context) - 1
-        for size in self.sizes:
-            place = table.get(tuple(context[-size:])) if size <= len(context) else None
+        for size in _NGRAMS:
+            place = table.get(tuple(context[-size:]))
             if place is not None:
                 return context[place : place + self.num_draft_tokens]
         return []
@@ -147,20 +144,18 @@ class FallbackDrafter(Drafter):
 
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
         """Ask the drafters in turn until every sequence has drafts."""
-        tokens: list[list[int]] = [[] for _ in rows]
-        flops = 0.0
+        answer = Proposal([[] for _ in rows])
         for drafter in self.drafters:
             proposal = drafter.propose(rows, state_BD, engine)
-            flops += proposal.flops
-            if not any(tokens):
-                tokens, answer = proposal.tokens, proposal
-            else:
+            flops = answer.flops + proposal.flops
+            if any(answer.tokens):
                 # States of some sequences' drafts only are of no use to a verification of all.
-                tokens = [own or other for own, other in zip(tokens, proposal.tokens, strict=True)]
-                answer = Proposal(tokens)
-            if all(tokens):
+                pairs = zip(answer.tokens, proposal.tokens, strict=True)
+                answer = Proposal([own or other for own, other in pairs], flops=flops)
+            else:
+                answer = replace(proposal, flops=flops)
+            if all(answer.tokens):
                 break
-        answer.flops = flops
         return answer
 
 
@@ -266,20 +261,14 @@ class LinearDrafter(Drafter):
         self._vocab = DraftVocab(draft_vocab)
         self._cast = self.maps
 
-    def restricted(
-        self, num_draft_tokens: int | None = None, vocab_size: int | None = None
-    ) -> LinearDrafter:
-        """Return the same maps, drafting fewer tokens or from the most frequent tokens only."""
-        return LinearDrafter(self.maps, self.draft_vocab[:vocab_size], self.meta, num_draft_tokens)
-
     def check_model(self, adapter: Adapter) -> None:
         """Refuse a model that these maps were not fitted for."""
         own, other = self.meta.get("model") or {}, adapter.identity()
         known = own.get("fingerprint", other["fingerprint"])
         if self.width != adapter.width or known != other["fingerprint"]:
             raise UserError(
-                f"This linear drafter was fitted for {own.get('model') or 'another model'}, not "
-                f"for {other['model'] or 'this one'}: give the model it belongs to, or fit another."
+                f"These drafts were fitted for {own.get('model') or 'another model'}, not for "
+                f"{other['model'] or 'this one'}: give the model they belong to, or fit others."
             )
 
     def begin(self, engine: Engine) -> None:
@@ -292,27 +281,19 @@ class LinearDrafter(Drafter):
             ]
         self._vocab.attach(engine.adapter)
 
-    def predict(self, number: int, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the state that map `number` (from 1) predicts.
-
-        `inputs` are normed embeddings, the latest first, and then the last known state.
-        """
-        matrix, bias = self._cast[number - 1]
-        return F.linear(torch.cat(tuple(inputs), dim=-1), matrix, bias)
-
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
         """Return the tokens that the maps predict."""
         embed = engine.adapter.model.get_input_embeddings()
         latest_B = torch.tensor([row.context[-1] for row in rows], device=state_BD.device)
-        inputs = [state_BD]
+        inputs_BZ = state_BD
         places: list[Tensor] = []
         flops = 0.0
-        for number in range(1, self.num_draft_tokens + 1):
-            inputs.insert(0, F.rms_norm(embed(latest_B), state_BD.shape[-1:]))
-            latest_B = self._vocab.best(self.predict(number, inputs))
+        for matrix, bias in self._cast[: self.num_draft_tokens]:
+            embedding_BD = F.rms_norm(embed(latest_B), state_BD.shape[-1:])
+            inputs_BZ = torch.cat([embedding_BD, inputs_BZ], dim=-1)
+            latest_B = self._vocab.best(F.linear(inputs_BZ, matrix, bias))
             places.append(latest_B)
-            head_entries = len(self._vocab) * self.width
-            flops += 2.0 * self.maps[number - 1][0].numel() + 2.0 * head_entries
+            flops += 2.0 * (matrix.numel() + len(self._vocab) * self.width)
         return Proposal(_by_sequence(places), flops=flops)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -363,7 +344,6 @@ class ShortcutDrafter(Drafter):
         layer: How many layers run.
         num_draft_tokens: How many tokens are drafted.
         draft_vocab: Tokens that can be drafted; None for the whole vocabulary.
-        mode: Which of the shortcuts' maps are used, as in `Shortcuts.apply`.
     """
 
     def __init__(
@@ -372,14 +352,14 @@ class ShortcutDrafter(Drafter):
         layer: int,
         num_draft_tokens: int = 1,
         draft_vocab: Tensor | None = None,
-        mode: str | None = None,
     ) -> None:
         super().__init__(num_draft_tokens)
         if not 0 <= layer < shortcuts.num_layers:
             raise UserError(
                 f"Drafts can come from layers 0 to {shortcuts.num_layers - 1}: got {layer}."
             )
-        self.shortcuts, self.layer, self.mode = shortcuts, layer, mode
+        self.shortcuts, self.layer = shortcuts, layer
+        self.mode = "tuned" if layer in shortcuts.tuned else None
         self._vocab = None if draft_vocab is None else DraftVocab(draft_vocab)
 
     def begin(self, engine: Engine) -> None:
@@ -437,7 +417,6 @@ class DraftModelDrafter(Drafter):
         self._vocab = DraftVocab(draft_vocab)
         self._cache = KVCache()
         self._rotary = torch.empty(0), torch.empty(0)
-        self._indices: list[int] = []
         self._cached: list[int] = []
         """Tokens of each sequence that the cache holds."""
         self._pending: list[Tensor] = []
@@ -449,48 +428,46 @@ class DraftModelDrafter(Drafter):
         if not _is_like(self.head.scale, model):
             # A copy: others may draft with the same head for a model of another dtype.
             self.head = copy.deepcopy(self.head).to(model.device, model.dtype)
-        self._vocab.attach(engine.adapter, self.head.scale)
-        batch, longest = len(engine.prompt), max(map(len, engine.prompt))
-        room = (batch, shape.num_kv_heads, longest + 1, shape.head_dim)
-        self._cache = KVCache(1, room, model.dtype, model.device)
-        self._indices, self._cached = list(range(batch)), [0] * batch
+        scale_D = self.head.scale
+        self._vocab.attach(engine.adapter, scale_D)
+        # Shorter sequences are padded behind their last token, as far as the longest confirmed.
+        capacity = engine.capacity + self.num_draft_tokens + 1
+        size = (len(engine.prompt), shape.num_kv_heads, capacity, shape.head_dim)
+        self._cache = KVCache(1, size, model.dtype, model.device)
+        self._rotary = rotary_cos_sin(torch.arange(capacity), shape, scale_D)
+        self._cached = [0] * len(engine.prompt)
         # Before the first token there is nothing.
         self._pending = [
-            F.pad(engine.norm(hidden_TD) / self.head.scale, (0, 0, 1, 0))
-            for hidden_TD in engine.prompt
+            F.pad(engine.norm(hidden_TD) / scale_D, (0, 0, 1, 0)) for hidden_TD in engine.prompt
         ]
 
     def observe(self, rows: list[SequenceState], normed_BTD: Tensor, counts: Sequence[int]) -> None:
         """Keep the states of confirmed tokens until the next drafts."""
-        self._drop_finished(rows)
-        states_BTD = normed_BTD / self.head.scale
-        self._pending = [
-            torch.cat([pending, states_TD[:count]]) if len(pending) else states_TD[:count]
-            for pending, states_TD, count in zip(self._pending, states_BTD, counts, strict=True)
-        ]
+        for row, states_TD, count in zip(rows, normed_BTD / self.head.scale, counts, strict=True):
+            pending = self._pending[row.index]
+            self._pending[row.index] = torch.cat([pending, states_TD[:count]])
 
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
         """Return the best tokens of the draft vocabulary by the states that the head predicts."""
-        self._drop_finished(rows)
-        counts = [len(pending) for pending in self._pending]
+        indices = [row.index for row in rows]
+        counts = [len(self._pending[index]) for index in indices]
         longest = max(counts)
-        self._make_room(max(self._cached) + longest + self.num_draft_tokens, state_BD)
-        # Shorter sequences are padded behind their last token, where nobody looks.
-        lines = [
-            row.context[cached : cached + count] + [0] * (longest - count)
-            for row, cached, count in zip(rows, self._cached, counts, strict=True)
-        ]
-        states_BTD = pad_sequence(self._pending, batch_first=True)
+        lines = []
+        for row, count in zip(rows, counts, strict=True):
+            first = self._cached[row.index]
+            lines.append(row.context[first : first + count] + [0] * (longest - count))
+        states_BTD = pad_sequence([self._pending[index] for index in indices], batch_first=True)
         tokens_BT = torch.tensor(lines, device=state_BD.device)
-        predicted_BTD = self._run(tokens_BT, states_BTD, self._cached, engine)
-        self._cached = [cached + count for cached, count in zip(self._cached, counts, strict=True)]
-        self._pending = [states_TD[:0] for states_TD in states_BTD]
+        predicted_BTD = self._run(tokens_BT, states_BTD, indices, engine)
+        for index, count in zip(indices, counts, strict=True):
+            self._cached[index] += count
+            self._pending[index] = state_BD[:0]
         last = torch.tensor(counts, device=predicted_BTD.device) - 1
         state_BD = predicted_BTD[torch.arange(len(rows), device=last.device), last]
         places = [self._vocab.best(state_BD)]
-        for number in range(1, self.num_draft_tokens):
-            ahead = [cached + number - 1 for cached in self._cached]
-            state_BD = self._run(places[-1][:, None], state_BD[:, None], ahead, engine)[:, 0]
+        for ahead in range(self.num_draft_tokens - 1):
+            token_B1 = places[-1][:, None]
+            state_BD = self._run(token_B1, state_BD[:, None], indices, engine, ahead)[:, 0]
             places.append(self._vocab.best(state_BD))
         size = sum(p.numel() for p in self.head.parameters())
         head_entries = len(self._vocab) * engine.adapter.width
@@ -499,155 +476,105 @@ class DraftModelDrafter(Drafter):
         return Proposal(_by_sequence(places), flops=flops)
 
     def _run(
-        self, tokens_BT: Tensor, states_BTD: Tensor, starts: list[int], engine: Engine
+        self,
+        tokens_BT: Tensor,
+        states_BTD: Tensor,
+        indices: list[int],
+        engine: Engine,
+        ahead: int = 0,
     ) -> Tensor:
-        shape = self.head.shape
+        """Return predictions for tokens of some sequences, `ahead` behind what is cached."""
+        shape, (cos, sin) = self.head.shape, self._rotary
         embeddings_BTD = engine.adapter.model.get_input_embeddings()(tokens_BT)
-        groups, (cos, sin) = shape.num_heads // shape.num_kv_heads, self._rotary
         context = StepContext(
-            starts, tokens_BT.shape[1], groups, states_BTD.dtype, states_BTD.device
+            [self._cached[index] + ahead for index in indices],
+            tokens_BT.shape[1],
+            shape.num_heads // shape.num_kv_heads,
+            states_BTD.dtype,
+            states_BTD.device,
+            rows=None if len(indices) == len(self._cached) else indices,
         )
         return self.head.step(
-            self.head.read(embeddings_BTD, states_BTD),
+            embeddings_BTD,
+            states_BTD,
             (cos[context.positions], sin[context.positions]),
             lambda query, key, value: attend(context, self._cache, 0, query, key, value),
         )
-
-    def _make_room(self, tokens: int, like: Tensor) -> None:
-        capacity = _CACHE_CHUNK * (1 + tokens // _CACHE_CHUNK)
-        self._cache.grow(capacity)
-        cos = self._rotary[0]
-        if len(cos) < capacity or cos.device != like.device or cos.dtype != like.dtype:
-            self._rotary = rotary_cos_sin(torch.arange(capacity), self.head.shape, like)
-
-    def _drop_finished(self, rows: list[SequenceState]) -> None:
-        """Remove sequences that have ended from the cache."""
-        if len(rows) == len(self._indices):
-            return
-        indices = [row.index for row in rows]
-        staying = [self._indices.index(index) for index in indices]
-        self._cache.select(staying)
-        self._indices = indices
-        self._cached = [self._cached[place] for place in staying]
-        self._pending = [self._pending[place] for place in staying]
 
 
 # -- by name -------------------------------------------------------------------------------------
 
 NAMES = ("lookup", "linear", "shortcut", "draft_model")
-_NEEDED = {
-    "linear": "linear_drafter=LinearDrafter...",
-    "shortcut": "shortcuts=Shortcuts...",
-    "draft_model": "draft_model=FOLDER",
-}
 
 
-@dataclass(frozen=True)
-class DraftConfig:
-    """Which drafters are asked, in which order, and how they draft."""
-
-    names: tuple[str | Drafter, ...]
-    num_draft_tokens: int = 2
-    """Tokens that a drafter guesses at once."""
-    vocab_size: int | None = None
-    """Size of the draft vocabulary, the most frequent tokens; None for all of it."""
-    layer: int | None = None
-    """Layers that a shortcut drafter runs, by default a quarter of them."""
-
-
-class DrafterBuilder:
-    """Builds drafters for one model by name, from what has been fitted for it.
+def make_drafter(
+    engine: Engine,
+    names: Sequence[str | Drafter] | None,
+    num_draft_tokens: int | None = None,
+    vocab_size: int | None = None,
+    *,
+    draft_model: DraftModel | None = None,
+    linear_drafter: LinearDrafter | None = None,
+    shortcuts: Shortcuts | None = None,
+    layer: int | None = None,
+) -> Drafter | None:
+    """Return the drafter of these names for a model, None if there are no names.
 
     Args:
         engine: The model.
-        shortcuts: Maps between its layers, for `shortcut`.
+        names: Names or drafters, asked in this order. By default those that were fastest when the
+            draft model was trained, or else lookup and the first of a draft head, linear maps and
+            shortcuts that there is.
+        num_draft_tokens: Tokens that drafters given by name guess at once; 2 by default.
+        vocab_size: Size of the draft vocabulary, the most frequent tokens; None for all of it.
+        draft_model: For `draft_model`; it brings a linear drafter.
         linear_drafter: For `linear`; its vocabulary is the draft vocabulary of all drafters.
-        draft_model: For `draft_model`; it brings a linear drafter, and shortcuts if there are any.
+        shortcuts: For `shortcut`.
+        layer: Layers that a shortcut drafter runs, by default a quarter of them.
     """
-
-    def __init__(
-        self,
-        engine: Engine,
-        shortcuts: Shortcuts | None = None,
-        linear_drafter: LinearDrafter | None = None,
-        draft_model: DraftModel | None = None,
-    ) -> None:
-        if draft_model is not None:
-            draft_model.check_model(engine.adapter)
-            linear_drafter = linear_drafter or draft_model.linear_drafter
-            shortcuts = shortcuts or draft_model.shortcuts
-        if linear_drafter is not None:
-            linear_drafter.check_model(engine.adapter)
-        if shortcuts is not None:
-            shortcuts.check_model(engine.adapter)
-        self.engine, self.shortcuts = engine, shortcuts
-        self.linear_drafter, self.draft_model = linear_drafter, draft_model
-
-    def available(self) -> list[str]:
-        """Return the names of the drafters that can be built."""
-        found: dict[str, Any] = {
-            "lookup": True,
-            "linear": self.linear_drafter,
-            "shortcut": self.shortcuts,
-            "draft_model": self.draft_model,
-        }
-        return [name for name in NAMES if found[name] is not None]
-
-    def configure(
-        self,
-        names: Sequence[str | Drafter] | None,
-        num_draft_tokens: int | None = None,
-        layer: int | None = None,
-    ) -> DraftConfig:
-        """Return the configuration asked for, with defaults for what is None.
-
-        By default the drafters are those that were fastest when the draft model was trained, or
-        else lookup and the best drafter that runs no layer of the model.
-        """
-        if names is not None and not names:
-            raise UserError("There is no drafter: give at least one, or drafter='none'.")
-        chosen = self.draft_model.choice if self.draft_model is not None else {}
-        if names is None and chosen:
-            return DraftConfig(
-                tuple(chosen["names"]),
-                chosen["num_draft_tokens"] if num_draft_tokens is None else num_draft_tokens,
-                chosen["vocab_size"],
-                chosen["layer"] if layer is None else layer,
-            )
-        if names is None:
-            known = self.available()
-            names = ["lookup", *[n for n in ("draft_model", "linear") if n in known][:1]]
-        return DraftConfig(
-            tuple(names), 2 if num_draft_tokens is None else num_draft_tokens, None, layer
-        )
-
-    def build(self, config: DraftConfig) -> Drafter | None:
-        """Return the drafter of a configuration; None if it names none."""
-        drafters = [self._build(name, config) for name in config.names]
-        if len(drafters) < 2:
-            return drafters[0] if drafters else None
-        return FallbackDrafter(drafters)
-
-    def _build(self, name: str | Drafter, config: DraftConfig) -> Drafter:
+    if draft_model is not None:
+        draft_model.linear_drafter.check_model(engine.adapter)
+        linear_drafter = linear_drafter or draft_model.linear_drafter
+        if names is None and draft_model.choice:
+            choice = draft_model.choice
+            names, vocab_size = choice["names"], choice["vocab_size"]
+            if num_draft_tokens is None:
+                num_draft_tokens = choice["num_draft_tokens"]
+    if linear_drafter is not None:
+        linear_drafter.check_model(engine.adapter)
+    if shortcuts is not None:
+        shortcuts.check_model(engine.adapter)
+    needs = {
+        "draft_model": ("draft_model=FOLDER", draft_model),
+        "linear": ("linear_drafter=LinearDrafter...", linear_drafter),
+        "shortcut": ("shortcuts=Shortcuts...", shortcuts),
+    }
+    if names is None:
+        names = ["lookup", *[name for name, (_, made) in needs.items() if made is not None][:1]]
+    number = 2 if num_draft_tokens is None else num_draft_tokens
+    vocab_S = None if linear_drafter is None else linear_drafter.draft_vocab[:vocab_size]
+    found: list[Drafter] = []
+    for name in names:
+        if isinstance(name, LinearDrafter):
+            name.check_model(engine.adapter)
         if isinstance(name, Drafter):
-            if isinstance(name, LinearDrafter):
-                name.check_model(self.engine.adapter)
-            return name
-        if name not in NAMES:
+            found.append(name)
+        elif name == "lookup":
+            found.append(LookupDrafter(number))
+        elif name == "linear" and linear_drafter is not None and vocab_S is not None:
+            maps, meta = linear_drafter.maps, linear_drafter.meta
+            found.append(LinearDrafter(maps, vocab_S, meta, number))
+        elif name == "shortcut" and shortcuts is not None:
+            depth = engine.num_layers // 4 if layer is None else layer
+            found.append(ShortcutDrafter(shortcuts, depth, number, vocab_S))
+        elif name == "draft_model" and draft_model is not None and vocab_S is not None:
+            found.append(DraftModelDrafter(draft_model.head, vocab_S, number))
+        elif name in needs:
+            raise UserError(
+                f"The {name} drafter needs what was fitted for it: give {needs[name][0]}."
+            )
+        else:
             raise UserError(f"A drafter is one of {', '.join(NAMES)} or a Drafter, not {name!r}.")
-        number = config.num_draft_tokens
-        if name == "lookup":
-            return LookupDrafter(number)
-        if name == "linear" and self.linear_drafter is not None:
-            return self.linear_drafter.restricted(number, config.vocab_size)
-        vocab = None
-        if self.linear_drafter is not None:
-            vocab = self.linear_drafter.draft_vocab[: config.vocab_size]
-        if name == "shortcut" and self.shortcuts is not None:
-            layer = self.engine.num_layers // 4 if config.layer is None else config.layer
-            mode = "tuned" if layer in self.shortcuts.tuned else None
-            return ShortcutDrafter(self.shortcuts, layer, number, vocab, mode)
-        if name == "draft_model" and self.draft_model is not None:
-            assert vocab is not None
-            return DraftModelDrafter(self.draft_model.head, vocab, number)
-        raise UserError(f"The {name} drafter needs what was fitted for it: give {_NEEDED[name]}.")
+    if len(found) < 2:
+        return found[0] if found else None
+    return FallbackDrafter(found)

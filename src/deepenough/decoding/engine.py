@@ -56,6 +56,8 @@ class Engine(ABC):
         self.num_layers = adapter.num_layers
         self.lengths: list[int] = []
         """Committed tokens of each sequence."""
+        self.capacity = 0
+        """Tokens of each sequence that the cache holds at most."""
         self.prompt: list[Tensor] = []
         """`h_L` of each sequence's prompt, `[T, D]`, as `prefill` has left it."""
 

@@ -24,7 +24,6 @@ from transformers import GenerationConfig
 from deepenough.config import resolve
 from deepenough.decoding.api import early_exit, speculate
 from deepenough.decoding.config import DraftTrainConfig
-from deepenough.decoding.draft_model import SHORTCUTS
 from deepenough.decoding.early_exit import ConfidenceGap, KVPropagation
 from deepenough.decoding.engine import DecodingCosts
 from deepenough.errors import UserError
@@ -37,7 +36,7 @@ from deepenough.measurement import (
     Scores,
     share_interval,
 )
-from deepenough.runs import RunFolder, read_config
+from deepenough.runs import read_config
 from deepenough.shortcut.config import PretrainedModelConfig, TextConfig
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.trace import DepthTrace
@@ -257,8 +256,7 @@ class GenerationCandidate:
                 f"{TUNED} needs drafts: give the folder that deepenough decode tune wrote for the "
                 "model, as --tuned."
             )
-        folder = RunFolder(Path(entry.run)).model if tunes else Path(entry.run)
-        self.folder = folder / SHORTCUTS
+        self.folder = Path(entry.run) / "shortcuts"
         self.shortcuts = None
         if self.folder.is_dir():
             self.shortcuts = Shortcuts.from_pretrained(self.folder)

@@ -57,7 +57,8 @@ class GeneralEngine(Engine):
         if mask_BT is not None:
             order = mask_BT.bool().int().argsort(dim=1, stable=True)  # padding to the left
             ids_BT = ids_BT.gather(1, order)[:, -width:]
-        self._cache = _RewritableCache(self.num_layers, max(capacity, width))
+        self.capacity = max(capacity, width)
+        self._cache = _RewritableCache(self.num_layers, self.capacity)
         self.lengths = lengths
         step = self._step(ids_BT, self._mask(), [length - width for length in lengths])
         hidden_BTD = self.run_layers(step, step.hidden, 0, self.num_layers)

@@ -37,13 +37,6 @@ class KVCache:
         self.keys = [keys.index_select(0, index) for keys in self.keys]
         self.values = [values.index_select(0, index) for values in self.values]
 
-    def grow(self, capacity: int) -> None:
-        """Make room for at least `capacity` tokens a sequence, keeping the contents."""
-        missing = capacity - self.keys[0].shape[2]
-        if missing > 0:
-            self.keys = [F.pad(keys, (0, 0, 0, missing)) for keys in self.keys]
-            self.values = [F.pad(values, (0, 0, 0, missing)) for values in self.values]
-
 
 class StepContext:
     """Where the tokens of one step are stored in a `KVCache`, and which tokens they attend to.

@@ -85,7 +85,8 @@ class FusedEngine(Engine):
             order = mask_BT.bool().int().argsort(dim=1, descending=True, stable=True)
             ids_BT = ids_BT.gather(1, order)
         device = ids_BT.device
-        shape = (batch, self.kv_heads, max(capacity, width), self.head_width)
+        self.capacity = max(capacity, width)
+        shape = (batch, self.kv_heads, self.capacity, self.head_width)
         self.cache = KVCache(self.num_layers, shape, self.adapter.model.dtype, device)
         self.lengths = [0] * batch
         step = self.start_step(ids_BT)

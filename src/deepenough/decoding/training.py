@@ -5,8 +5,8 @@ In one run folder, step by step, each going on where an interrupted command stop
 1. *text*: the model writes, and its states are kept (`self_generated.py`), in `checkpoints/text`;
 2. *head*: a linear drafter is fitted to them in closed form, and a draft head that starts from it
    is trained; both go to `model`;
-3. *choice*: shortcuts, if there are some, are tuned on the same text; then all ways of drafting are
-   timed on this machine (`autotune.py`), and the fastest is what `speculate` will use.
+3. *choice*: the sensible ways to draft are timed on this machine, in turn on each of a few held-out
+   prompts, and the fastest is what `speculate` will use.
 
 **The linear drafter.** For map `n`, the inputs `z` of all positions of the model's texts and the
 states `x` they should give make the normal equations
@@ -33,9 +33,11 @@ vocabulary.
 from __future__ import annotations
 
 import logging
+import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,26 +49,24 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from deepenough.config import dump, provenance, validate
-from deepenough.decoding.autotune import autotune, choice, draft_layers
-from deepenough.decoding.config import DraftHeadConfig, DraftTrainConfig, SelfGeneratedConfig
-from deepenough.decoding.draft_model import SHORTCUTS, DraftHead, DraftModel, HeadShape
-from deepenough.decoding.drafters import INDEX, DrafterBuilder, LinearDrafter, head_rows
-from deepenough.decoding.engine import make_engine
+from deepenough.decoding.config import DraftTrainConfig, SelfGeneratedConfig
+from deepenough.decoding.draft_model import DraftHead, DraftModel, HeadShape
+from deepenough.decoding.drafters import INDEX, LinearDrafter, head_rows, make_drafter
+from deepenough.decoding.engine import Engine, make_engine
 from deepenough.decoding.self_generated import (
-    SavedTexts,
     SelfGenerated,
-    generate_texts,
+    continue_prompts,
+    count_new,
+    decode_prompts,
     prompts_from,
     read_lines,
     write_texts,
 )
 from deepenough.errors import UserError
-from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.adapter import Adapter
 from deepenough.runs import RunFolder, read_records
-from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.statistics import NormalEquations
-from deepenough.shortcut.training import tune
-from deepenough.training.config import TrainingConfig, seed_at
+from deepenough.training.config import seed_at
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.task import BatchLoss, Task
 from deepenough.training.trainer import keep_freed_memory, training
@@ -84,25 +84,13 @@ _HELD_OUT_EVERY = 10
 _SAMPLED = 1024
 #: Texts from which the standard deviations of states are taken.
 _SCALE_TEXTS = 64
-#: Prompts that are kept for timing drafts.
-_KEPT_PROMPTS = 8
 _NEAR = 0.1
 _DROPOUT = 0.1
+#: Prompts on which ways to draft are timed, and the most tokens that follow each.
+_TIMED_PROMPTS, _TIMED_TOKENS = 8, 48
 
 
 # -- linear drafter ------------------------------------------------------------------------------
-
-
-@dataclass
-class _Collected:
-    """What one pass over the texts leaves for the fit."""
-
-    sums: list[NormalEquations]
-    """Of each map, over inputs and states."""
-    counts_V: Tensor
-    held_out: list[SelfGenerated] = field(default_factory=list)
-    sample: list[Tensor] = field(default_factory=list)
-    texts: int = 0
 
 
 def fit_linear_drafter(
@@ -110,13 +98,11 @@ def fit_linear_drafter(
     tokenizer: Any,
     texts: Iterable[str],
     *,
-    num_maps: int = _NUM_MAPS,
     draft_vocab: int = 4096,
     tokens: int = 30_000,
     prompt_tokens: int = 32,
     new_tokens: int = 96,
     batch: int = 16,
-    progress: Callable[[int, int], None] | None = None,
 ) -> LinearDrafter:
     """Let the model continue the beginnings of texts, and fit a linear drafter to what it wrote.
 
@@ -124,52 +110,50 @@ def fit_linear_drafter(
         model: A causal language model.
         tokenizer: Its tokenizer.
         texts: Texts whose beginnings are continued.
-        num_maps: How many tokens can be drafted at once.
         draft_vocab: How many tokens can be drafted, those that the model writes most often.
         tokens: New tokens in all.
         prompt_tokens: Tokens of each text that are its prompt.
         new_tokens: Most new tokens of each text.
         batch: Texts at once.
-        progress: Called with the new tokens so far and those wanted.
     """
-    config = validate(
-        SelfGeneratedConfig(
-            tokens=tokens, prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch=batch
-        )
-    )
-    prompts = prompts_from(tokenizer, texts, prompt_tokens)
-    written = generate_texts(make_engine(model), prompts, config, progress)
     about = {"tokens": tokens, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-    return fit_linear_maps(adapt(model), written, num_maps, draft_vocab, about)
+    validate(SelfGeneratedConfig(**about, batch=batch))
+    engine = make_engine(model)
+    prompts = prompts_from(tokenizer, texts, prompt_tokens)
+    written: list[SelfGenerated] = []
+    while count_new(written) < tokens and (chosen := list(islice(prompts, batch))):
+        written += continue_prompts(engine, chosen, new_tokens)
+    return fit_linear_maps(engine.adapter, written, draft_vocab, about)
 
 
 def fit_linear_maps(
     adapter: Adapter,
-    texts: Iterable[SelfGenerated],
-    num_maps: int,
+    texts: Sequence[SelfGenerated],
     draft_vocab: int,
     about: Mapping[str, Any] | None = None,
 ) -> LinearDrafter:
     """Return a linear drafter fitted to texts; `about` says how they were written."""
-    if num_maps < 1 or draft_vocab < 2:
-        raise UserError("A linear drafter has at least 1 map and 2 tokens in its vocabulary.")
+    if draft_vocab < 2:
+        raise UserError("A linear drafter has at least 2 tokens in its vocabulary.")
     began = time.perf_counter()
-    collected = _collect(adapter, texts, num_maps)
-    needed = collected.sums[-1].num_inputs
-    if not collected.held_out or collected.sums[-1].count < needed:
+    held_out = texts[::_HELD_OUT_EVERY]
+    used = [text for number, text in enumerate(texts) if number % _HELD_OUT_EVERY]
+    equations = [_normal_equations(adapter, used, n) for n in range(1, _NUM_MAPS + 1)]
+    count, needed = equations[-1].count, equations[-1].num_inputs
+    if count < needed:
         raise UserError(
-            f"The model wrote {collected.sums[-1].count} usable tokens, and {num_maps} maps of "
-            f"width {adapter.width} need {needed}: give more texts, or more tokens for each."
+            f"The model wrote {count} usable tokens, and {_NUM_MAPS} maps of width "
+            f"{adapter.width} need {needed}: give more texts, or more tokens for each."
         )
-    vocab_S = choose_draft_vocab(adapter, collected.counts_V, collected.sample, draft_vocab)
+    vocab_S = choose_draft_vocab(adapter, texts, used, draft_vocab)
     fitted = [
-        _best(adapter, number, sums, collected.held_out, vocab_S)
-        for number, sums in enumerate(collected.sums, start=1)
+        _best(adapter, number, each, held_out, vocab_S)
+        for number, each in enumerate(equations, start=1)
     ]
     fit = {
         **(about or {}),
-        "texts": collected.texts,
-        "positions": [sums.count for sums in collected.sums],
+        "texts": len(texts),
+        "positions": [each.count for each in equations],
         "ridges": [ridge for _, _, ridge in fitted],
         "agreements": [agreement for _, agreement, _ in fitted],
         "seconds": round(time.perf_counter() - began, 3),
@@ -178,31 +162,17 @@ def fit_linear_maps(
     return LinearDrafter([(b.cpu(), c.cpu()) for (b, c), _, _ in fitted], vocab_S.cpu(), meta)
 
 
-def _collect(adapter: Adapter, texts: Iterable[SelfGenerated], num_maps: int) -> _Collected:
-    model: Any = adapter.model
-    vocab_size = len(model.get_input_embeddings().weight)
+def _normal_equations(
+    adapter: Adapter, texts: Sequence[SelfGenerated], number: int
+) -> NormalEquations:
+    """Return the sums of map `number` over texts."""
     width = adapter.width
-    sums = [
-        NormalEquations((number + 1) * width + 1, width, model.device)
-        for number in range(1, num_maps + 1)
-    ]
-    collected = _Collected(sums, torch.zeros(vocab_size, dtype=torch.long))
-    sampled = 0
+    sums = NormalEquations((number + 1) * width + 1, width, adapter.model.device)
     for text in texts:
-        collected.counts_V += torch.bincount(text.ids_T[text.prompt :], minlength=vocab_size)
-        if collected.texts % _HELD_OUT_EVERY == 0:
-            collected.held_out.append(text)
-        else:
-            for number, each in enumerate(collected.sums, start=1):
-                inputs_NZ, _ = linear_inputs(adapter, text, number)
-                each.update(inputs_NZ, text.states_TD[text.prompt + number - 1 :].float())
-            if sampled < _SAMPLED:
-                collected.sample.append(text.states_TD[text.prompt - 1 :])
-                sampled += len(collected.sample[-1])
-        collected.texts += 1
-    for each in sums:
-        each.flush()
-    return collected
+        inputs_NZ, _ = linear_inputs(adapter, text, number)
+        sums.update(inputs_NZ, text.states_TD[text.prompt + number - 1 :].float())
+    sums.flush()
+    return sums
 
 
 @torch.no_grad()
@@ -227,16 +197,23 @@ def linear_inputs(adapter: Adapter, text: SelfGenerated, number: int) -> tuple[T
 
 @torch.no_grad()
 def choose_draft_vocab(
-    adapter: Adapter, counts_V: Tensor, sample: Sequence[Tensor], size: int
+    adapter: Adapter, texts: Sequence[SelfGenerated], sampled: Sequence[SelfGenerated], size: int
 ) -> Tensor:
-    """Return the tokens written most often, then those most probable in a sample of states."""
-    mass_V = torch.zeros(len(counts_V), dtype=torch.float64)
-    for states_ND in sample:
+    """Return the tokens that texts hold most often, then those most probable in sampled texts."""
+    vocab_size = len(adapter.model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    written = torch.cat([text.ids_T[text.prompt :] for text in texts])
+    mass_V = torch.zeros(vocab_size, dtype=torch.float64)
+    positions = 0
+    for text in sampled:
+        if positions >= _SAMPLED:
+            break
+        states_ND = text.states_TD[text.prompt - 1 :]
         probable = adapter.head(states_ND).float().softmax(-1).sum(0).double().cpu()
-        mass_V[: len(probable)] += probable[: len(mass_V)]
+        mass_V[: len(probable)] += probable[:vocab_size]
+        positions += len(states_ND)
     # A token that was written comes before all that were not: the shares sum to less than 1.
-    order = counts_V.double() + mass_V / (mass_V.sum() + 1)
-    return order.topk(min(size, len(order))).indices.to(adapter.model.device)
+    order = torch.bincount(written, minlength=vocab_size) + mass_V / (mass_V.sum() + 1)
+    return order.topk(min(size, vocab_size)).indices.to(adapter.model.device)
 
 
 def _best(
@@ -284,9 +261,7 @@ class DraftHeadTask(Task):
         adapter: The model.
         texts: Texts to train on.
         held_out: Texts on which progress is measured.
-        config: Settings of the head.
-        train: Settings of the training.
-        num_tokens: New tokens of all texts, by which a checkpoint is told from one of others.
+        config: Settings of the run.
         run: The run folder, whose records say how often drafts were right.
     """
 
@@ -299,15 +274,13 @@ class DraftHeadTask(Task):
         adapter: Adapter,
         texts: Sequence[SelfGenerated],
         held_out: Sequence[SelfGenerated],
-        config: DraftHeadConfig,
-        train: TrainingConfig,
-        num_tokens: int,
+        config: DraftTrainConfig,
         run: RunFolder,
     ) -> None:
         self.draft_model = draft_model
         self.model = self.head = draft_model.head
         self.adapter, self.texts, self.held_out = adapter, texts, held_out
-        self.config, self.train, self.num_tokens, self.run = config, train, num_tokens, run
+        self.config, self.train, self.run = config.head, config.train, run
         self.vocab_S = draft_model.linear_drafter.draft_vocab.to(adapter.model.device)
         weight, self.vocab_bias = head_rows(adapter, self.vocab_S)
         self.scale_D = self.head.scale.to(weight.device)
@@ -360,29 +333,25 @@ class DraftHeadTask(Task):
         if split != "valid":
             return {}
         self.head.eval()
-        right = torch.zeros(3, dtype=torch.float64)
-        loss = count = pairs = 0.0
+        totals = torch.zeros(6, dtype=torch.float64)
         for number in range(0, len(self.held_out), self.config.texts):
             batch = self._read(self.held_out[number : number + self.config.texts])
             predictions = self.head(self._embed(batch.ids_BT), batch.states_BTD)
             targets_ND = batch.states_BTD[batch.chosen_BT]
-            best_BT = torch.full_like(batch.ids_BT, -1)
-            best_BT[batch.chosen_BT] = self._best_tokens(targets_ND)
-            drafts = [self.vocab_S[self._logits(each).argmax(-1)] for each in predictions]
-            # The second draft of a token is of use only where the first was right.
-            right_BT = (drafts[0] == best_BT) & batch.chosen_BT
-            second_BT = (drafts[1] == best_BT) & batch.chosen_BT
-            before_BT = F.pad(right_BT, (1, 0))[:, :-1]
-            right += torch.tensor(
-                [float(x.sum()) for x in (right_BT, second_BT, second_BT & before_BT)]
-            )
             log_p = self._logits(targets_ND).log_softmax(-1)
             log_q = self._logits(predictions[0][batch.chosen_BT]).log_softmax(-1)
-            loss += float(F.kl_div(log_q, log_p, log_target=True, reduction="sum"))
-            count += float(batch.chosen_BT.sum())
-            pairs += float(before_BT.sum())
+            kl = F.kl_div(log_q, log_p, log_target=True, reduction="sum")
+            best_BT = torch.full_like(batch.ids_BT, -1)  # no draft is that where nothing counts
+            best_BT[batch.chosen_BT] = self._best_tokens(targets_ND)
+            first_BT, second_BT = (
+                self.vocab_S[self._logits(each).argmax(-1)] == best_BT for each in predictions
+            )
+            # The second draft of a token is of use only where the first was right.
+            before_BT = F.pad(first_BT, (1, 0))[:, :-1]
+            sums = (batch.chosen_BT, first_BT, before_BT, second_BT, second_BT & before_BT)
+            totals += torch.tensor([float(kl), *[float(each.sum()) for each in sums]])
         self.head.train()
-        first, second, both = right.tolist()
+        loss, count, first, pairs, second, both = totals.tolist()
         return {
             "loss": loss / count,
             "agreement_1": first / count,
@@ -396,7 +365,7 @@ class DraftHeadTask(Task):
         head = {name: value for name, value in asdict(self.config).items() if name != "held_out"}
         return {
             "model": self.adapter.identity()["fingerprint"],
-            "texts": {"number": len(self.texts), "tokens": self.num_tokens},
+            "texts": {"number": len(self.texts), "tokens": count_new(self.texts)},
             "head": head,
             "train": self.train.identity(),
         }
@@ -459,64 +428,58 @@ def tune_run(config: DraftTrainConfig, progress: Progress | None = None) -> Draf
     accelerator = make_accelerator(config.train, may_skip=False)
     if accelerator.num_processes > 1:
         raise UserError("A draft head is small and trained by one process: start one.")
-    shortcuts = config.shortcuts and Shortcuts.from_pretrained(config.shortcuts)
     model, tokenizer = config.model.load()
     model.to(accelerator.device)  # type: ignore[arg-type]
-    adapter = adapt(model)
+    engine = make_engine(model)
     run = RunFolder.create(config.out, resume=config.resume, overwrite=config.overwrite)
     config = replace(config, resume=False, overwrite=False)
     dump(config, run.config)
-    texts = write_texts(
-        run.checkpoints / "text",
-        model,
-        tokenizer,
-        config.data,
-        config.text,
-        config.train.seed,
-        progress,
-    )
+    folder, seed = run.checkpoints / "text", config.train.seed
+    texts = write_texts(folder, engine, tokenizer, config.data, config.text, seed, progress)
     if config.until == "text":
         return None
-    draft_model = _train_head(adapter, texts, run, config, accelerator)
+    number = config.head.held_out
+    if len(texts) <= number:
+        raise UserError(
+            f"The model wrote {len(texts)} texts, and {number} of them are held out: raise "
+            "text.tokens or lower head.held_out."
+        )
+    # The latest texts, so that going on with more of them would hold out others only.
+    used, held_out = texts[:-number], texts[-number:]
+    draft_model = _train_head(engine.adapter, used, held_out, run, config, accelerator)
     if config.until == "choice":
-        if shortcuts:
-            written = (str(tokenizer.decode(text.ids_T[text.prompt :])) for text in texts)
-            draft_model.shortcuts = _tune_shortcuts(shortcuts, model, tokenizer, written, run)
         log.info("looking for the fastest drafts on this machine")
-        trials = autotune(DrafterBuilder(make_engine(model), draft_model=draft_model))
-        draft_model.choice = choice(trials)
-        draft_model.save_choice(run.model)
+        draft_model.choice = fastest_drafts(engine, draft_model, held_out[:_TIMED_PROMPTS])
+        draft_model.save_pretrained(run.model)
     return draft_model
 
 
 def _train_head(
     adapter: Adapter,
-    texts: SavedTexts,
+    texts: Sequence[SelfGenerated],
+    held_out: Sequence[SelfGenerated],
     run: RunFolder,
     config: DraftTrainConfig,
     accelerator: Accelerator,
 ) -> DraftModel:
     own = config.head
-    if len(texts) <= own.held_out:
-        raise UserError(
-            f"The model wrote {len(texts)} texts, and {own.held_out} of them are held out: raise "
-            "text.tokens or lower head.held_out."
-        )
-    # The latest texts, so that going on with more of them would hold out others only.
-    used, held_out = texts[: -own.held_out], texts[-own.held_out :]
-    linear = _linear_drafter(adapter, used, run, config)
-    train = config.train.for_epochs(own.epochs, len(used) // min(own.texts, len(used)))
+    linear = _linear_drafter(adapter, texts, run, config)
+    train = config.train.for_epochs(own.epochs, len(texts) // min(own.texts, len(texts)))
     config = replace(config, train=train, resume=True)
-    head = _initial_head(adapter, linear, used, config).to(accelerator.device)
+    head = DraftHead(HeadShape.of(adapter), train.seed, _DROPOUT)
+    if own.start is None:
+        head.start_from(*linear.maps[0], scale_D=_scale(texts))
+    else:
+        earlier = DraftModel.from_pretrained(own.start)
+        earlier.linear_drafter.check_model(adapter)
+        head.load_state_dict(earlier.head.state_dict())
     meta: dict[str, Any] = {
-        "text": asdict(config.text) | {"data": config.data, "written": texts.num_new},
+        "text": asdict(config.text) | {"data": config.data, "written": count_new(texts)},
         "head": asdict(own),
         "train": asdict(train),
-        # For timing on other machines; prompts of both kinds, which the head has not seen.
-        "prompts": [text.ids_T[: text.prompt].tolist() for text in held_out[:_KEPT_PROMPTS]],
     }
-    draft_model = DraftModel(linear, head, meta)
-    task = DraftHeadTask(draft_model, adapter, used, held_out, own, train, texts.num_new, run)
+    draft_model = DraftModel(linear, head.to(accelerator.device), meta)
+    task = DraftHeadTask(draft_model, adapter, texts, held_out, config, run)
     with training(config, task, accelerator) as trainer:
         if trainer.first == 0:
             trainer.recorder.record(0, "valid", task.evaluate(accelerator, "valid"))
@@ -535,27 +498,9 @@ def _linear_drafter(
         if linear.meta["fit"]["texts"] == len(texts):
             return linear
     log.info("fitting a linear drafter to %d texts", len(texts))
-    linear = fit_linear_maps(
-        adapter, texts, _NUM_MAPS, config.head.draft_vocab, asdict(config.text)
-    )
+    linear = fit_linear_maps(adapter, texts, config.head.draft_vocab, asdict(config.text))
     linear.save_pretrained(folder)
     return linear
-
-
-def _initial_head(
-    adapter: Adapter,
-    linear: LinearDrafter,
-    texts: Sequence[SelfGenerated],
-    config: DraftTrainConfig,
-) -> DraftHead:
-    head = DraftHead(HeadShape.of(adapter), config.train.seed, _DROPOUT)
-    if config.head.start is None:
-        head.start_from(*linear.maps[0], scale_D=_scale(texts))
-    else:
-        earlier = DraftModel.from_pretrained(config.head.start)
-        earlier.check_model(adapter)
-        head.load_state_dict(earlier.head.state_dict())
-    return head
 
 
 def _scale(texts: Sequence[SelfGenerated]) -> Tensor:
@@ -574,19 +519,39 @@ def _before_and_after(run: RunFolder) -> dict[str, dict[str, float]]:
     return {when: {name: values[name] for name in names} for when, values in found.items()}
 
 
-def _tune_shortcuts(
-    shortcuts: Shortcuts,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    texts: Iterable[str],
-    run: RunFolder,
-) -> Shortcuts:
-    """Tune the maps from the layers that drafts may come from; keep them beside the head."""
-    folder = run.model / SHORTCUTS
-    if folder.is_dir():
-        return Shortcuts.from_pretrained(folder)
-    place = str(run.checkpoints / "shortcuts")
-    layers = draft_layers(shortcuts.num_layers)
-    tuned = tune(shortcuts, model, tokenizer, texts, out=place, resume=True, layers=layers)
-    tuned.save_pretrained(folder)
-    return tuned
+def fastest_drafts(
+    engine: Engine, draft_model: DraftModel, texts: Sequence[SelfGenerated]
+) -> dict[str, Any]:
+    """Return how to draft fastest on this machine, as `DraftModel.choice` keeps it.
+
+    No drafts, lookup alone, and lookup before linear maps or the draft head are tried, with one to
+    three draft tokens and with the whole draft vocabulary or a quarter. All of them continue a
+    prompt in turn before the next prompt, so that whatever else the machine does hits all of them.
+    """
+    size = len(draft_model.linear_drafter.draft_vocab)
+    ways: list[tuple[list[str], int, int]] = [([], 1, size)]
+    for number in (1, 2, 3):
+        ways.append((["lookup"], number, size))
+        for name in ("linear", "draft_model"):
+            ways += [(["lookup", name], number, part) for part in (-(-size // 4), size)]
+    drafters = [make_drafter(engine, *way, draft_model=draft_model) for way in ways]
+    seconds, tokens = [0.0] * len(ways), [0] * len(ways)
+    for turn, text in enumerate([texts[0], *texts]):
+        prompt = text.ids_T[: text.prompt].tolist()
+        new_tokens = _TIMED_TOKENS
+        if engine.adapter.max_length is not None:
+            new_tokens = min(new_tokens, engine.adapter.max_length - len(prompt))
+        for place, drafter in enumerate(drafters):
+            began = time.perf_counter()
+            rows = decode_prompts(engine, [prompt], new_tokens, drafter)
+            if turn:  # the first run of all is slow
+                seconds[place] += time.perf_counter() - began
+                tokens[place] += len(rows[0].tokens)
+    names = ("names", "num_draft_tokens", "vocab_size")
+    measured = [
+        dict(zip(names, way, strict=True)) | {"tokens_per_second": tokens[n] / seconds[n]}
+        for n, way in enumerate(ways)
+    ]
+    measured.sort(key=lambda row: row["tokens_per_second"], reverse=True)
+    threads = {"threads": torch.get_num_threads(), "processor": platform.processor()}
+    return measured[0] | {"machine": threads, "measured": measured}
