@@ -270,7 +270,7 @@ def test_interrupted_generation_returns_what_it_has(small, prompts) -> None:
         ({"custom_generate": "x"}, "custom_generate"),
         ({"stop_strings": ["a"]}, "tokenizer"),
         ({"max_new_tokens": 60}, "at most 57 new tokens"),
-        ({"position_ids": torch.arange(5, 12)[None]}, "leave out position_ids"),
+        ({"position_ids": torch.arange(5, 12)[None]}, "does not take position_ids"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(small, prompts, options, words) -> None:

@@ -250,11 +250,10 @@ class AdaptiveDecoding:
         **kwargs: Any,
     ) -> DecodingOutput | Tensor:
         """Generate as `generate` of transformers does, whose arguments it takes."""
-        if "custom_generate" in kwargs:
-            raise UserError("This model has its own decoding loop: leave out custom_generate.")
         check_prompt(kwargs.get("input_ids", inputs), kwargs)
         strings = getattr(generation_config, "stop_strings", None)
         kwargs = _with_stop_strings(kwargs, strings or self.generation_config.stop_strings)  # type: ignore[attr-defined]
+        kwargs.pop("custom_generate", None)
         engine, rule = self.decoding_engine, self.exit_rule
 
         def loop(

@@ -13,48 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process as processors_of_transformers
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StopStringCriteria,
-)
+from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from deepenough.errors import UserError
 
-#: Processors that look at the scores alone: rows of any length can be processed together.
-SCORES_ONLY = (
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "SuppressTokensLogitsProcessor",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-)
-#: Processors that are functions of one row's tokens and scores.
-ROW_BY_ROW = (
-    *SCORES_ONLY,
-    "RepetitionPenaltyLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "ExponentialDecayLengthPenalty",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor",
+#: Logits processors that read the scores alone, so that rows of any length go together.
+SCORES_ONLY = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "SuppressTokensLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+    )
 )
 #: Arguments that the model itself would get; a cache that is empty is nobody's.
 _UNDERSTOOD = {
     *("attention_mask", "position_ids", "use_cache", "logits_to_keep", "past_key_values"),
     *("output_attentions", "output_hidden_states", "return_dict"),
 }
+_NOT_HANDED_ON = ("custom_generate", "inputs_embeds", "position_ids")
 
 
 @dataclass
@@ -88,18 +73,31 @@ class Request:
         """Whether all sequences must advance together, one token at a time, as in transformers.
 
         They must if something reads the whole batch: a streamer, scores that are returned, or a
-        logits processor or stopping criterion that is not known to treat sequences independently.
+        logits processor or stopping criterion that reads the tokens.
         """
-        if len(self.ids_BT) == 1:
-            return False
-        known = {getattr(processors_of_transformers, name, None) for name in ROW_BY_ROW}
-        criteria = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria, StopStringCriteria)
-        return (
+        return len(self.ids_BT) > 1 and (
             self.streamer is not None
             or self.keeps_scores
-            or any(type(each) not in known for each in self.processors)
-            or any(type(each) not in criteria for each in self.criteria)
+            or not self.reads_scores_only
+            or len(self.other_criteria) > 0
         )
+
+    @property
+    def reads_scores_only(self) -> bool:
+        """Whether no logits processor reads the tokens."""
+        return all(type(each) in SCORES_ONLY for each in self.processors)
+
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that end a sequence."""
+        found = [each.eos_token_id for each in self.criteria if type(each) is EosTokenCriteria]
+        return {token for ids in found for token in ids.flatten().tolist()}
+
+    @property
+    def other_criteria(self) -> StoppingCriteriaList:
+        """The stopping criteria beside length and end tokens."""
+        own = (MaxLengthCriteria, EosTokenCriteria)
+        return StoppingCriteriaList([each for each in self.criteria if type(each) not in own])
 
     @property
     def keeps_scores(self) -> bool:
@@ -185,8 +183,12 @@ def _check(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     }
     cache = model_kwargs.get("past_key_values")
     refused["past_key_values"] = cache is not None and cache.get_seq_length() > 0
-    refused |= {name: True for name in model_kwargs if name not in _UNDERSTOOD}
-    for name, given in refused.items():
+    _refuse(refused | {name: True for name in model_kwargs if name not in _UNDERSTOOD})
+
+
+def _refuse(arguments: dict[str, Any]) -> None:
+    """Refuse the first argument whose value is true."""
+    for name, given in arguments.items():
         if given:
             raise UserError(
                 f"This generate() does not take {name}: leave it out, or use the model's own "
@@ -195,14 +197,8 @@ def _check(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
 
 
 def check_prompt(ids: Tensor | None, given: dict[str, Any]) -> None:
-    """Refuse a call without a prompt, which transformers would begin by itself."""
-    if given.get("inputs_embeds") is not None:
-        raise UserError("This generate() takes input_ids, not inputs_embeds.")
-    if given.get("position_ids") is not None:
-        raise UserError(
-            "This generate() counts positions itself: leave out position_ids, or use the "
-            "model's own generate()."
-        )
+    """Refuse what transformers would not hand on, and a call without a prompt, which it begins."""
+    _refuse({name: given.get(name) is not None for name in _NOT_HANDED_ON})
     if ids is None or ids.numel() == 0:
         raise UserError("The prompt is empty: give input_ids with at least one token a row.")
     if ids.ndim != 2 or ids.dtype not in (torch.long, torch.int):
@@ -252,44 +248,3 @@ def make_sequences(request: Request) -> list[SequenceState]:
         SequenceState(n, prompt, [token for token, seen in zip(prompt, mask, strict=True) if seen])
         for n, (prompt, mask) in enumerate(zip(prompts, mask_BT.tolist(), strict=True))
     ]
-
-
-class StoppingRules:
-    """When a sequence ends: length and end tokens are checked here, the rest by transformers."""
-
-    def __init__(self, request: Request) -> None:
-        self.max_length = request.max_length
-        self.device = request.ids_BT.device
-        self.ends: set[int] = set()
-        self.others = StoppingCriteriaList()
-        for criterion in request.criteria:
-            if type(criterion) is EosTokenCriteria:
-                self.ends |= set(criterion.eos_token_id.flatten().tolist())
-            elif type(criterion) is not MaxLengthCriteria:
-                self.others.append(criterion)
-
-    def update(self, rows: list[SequenceState], scores: tuple[Tensor, ...] | None = None) -> None:
-        """Mark the sequences that their last token has ended; all have just got one.
-
-        `scores` are those of all tokens so far, where they are kept, for criteria that read them.
-        """
-        for row in rows:
-            row.done = row.done or row.tokens[-1] in self.ends
-            row.done = row.done or len(row.prompt) + len(row.tokens) >= self.max_length
-        if not self.others:
-            return
-        for group in groups_of_one_length(rows):
-            ids = torch.tensor([row.ids for row in group], device=self.device)
-            ended = self.others(ids, scores)  # type: ignore[arg-type]
-            for row, end in zip(group, ended.tolist(), strict=True):
-                row.done = row.done or end
-
-
-def groups_of_one_length(rows: list[SequenceState]) -> list[list[SequenceState]]:
-    """Return all sequences as one group if they are equally long, else each as its own group.
-
-    They differ in length only where nothing reads the batch as a whole (`Request.in_lockstep`).
-    """
-    if len({len(row.tokens) for row in rows}) == 1:
-        return [rows]
-    return [[row] for row in rows]

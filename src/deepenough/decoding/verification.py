@@ -19,27 +19,18 @@ Shapes: B sequences, T places (one more than drafts), D width, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
-from transformers.generation import logits_process
 
 from deepenough.decoding.drafters import Drafter, Proposal
 from deepenough.decoding.engine import DecodingCosts, Engine
-from deepenough.decoding.request import (
-    SCORES_ONLY,
-    Request,
-    SequenceState,
-    StoppingRules,
-    groups_of_one_length,
-    make_sequences,
-)
+from deepenough.decoding.request import Request, SequenceState, make_sequences
 
 log = logging.getLogger("deepenough")
 
@@ -81,10 +72,6 @@ class ForwardStrategy(ABC):
     @abstractmethod
     def capacity(self, request: Request) -> int:
         """Return how many tokens of a sequence the cache must hold."""
-
-    def drops_finished(self, request: Request) -> bool:
-        """Return whether finished sequences leave the batch."""
-        return not request.in_lockstep
 
     def start(self, state_BD: Tensor) -> None:  # noqa: B027
         """Begin after the prompts were prefilled; `state_BD` are their last normed states."""
@@ -133,7 +120,9 @@ def _run_loop(
     result: Decoded,
 ) -> None:
     costs = DecodingCosts(engine.adapter)
-    drops_finished = strategy.drops_finished(request)
+    # Where nothing is drafted, sequences are sampled beside finished ones, as in transformers.
+    plain = isinstance(strategy, FullDepth) and strategy.drafter is None
+    keeps_finished = request.in_lockstep or (request.sampled and plain)
     rows = list(result.rows)
     state_BD = engine.prefill(request.ids_BT, request.mask_BT, strategy.capacity(request))
     strategy.start(state_BD)
@@ -146,7 +135,7 @@ def _run_loop(
     )
     _emit(verifier, rows, output, costs, result)
     while not all(row.done for row in rows):
-        if drops_finished and any(row.done for row in rows):
+        if not keeps_finished and any(row.done for row in rows):
             staying = [place for place, row in enumerate(rows) if not row.done]
             engine.select(staying)
             strategy.select(staying)
@@ -196,14 +185,6 @@ class FullDepth(ForwardStrategy):
         """Return room for all tokens and the drafts behind the last."""
         return request.max_length + (self.drafter.num_draft_tokens if self.drafter else 0)
 
-    def drops_finished(self, request: Request) -> bool:
-        """Return whether finished sequences leave the batch.
-
-        Sequences that are sampled beside finished ones draw what they would in transformers, so
-        they stay where nothing is drafted.
-        """
-        return not (request.in_lockstep or (request.sampled and self.drafter is None))
-
     def start(self, state_BD: Tensor) -> None:
         """Begin after the prompts were prefilled."""
         self.state_BD = state_BD
@@ -220,7 +201,13 @@ class FullDepth(ForwardStrategy):
         proposal = Proposal([[] for _ in rows])
         if self.drafter is not None:
             proposal = self.drafter.propose(rows, self.state_BD, engine)
-        step = engine.start_step(self._tokens(rows, proposal))
+        # Sequences with fewer drafts are padded.
+        longest = max(map(len, proposal.tokens))
+        lines = [
+            [row.context[-1], *drafts, *[0] * (longest - len(drafts))]
+            for row, drafts in zip(rows, proposal.tokens, strict=True)
+        ]
+        step = engine.start_step(torch.tensor(lines, device=self.state_BD.device))
         hidden_BTD = step.hidden if proposal.hidden is None else proposal.hidden
         last = engine.num_layers
         normed_BTD = engine.norm(engine.run_layers(step, hidden_BTD, proposal.layer, last))
@@ -232,24 +219,12 @@ class FullDepth(ForwardStrategy):
             normed_BTD=normed_BTD,
         )
 
-    def _tokens(self, rows: list[SequenceState], proposal: Proposal) -> Tensor:
-        """Return last tokens and drafts; sequences with fewer drafts are padded."""
-        longest = max(map(len, proposal.tokens))
-        lines = [
-            [row.context[-1], *drafts, *[0] * (longest - len(drafts))]
-            for row, drafts in zip(rows, proposal.tokens, strict=True)
-        ]
-        return torch.tensor(lines, device=self.state_BD.device)
-
     def finish(self, rows: list[SequenceState], output: PassOutput, counts: Sequence[int]) -> None:
         """Hand the states of the confirmed tokens to the drafter."""
         normed_BTD = output.normed_BTD
         assert normed_BTD is not None
         if self.drafter is not None:
             self.drafter.observe(rows, normed_BTD, counts)
-        if normed_BTD.shape[1] == 1:
-            self.state_BD = normed_BTD[:, 0]
-            return
         last = torch.tensor(counts, device=normed_BTD.device) - 1
         self.state_BD = normed_BTD[torch.arange(len(rows), device=last.device), last]
 
@@ -259,13 +234,9 @@ class Verifier:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.stopping = StoppingRules(request)
+        self.ends, self.other_criteria = request.ends, request.other_criteria
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
-        names = {type(each).__name__ for each in request.processors}
-        self.scores_only = names <= set(SCORES_ONLY) and all(
-            type(each).__module__ == logits_process.__name__ for each in request.processors
-        )
         self.plain = not (request.sampled or len(request.processors) or request.keeps_scores)
 
     def verify(
@@ -301,61 +272,38 @@ class Verifier:
         return [len(row.tokens) - count for row, count in zip(rows, before, strict=True)]
 
     def _append(self, rows: list[SequenceState], tokens: list[int]) -> None:
+        """Add a token to each sequence, and mark those that it has ended."""
+        request = self.request
         for row, token in zip(rows, tokens, strict=True):
-            row.append(self.request.pad if row.done else token)
-        if self.request.streamer is not None:
-            self.request.streamer.put(torch.tensor([row.tokens[-1] for row in rows]))
-        keeps = self.request.keeps_scores and self.request.config.output_scores
-        self.stopping.update(rows, tuple(self.scores) if keeps else None)
+            row.append(request.pad if row.done else token)
+            row.done |= token in self.ends
+            row.done |= len(row.prompt) + len(row.tokens) >= request.max_length
+        if request.streamer is not None:
+            request.streamer.put(torch.tensor([row.tokens[-1] for row in rows]))
+        if self.other_criteria:
+            # Rows are equally long here: they advance in lockstep.
+            ids = torch.tensor([row.ids for row in rows], device=request.ids_BT.device)
+            keeps = request.keeps_scores and request.config.output_scores
+            scores: Any = tuple(self.scores) if keeps else None
+            for row, end in zip(rows, self.other_criteria(ids, scores).tolist(), strict=True):  # type: ignore[arg-type]
+                row.done |= end
 
     def _tokens(
         self, rows: list[SequenceState], logits_BV: Tensor, drafts: list[int | None]
     ) -> list[int]:
-        logits_BV = logits_BV.to(torch.float32, copy=True)
-        scores_BV = self._processed(rows, logits_BV)
-        if self.request.keeps_scores:
+        request = self.request
+        logits_BV = scores_BV = logits_BV.to(torch.float32, copy=True)
+        if len(request.processors):
+            # Rows differ in length only where no processor reads their tokens.
+            tokens = [[] if request.reads_scores_only else row.ids for row in rows]
+            ids = torch.tensor(tokens, dtype=torch.long, device=logits_BV.device)
+            scores_BV = request.processors(ids, logits_BV)  # type: ignore[arg-type]
+        if request.keeps_scores:
             self.scores.append(scores_BV)
             self.logits.append(logits_BV)
-        if not self.request.sampled:
+        if not request.sampled:
             return scores_BV.argmax(-1).tolist()
-        return sample_with_drafts(scores_BV.softmax(-1), drafts, self.request.generator)
-
-    def _processed(self, rows: list[SequenceState], logits_BV: Tensor) -> Tensor:
-        processors = self.request.processors
-        if not len(processors):
-            return logits_BV
-        device = self.request.ids_BT.device
-        if self.scores_only:
-            nothing = torch.empty(len(rows), 0, dtype=torch.long, device=device)
-            return processors(nothing, logits_BV)  # type: ignore[arg-type]
-        groups = groups_of_one_length(rows)
-        parts: list[Tensor] = [
-            _of_rows(processors, group, len(self.request.ids_BT))(
-                torch.tensor([row.ids for row in group], device=device),  # type: ignore[arg-type]
-                part,  # type: ignore[arg-type]
-            )
-            for group, part in zip(groups, logits_BV.split([len(g) for g in groups]), strict=True)
-        ]
-        return torch.cat(parts)
-
-
-def _of_rows(
-    processors: LogitsProcessorList, rows: list[SequenceState], batch: int
-) -> LogitsProcessorList:
-    """Return processors for some sequences of a batch.
-
-    The repetition penalty of recent versions of transformers knows the padding of every prompt.
-    """
-    if len(rows) == batch:
-        return processors
-    found = LogitsProcessorList()
-    for processor in processors:
-        ignored = getattr(processor, "prompt_ignore_length", None)
-        if isinstance(ignored, Tensor) and len(ignored) == batch:
-            processor = copy.copy(processor)
-            processor.prompt_ignore_length = ignored[[row.index for row in rows]]
-        found.append(processor)
-    return found
+        return sample_with_drafts(scores_BV.softmax(-1), drafts, request.generator)
 
 
 def sample_with_drafts(
