@@ -8,12 +8,7 @@ from deepenough.decoding.api import speculate
 from deepenough.decoding.drafters import LinearDrafter
 from deepenough.decoding.engine import make_engine
 from deepenough.decoding.self_generated import SelfGenerated, continue_prompts, prompts_from
-from deepenough.decoding.training import (
-    choose_draft_vocab,
-    fit_linear_drafter,
-    fit_linear_maps,
-    linear_inputs,
-)
+from deepenough.decoding.training import choose_draft_vocab, fit_linear_drafter, linear_inputs
 from deepenough.hf.adapter import adapt
 
 
@@ -30,9 +25,7 @@ def texts() -> list[str]:
 
 @pytest.fixture
 def linear(small, texts) -> LinearDrafter:
-    return fit_linear_drafter(
-        small, tokenizer, texts, tokens=900, prompt_tokens=8, new_tokens=24, batch=8, draft_vocab=30
-    )
+    return fit_linear_drafter(adapt(small), write(small, texts), draft_vocab=30)
 
 
 def write(model, texts, prompt_tokens: int = 8, new_tokens: int = 24) -> list[SelfGenerated]:
@@ -79,7 +72,7 @@ def test_maps_are_the_least_squares_solution(small, texts) -> None:
     """Of the nine texts in ten that are not held out, with the ridge that the fit has chosen."""
     adapter = adapt(small)
     written = write(small, texts)
-    fitted = fit_linear_maps(adapter, written, 30)
+    fitted = fit_linear_drafter(adapter, written, 30)
     used = [text for number, text in enumerate(written) if number % 10]
     inputs = torch.cat([linear_inputs(adapter, text, 1)[0] for text in used]).double()
     states = torch.cat([text.states_TD[text.prompt :] for text in used]).double()
@@ -136,4 +129,6 @@ def test_damaged_or_foreign_maps_are_refused(small, make_model, linear, tmp_path
 
 def test_too_little_text_is_refused(small, texts) -> None:
     with pytest.raises(UserError, match="need 97"):
-        fit_linear_drafter(small, tokenizer, texts[:3], new_tokens=5)
+        fit_linear_drafter(adapt(small), write(small, texts[:5]))
+    with pytest.raises(UserError, match="at least 2 tokens"):
+        fit_linear_drafter(adapt(small), write(small, texts[:5]), draft_vocab=1)

@@ -251,9 +251,18 @@ class AdaptiveDecoding:
     ) -> DecodingOutput | Tensor:
         """Generate as `generate` of transformers does, whose arguments it takes."""
         check_prompt(kwargs.get("input_ids", inputs), kwargs)
-        strings = getattr(generation_config, "stop_strings", None)
-        kwargs = _with_stop_strings(kwargs, strings or self.generation_config.stop_strings)  # type: ignore[attr-defined]
-        kwargs.pop("custom_generate", None)
+        usual = self.generation_config.stop_strings  # type: ignore[attr-defined]
+        usual = getattr(generation_config, "stop_strings", None) or usual
+        kwargs = {name: value for name, value in kwargs.items() if name != "custom_generate"}
+        # transformers does not hand the tokenizer on to a custom loop, which stop strings need.
+        tokenizer = kwargs.pop("tokenizer", None)
+        if strings := kwargs.get("stop_strings") or usual:
+            if tokenizer is None:
+                raise UserError("stop_strings need the tokenizer: give tokenizer=... as well.")
+            kwargs["stop_strings"] = None
+            kwargs["stopping_criteria"] = StoppingCriteriaList(
+                [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
+            )
         engine, rule = self.decoding_engine, self.exit_rule
 
         def loop(
@@ -346,23 +355,3 @@ def _trace(rows: list[SequenceState], num_layers: int) -> DepthTrace:
 def _kept(tensors: list[Tensor], wanted: bool | None) -> tuple[Tensor, ...] | None:
     """Return ordinary tensors of those made in inference mode."""
     return tuple(tensor.clone() for tensor in tensors) if wanted else None
-
-
-def _with_stop_strings(kwargs: dict[str, Any], usual: Any) -> dict[str, Any]:
-    """Return arguments with stop strings as a criterion.
-
-    transformers does not hand the tokenizer on to a custom loop, which stop strings need.
-    """
-    kwargs = dict(kwargs)
-    tokenizer = kwargs.pop("tokenizer", None)
-    strings = kwargs.pop("stop_strings", None) or usual
-    if not strings:
-        return kwargs
-    if tokenizer is None:
-        raise UserError("stop_strings need the tokenizer: give tokenizer=... as well.")
-    kwargs["stop_strings"] = None
-    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    kwargs["stopping_criteria"] = StoppingCriteriaList(
-        [*criteria, StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)]
-    )
-    return kwargs

@@ -5,17 +5,16 @@ beginnings of a corpus's lines, every second one in the model's chat format. Sta
 generation computes them, so that no text is run twice. Tokens are the model's most likely ones, or
 sampled; penalties of its generation config are left out.
 
-On disk, one safetensors file holds a batch of texts: tokens, and the states behind them in half
-precision. It is written when its batch is done, so that an interrupted command loses at most one
-batch and goes on with the next. States that are read back are mapped from disk.
+On disk, one safetensors file holds a batch of texts: tokens, the states behind them in half
+precision, and how they were written. It is written when its batch is done, so that an interrupted
+command loses at most one batch. States that are read back are mapped from disk.
 
 Shapes: B texts, T tokens, D width.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deepenough.artifacts import load_tensors, save_tensors, write_json
+from deepenough.artifacts import load_tensors, save_tensors
 from deepenough.data.corpus import open_corpus
 from deepenough.decoding.config import MIN_PROMPT_TOKENS, SelfGeneratedConfig
 from deepenough.decoding.drafters import Drafter, Proposal
@@ -34,8 +33,6 @@ from deepenough.decoding.request import SequenceState, plain_request
 from deepenough.decoding.verification import ForwardStrategy, decode
 from deepenough.errors import UserError
 from deepenough.training.config import seed_at
-
-INDEX = "text.json"
 
 
 @dataclass
@@ -158,9 +155,10 @@ def write_texts(
         progress: Called with the new tokens so far and those wanted.
     """
     about = {"model": engine.adapter.identity()["fingerprint"], "seed": seed, "data": data}
-    _check_index(folder, about | asdict(config))
+    about |= {name: value for name, value in asdict(config).items() if name != "tokens"}
+    folder.mkdir(parents=True, exist_ok=True)
     paths = sorted(folder.glob("part-*.safetensors"))
-    texts = [text for path in paths for text in load_texts(path)]
+    texts = [text for path in paths for text in load_texts(path, about)]
     done, number = count_new(texts), len(paths)
     prompts = islice(make_prompts(tokenizer, data, config), len(texts), None)
     while done < config.tokens and (batch := list(islice(prompts, config.batch))):
@@ -168,9 +166,9 @@ def write_texts(
         if config.sample_every and number % config.sample_every == 1:
             generator = torch.Generator().manual_seed(seed_at(seed, "text", number))
         path = folder / f"part-{number:05d}.safetensors"
-        save_texts(path, continue_prompts(engine, batch, config.new_tokens, generator))
+        save_texts(path, continue_prompts(engine, batch, config.new_tokens, generator), about)
         # From disk, where their states are mapped: all of them may be more than the memory.
-        texts += load_texts(path)
+        texts += load_texts(path, about)
         done, number = count_new(texts), number + 1
         if progress is not None:
             progress(min(done, config.tokens), config.tokens)
@@ -182,8 +180,8 @@ def write_texts(
     return texts
 
 
-def save_texts(path: Path, texts: Sequence[SelfGenerated]) -> None:
-    """Write a batch of texts to one safetensors file."""
+def save_texts(path: Path, texts: Sequence[SelfGenerated], about: Mapping[str, Any]) -> None:
+    """Write a batch of texts to one safetensors file; `about` says how they were made."""
     tensors = {
         "ids": torch.cat([text.ids_T for text in texts]).int(),
         "lengths": torch.tensor([len(text.ids_T) for text in texts]),
@@ -191,38 +189,26 @@ def save_texts(path: Path, texts: Sequence[SelfGenerated]) -> None:
         "states": torch.cat([text.states_TD for text in texts]).cpu().half(),
     }
     try:
-        save_tensors(path, tensors)
+        save_tensors(path, tensors, {name: str(value) for name, value in about.items()})
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error}): make room and go on with --resume."
         ) from error
 
 
-def load_texts(path: Path) -> list[SelfGenerated]:
-    """Return the texts that `save_texts` wrote."""
-    tensors, _ = load_tensors(path)
+def load_texts(path: Path, about: Mapping[str, Any]) -> list[SelfGenerated]:
+    """Return the texts that `save_texts` wrote; refuse those that were made in another way."""
+    tensors, known = load_tensors(path)
+    for name, value in about.items():
+        if known.get(name) != str(value):
+            raise UserError(
+                f"The texts in {path.parent} were written with another {name}: it was "
+                f"{known.get(name)} and is now {value}; give the same or another folder."
+            )
     lengths = tensors["lengths"].tolist()
     ids = tensors["ids"].long().split(lengths)
     states = tensors["states"].split([length - 1 for length in lengths])
     return list(map(SelfGenerated, ids, states, tensors["prompts"].tolist()))
-
-
-def _check_index(folder: Path, about: dict[str, Any]) -> None:
-    """Refuse to go on with texts that were written in another way; more of the same are fine."""
-    path = folder / INDEX
-    try:
-        if path.is_file():
-            known = json.loads(path.read_text(encoding="utf-8"))
-            for name, value in about.items():
-                if name != "tokens" and known.get(name) != value:
-                    raise UserError(
-                        f"The texts in {folder} were written with another {name}: it was "
-                        f"{known.get(name)} and is now {value}; give the same or another folder."
-                    )
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, about)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be used ({error}): choose another folder.") from error
 
 
 # -- prompts -------------------------------------------------------------------------------------

@@ -35,9 +35,8 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,19 +45,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from deepenough.config import dump, provenance, validate
-from deepenough.decoding.config import DraftTrainConfig, SelfGeneratedConfig
+from deepenough.decoding.config import DraftTrainConfig
 from deepenough.decoding.draft_model import DraftHead, DraftModel, HeadShape
-from deepenough.decoding.drafters import INDEX, LinearDrafter, head_rows, make_drafter
+from deepenough.decoding.drafters import LinearDrafter, head_rows, make_drafter
 from deepenough.decoding.engine import Engine, make_engine
 from deepenough.decoding.self_generated import (
     SelfGenerated,
-    continue_prompts,
     count_new,
     decode_prompts,
-    prompts_from,
     read_lines,
     write_texts,
 )
@@ -94,45 +90,19 @@ _TIMED_PROMPTS, _TIMED_TOKENS = 8, 48
 
 
 def fit_linear_drafter(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    texts: Iterable[str],
-    *,
-    draft_vocab: int = 4096,
-    tokens: int = 30_000,
-    prompt_tokens: int = 32,
-    new_tokens: int = 96,
-    batch: int = 16,
-) -> LinearDrafter:
-    """Let the model continue the beginnings of texts, and fit a linear drafter to what it wrote.
-
-    Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
-        texts: Texts whose beginnings are continued.
-        draft_vocab: How many tokens can be drafted, those that the model writes most often.
-        tokens: New tokens in all.
-        prompt_tokens: Tokens of each text that are its prompt.
-        new_tokens: Most new tokens of each text.
-        batch: Texts at once.
-    """
-    about = {"tokens": tokens, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-    validate(SelfGeneratedConfig(**about, batch=batch))
-    engine = make_engine(model)
-    prompts = prompts_from(tokenizer, texts, prompt_tokens)
-    written: list[SelfGenerated] = []
-    while count_new(written) < tokens and (chosen := list(islice(prompts, batch))):
-        written += continue_prompts(engine, chosen, new_tokens)
-    return fit_linear_maps(engine.adapter, written, draft_vocab, about)
-
-
-def fit_linear_maps(
     adapter: Adapter,
     texts: Sequence[SelfGenerated],
-    draft_vocab: int,
+    draft_vocab: int = 4096,
     about: Mapping[str, Any] | None = None,
 ) -> LinearDrafter:
-    """Return a linear drafter fitted to texts; `about` says how they were written."""
+    """Return a linear drafter fitted to texts that the model wrote.
+
+    Args:
+        adapter: The model.
+        texts: What `continue_prompts` returned.
+        draft_vocab: How many tokens can be drafted, those that the model writes most often.
+        about: How the texts were written.
+    """
     if draft_vocab < 2:
         raise UserError("A linear drafter has at least 2 tokens in its vocabulary.")
     began = time.perf_counter()
@@ -285,7 +255,6 @@ class DraftHeadTask(Task):
         weight, self.vocab_bias = head_rows(adapter, self.vocab_S)
         self.scale_D = self.head.scale.to(weight.device)
         self.vocab_SD = weight.float() * self.scale_D
-        self._latest: dict[str, float] = {}
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return the parameter groups: what was solved for already only has to follow."""
@@ -308,20 +277,14 @@ class DraftHeadTask(Task):
             log_p = self._logits(targets_ND).log_softmax(-1)
             best_N = log_p.argmax(-1)
         total, weight = torch.zeros((), device=targets_ND.device), self.config.hard
-        for name, predicted_BTD in zip(("first", "second"), predictions, strict=True):
+        for predicted_BTD in predictions:
             predicted_ND = predicted_BTD[batch.chosen_BT]
             log_q = self._logits(predicted_ND).log_softmax(-1)
             kl = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
             hard = F.nll_loss(log_q, best_N)
             near = F.smooth_l1_loss(predicted_ND, targets_ND)
             total = total + (1 - weight) * kl + weight * hard + _NEAR * near
-            right = float((log_q.argmax(-1) == best_N).float().mean())
-            self._latest |= {f"kl_{name}": float(kl.detach()), f"right_{name}": right}
         return BatchLoss(total, total.detach(), len(targets_ND))
-
-    def train_values(self) -> dict[str, Any]:
-        """Return the KL and the share of right tokens of the latest batch."""
-        return dict(self._latest)
 
     @torch.no_grad()
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
@@ -463,7 +426,8 @@ def _train_head(
     accelerator: Accelerator,
 ) -> DraftModel:
     own = config.head
-    linear = _linear_drafter(adapter, texts, run, config)
+    log.info("fitting a linear drafter to %d texts", len(texts))
+    linear = fit_linear_drafter(adapter, texts, own.draft_vocab, asdict(config.text))
     train = config.train.for_epochs(own.epochs, len(texts) // min(own.texts, len(texts)))
     config = replace(config, train=train, resume=True)
     head = DraftHead(HeadShape.of(adapter), train.seed, _DROPOUT)
@@ -485,22 +449,6 @@ def _train_head(
             trainer.recorder.record(0, "valid", task.evaluate(accelerator, "valid"))
         trainer.fit()
     return DraftModel.from_pretrained(run.path)
-
-
-def _linear_drafter(
-    adapter: Adapter, texts: Sequence[SelfGenerated], run: RunFolder, config: DraftTrainConfig
-) -> LinearDrafter:
-    """Return the linear drafter, fitted once: a resumed command must start from the same maps."""
-    folder = run.checkpoints / "linear_drafter"
-    if (folder / INDEX).is_file():
-        linear = LinearDrafter.from_pretrained(folder)
-        linear.check_model(adapter)
-        if linear.meta["fit"]["texts"] == len(texts):
-            return linear
-    log.info("fitting a linear drafter to %d texts", len(texts))
-    linear = fit_linear_maps(adapter, texts, config.head.draft_vocab, asdict(config.text))
-    linear.save_pretrained(folder)
-    return linear
 
 
 def _scale(texts: Sequence[SelfGenerated]) -> Tensor:
