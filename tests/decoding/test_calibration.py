@@ -156,7 +156,7 @@ def test_a_calibrated_model(model, shortcuts, tmp_path, fill) -> None:
         assert again.exit_rule.policy == TopProbability(found.threshold)
         assert again.exit_rule.kv_propagation == fill
         assert list(again.exit_rule.layers) == [1, 2]
-    with pytest.raises(UserError, match="leave out kv_propagation"):
+    with pytest.raises(UserError, match="it was made with"):
         early_exit(model, shortcuts, guarantee=found, kv_propagation="copy")
     with pytest.raises(UserError, match="weights are others"):
         other = make_model(seed=1)

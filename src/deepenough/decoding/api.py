@@ -2,12 +2,8 @@
 
 What is returned is a model of the same class that shares all its weights with the one given, so
 whatever takes a Hugging Face model takes it: pipelines, chat templates, evaluation harnesses. Only
-`generate` is another. transformers still reads its arguments; the loop that follows is ours.
-
-- `speculate`: cheap guesses are verified by the model, several in one pass. Greedily the tokens are
-  those of the model's own `generate`; sampled, they have the same distribution.
-- `early_exit`: a token leaves at a layer whose prediction is trusted, and skips the rest. Tokens
-  may be others than the model's own, and so are the logits of a plain call (`exit_scoring.py`).
+`generate` is another, and with exits the logits of a plain call (`exit_scoring.py`). transformers
+still reads the arguments; the loop that follows is ours.
 
 The weights of a Llama-like model are laid out anew, without a second copy: its own parameters
 become views of larger matrices, with the same values.
@@ -20,7 +16,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -134,25 +130,15 @@ def early_exit(
     if guarantee is not None:
         from deepenough.decoding.calibration import Calibration
 
-        given = {
-            "threshold": threshold,
-            "policy": policy,
-            "exit_layers": exit_layers,
-            "kv_propagation": kv_propagation,
-            "exit_vocab": exit_vocab,
-        }
-        for name, value in given.items():
-            if value is not None:
-                raise UserError(
-                    f"A guarantee holds for the {name} it was made with: leave out {name}, or the "
-                    "guarantee."
-                )
-        found = (
-            guarantee
-            if isinstance(guarantee, Calibration)
-            else Calibration.from_pretrained(guarantee)
-        )
-        rule = found.exit_rule(shortcuts, engine.adapter)
+        options = (threshold, policy, exit_layers, kv_propagation, exit_vocab)
+        if any(option is not None for option in options):
+            raise UserError(
+                "A guarantee holds for the threshold, policy, exit_layers, kv_propagation and "
+                "exit_vocab it was made with: leave them out, or the guarantee."
+            )
+        if not isinstance(guarantee, Calibration):
+            guarantee = Calibration.from_pretrained(guarantee)
+        rule = guarantee.exit_rule(shortcuts, engine.adapter)
         rule.check(engine)
         return _wrapped(model, engine, None, rule)
     if isinstance(policy, ExitPolicy):
@@ -180,28 +166,17 @@ def _wrapped(
     """Return a shallow copy of the model with another `generate` and, with exits, `forward`."""
     fast: Any = copy.copy(model)
     own = type(model)
-    # Under the same name: it is what a saved config says the architecture is.
-    fast.__class__ = type(
-        own.__name__,
-        (AdaptiveDecoding, own),
-        {"__module__": own.__module__, "forward": _forward_like(own)},
-    )
-    fast.decoding_engine, fast.drafter, fast.exit_rule = engine, drafter, rule
-    fast.decoding_lock = threading.RLock()
-    return fast
 
-
-def _forward_like(own: type[PreTrainedModel]) -> Callable[..., Any]:
-    """Return a forward with the signature of the model's own, which transformers reads.
-
-    Only a model that takes an attention mask gets one made of padding.
-    """
-
-    @functools.wraps(own.forward)
+    @functools.wraps(own.forward)  # transformers reads the signature, for the attention mask
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return AdaptiveDecoding.forward(self, *args, **kwargs)
 
-    return forward
+    # Under the same name: it is what a saved config says the architecture is.
+    added = {"__module__": own.__module__, "forward": forward}
+    fast.__class__ = type(own.__name__, (AdaptiveDecoding, own), added)
+    fast.decoding_engine, fast.drafter, fast.exit_rule = engine, drafter, rule
+    fast.decoding_lock = threading.RLock()
+    return fast
 
 
 @dataclass
@@ -293,14 +268,19 @@ class AdaptiveDecoding:
             if streamer is not None:
                 streamer.end()
             self.trace = _trace(decoded.rows, engine.num_layers)
-            sequences = _padded(decoded.rows, request.pad, input_ids.device)
+            longest = max(len(row.tokens) for row in decoded.rows)
+            ids = [r.ids + [request.pad] * (longest - len(r.tokens)) for r in decoded.rows]
+            sequences = torch.tensor(ids, device=input_ids.device)
             config = generation_config
             if not config.return_dict_in_generate:
                 return sequences
+            # Made in inference mode: the clones are ordinary tensors.
+            scores: Any = tuple(each.clone() for each in decoded.scores)
+            logits: Any = tuple(each.clone() for each in decoded.logits)
             return DecodingOutput(
                 sequences=sequences,  # type: ignore[arg-type]
-                scores=_kept(decoded.scores, config.output_scores),  # type: ignore[arg-type]
-                logits=_kept(decoded.logits, config.output_logits),  # type: ignore[arg-type]
+                scores=scores if config.output_scores else None,
+                logits=logits if config.output_logits else None,
                 trace=self.trace,
                 passes=decoded.passes,
                 drafted=decoded.drafted,
@@ -332,14 +312,6 @@ class AdaptiveDecoding:
         return output
 
 
-def _padded(rows: list[SequenceState], pad: int, device: torch.device) -> Tensor:
-    """Return prompts and new tokens `[B, T]`, sequences that ended early padded."""
-    longest = max(len(row.tokens) for row in rows)
-    return torch.tensor(
-        [row.ids + [pad] * (longest - len(row.tokens)) for row in rows], device=device
-    )
-
-
 def _trace(rows: list[SequenceState], num_layers: int) -> DepthTrace:
     """Return every new token's depth and cost; a token runs all layers up to its depth."""
     longest = max(len(row.tokens) for row in rows)
@@ -350,8 +322,3 @@ def _trace(rows: list[SequenceState], num_layers: int) -> DepthTrace:
         flops[place, : len(row.flops)] = torch.tensor(row.flops, dtype=torch.float64)
     ran = torch.arange(num_layers) < depth[..., None]
     return DepthTrace(depth=depth, ran=ran, flops=flops)
-
-
-def _kept(tensors: list[Tensor], wanted: bool | None) -> tuple[Tensor, ...] | None:
-    """Return ordinary tensors of those made in inference mode."""
-    return tuple(tensor.clone() for tensor in tensors) if wanted else None

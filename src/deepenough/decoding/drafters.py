@@ -180,39 +180,19 @@ def head_rows(adapter: Adapter, tokens_S: Tensor) -> tuple[Tensor, Tensor | None
 
 
 class DraftVocab:
-    """The tokens that can be drafted, and the rows of the model's head for them."""
+    """The tokens that can be drafted, and the rows of a model's head for them.
 
-    def __init__(self, tokens_S: Tensor) -> None:
-        self.tokens = tokens_S
-        self._head: tuple[Tensor, Tensor | None] | None = None
+    `scale_D` is the unit of the states that `best` will be given; None for the model's own.
+    """
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def attach(self, adapter: Adapter, scale_D: Tensor | None = None) -> None:
-        """Read the rows of the model's head, again if the model was moved or cast.
-
-        `scale_D` is the unit of the states that `best` will be given; None for the model's own.
-        """
-        if self._head is None or not _is_like(self._head[0], adapter.model):
-            self.tokens = self.tokens.to(adapter.model.device)
-            weight, bias = head_rows(adapter, self.tokens)
-            self._head = weight if scale_D is None else weight * scale_D, bias
+    def __init__(self, adapter: Adapter, tokens_S: Tensor, scale_D: Tensor | None = None) -> None:
+        self.tokens_S = tokens_S.to(adapter.model.device)
+        weight_SD, self.bias_S = head_rows(adapter, self.tokens_S)
+        self.weight_SD = weight_SD if scale_D is None else weight_SD * scale_D
 
     def best(self, state_BD: Tensor) -> Tensor:
         """Return the most likely token `[B]` of each normed state."""
-        assert self._head is not None
-        return self.tokens[F.linear(state_BD, *self._head).argmax(-1)]
-
-
-def _is_like(tensor: Tensor, model: Any) -> bool:
-    """Return whether a tensor has the model's device and dtype, which may have changed."""
-    return bool(tensor.device == model.device and tensor.dtype == model.dtype)
-
-
-def _by_sequence(places: Sequence[Tensor]) -> list[list[int]]:
-    """Return the drafts of each sequence from the tokens `[B]` of each place."""
-    return torch.stack(list(places), dim=1).tolist()
+        return self.tokens_S[F.linear(state_BD, self.weight_SD, self.bias_S).argmax(-1)]
 
 
 # -- linear --------------------------------------------------------------------------------------
@@ -258,8 +238,6 @@ class LinearDrafter(Drafter):
             raise ValueError("there is no map, or no token to choose")
         most = len(self.maps)
         super().__init__(most if num_draft_tokens is None else min(num_draft_tokens, most))
-        self._vocab = DraftVocab(draft_vocab)
-        self._cast = self.maps
 
     def check_model(self, adapter: Adapter) -> None:
         """Refuse a model that these maps were not fitted for."""
@@ -273,13 +251,9 @@ class LinearDrafter(Drafter):
 
     def begin(self, engine: Engine) -> None:
         """Follow the model's device and dtype."""
-        model = engine.adapter.model
-        if not _is_like(self._cast[0][0], model):
-            self._cast = [
-                (matrix.to(model.device, model.dtype), bias.to(model.device, model.dtype))
-                for matrix, bias in self.maps
-            ]
-        self._vocab.attach(engine.adapter)
+        place = engine.adapter.model.device, engine.adapter.model.dtype
+        self._cast = [(matrix.to(*place), bias.to(*place)) for matrix, bias in self.maps]
+        self._vocab = DraftVocab(engine.adapter, self.draft_vocab)
 
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
         """Return the tokens that the maps predict."""
@@ -293,8 +267,8 @@ class LinearDrafter(Drafter):
             inputs_BZ = torch.cat([embedding_BD, inputs_BZ], dim=-1)
             latest_B = self._vocab.best(F.linear(inputs_BZ, matrix, bias))
             places.append(latest_B)
-            flops += 2.0 * (matrix.numel() + len(self._vocab) * self.width)
-        return Proposal(_by_sequence(places), flops=flops)
+            flops += 2.0 * (matrix.numel() + len(self.draft_vocab) * self.width)
+        return Proposal(torch.stack(places, dim=1).tolist(), flops=flops)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the maps as safetensors with a JSON index; other files in the folder stay."""
@@ -358,18 +332,18 @@ class ShortcutDrafter(Drafter):
             raise UserError(
                 f"Drafts can come from layers 0 to {shortcuts.num_layers - 1}: got {layer}."
             )
-        self.shortcuts, self.layer = shortcuts, layer
+        self.shortcuts, self.layer, self.draft_vocab = shortcuts, layer, draft_vocab
         self.mode = "tuned" if layer in shortcuts.tuned else None
-        self._vocab = None if draft_vocab is None else DraftVocab(draft_vocab)
+        self._vocab: DraftVocab | None = None
 
     def begin(self, engine: Engine) -> None:
         """Follow the model's device and dtype."""
-        if self._vocab is not None:
-            self._vocab.attach(engine.adapter)
+        if self.draft_vocab is not None:
+            self._vocab = DraftVocab(engine.adapter, self.draft_vocab)
 
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
         """Return the drafts, and the states of the layers that ran for them."""
-        last = engine.num_layers
+        last, vocab = engine.num_layers, self._vocab
         token_B1 = torch.tensor([[row.context[-1]] for row in rows], device=state_BD.device)
         places: list[Tensor] = []
         states = []
@@ -380,15 +354,14 @@ class ShortcutDrafter(Drafter):
                 break
             jumped = self.shortcuts.apply(states[-1][:, 0], self.layer, last, self.mode)
             normed = engine.norm(jumped)
-            vocab = self._vocab
             best_B = engine.head(normed).argmax(-1) if vocab is None else vocab.best(normed)
             places.append(best_B)
             token_B1 = best_B[:, None]
         width = engine.adapter.width
         config = engine.adapter.model.config.get_text_config()
-        vocab_size = config.vocab_size if self._vocab is None else len(self._vocab)
+        vocab_size = config.vocab_size if vocab is None else len(vocab.tokens_S)
         return Proposal(
-            _by_sequence(places),
+            torch.stack(places, dim=1).tolist(),
             hidden=torch.cat(states, dim=1),
             layer=self.layer,
             flops=self.num_draft_tokens * 2.0 * width * (width + vocab_size),
@@ -413,30 +386,24 @@ class DraftModelDrafter(Drafter):
 
     def __init__(self, head: DraftHead, draft_vocab: Tensor, num_draft_tokens: int = 2) -> None:
         super().__init__(num_draft_tokens)
-        self.head = head
-        self._vocab = DraftVocab(draft_vocab)
-        self._cache = KVCache()
-        self._rotary = torch.empty(0), torch.empty(0)
-        self._cached: list[int] = []
-        """Tokens of each sequence that the cache holds."""
-        self._pending: list[Tensor] = []
-        """States before each token that the cache does not hold yet, `[T, D]`."""
+        self.head, self.draft_vocab = head, draft_vocab
 
     def begin(self, engine: Engine) -> None:
         """Start a new generation from the states of the prompts."""
         model, shape = engine.adapter.model, self.head.shape
-        if not _is_like(self.head.scale, model):
+        if (self.head.scale.device, self.head.scale.dtype) != (model.device, model.dtype):
             # A copy: others may draft with the same head for a model of another dtype.
             self.head = copy.deepcopy(self.head).to(model.device, model.dtype)
         scale_D = self.head.scale
-        self._vocab.attach(engine.adapter, scale_D)
+        self._vocab = DraftVocab(engine.adapter, self.draft_vocab, scale_D)
         # Shorter sequences are padded behind their last token, as far as the longest confirmed.
         capacity = engine.capacity + self.num_draft_tokens + 1
         size = (len(engine.prompt), shape.num_kv_heads, capacity, shape.head_dim)
         self._cache = KVCache(1, size, model.dtype, model.device)
         self._rotary = rotary_cos_sin(torch.arange(capacity), shape, scale_D)
+        # Tokens of each sequence that the cache holds, and the states `[T, D]` before each token
+        # that it does not hold yet: before the first token there is nothing.
         self._cached = [0] * len(engine.prompt)
-        # Before the first token there is nothing.
         self._pending = [
             F.pad(engine.norm(hidden_TD) / scale_D, (0, 0, 1, 0)) for hidden_TD in engine.prompt
         ]
@@ -470,10 +437,9 @@ class DraftModelDrafter(Drafter):
             state_BD = self._run(token_B1, state_BD[:, None], indices, engine, ahead)[:, 0]
             places.append(self._vocab.best(state_BD))
         size = sum(p.numel() for p in self.head.parameters())
-        head_entries = len(self._vocab) * engine.adapter.width
         passes, drafts = longest + self.num_draft_tokens - 1, self.num_draft_tokens
-        flops = 2.0 * (size * passes + head_entries * drafts)
-        return Proposal(_by_sequence(places), flops=flops)
+        flops = 2.0 * (size * passes + self._vocab.weight_SD.numel() * drafts)
+        return Proposal(torch.stack(places, dim=1).tolist(), flops=flops)
 
     def _run(
         self,
@@ -504,7 +470,7 @@ class DraftModelDrafter(Drafter):
 
 # -- by name -------------------------------------------------------------------------------------
 
-NAMES = ("lookup", "linear", "shortcut", "draft_model")
+_NEEDED = {"linear": "linear_drafter", "shortcut": "shortcuts", "draft_model": "draft_model"}
 
 
 def make_drafter(
@@ -520,17 +486,8 @@ def make_drafter(
 ) -> Drafter | None:
     """Return the drafter of these names for a model, None if there are no names.
 
-    Args:
-        engine: The model.
-        names: Names or drafters, asked in this order. By default those that were fastest when the
-            draft model was trained, or else lookup and the first of a draft head, linear maps and
-            shortcuts that there is.
-        num_draft_tokens: Tokens that drafters given by name guess at once; 2 by default.
-        vocab_size: Size of the draft vocabulary, the most frequent tokens; None for all of it.
-        draft_model: For `draft_model`; it brings a linear drafter.
-        linear_drafter: For `linear`; its vocabulary is the draft vocabulary of all drafters.
-        shortcuts: For `shortcut`.
-        layer: Layers that a shortcut drafter runs, by default a quarter of them.
+    The other arguments are those of `speculate`. A draft model brings a linear drafter, whose
+    vocabulary, or the `vocab_size` most frequent tokens of it, is that of all drafts.
     """
     if draft_model is not None:
         draft_model.linear_drafter.check_model(engine.adapter)
@@ -544,15 +501,11 @@ def make_drafter(
         linear_drafter.check_model(engine.adapter)
     if shortcuts is not None:
         shortcuts.check_model(engine.adapter)
-    needs = {
-        "draft_model": ("draft_model=FOLDER", draft_model),
-        "linear": ("linear_drafter=LinearDrafter...", linear_drafter),
-        "shortcut": ("shortcuts=Shortcuts...", shortcuts),
-    }
+    fitted = {"draft_model": draft_model, "linear": linear_drafter, "shortcut": shortcuts}
     if names is None:
-        names = ["lookup", *[name for name, (_, made) in needs.items() if made is not None][:1]]
+        names = ["lookup", *[name for name, made in fitted.items() if made is not None][:1]]
     number = 2 if num_draft_tokens is None else num_draft_tokens
-    vocab_S = None if linear_drafter is None else linear_drafter.draft_vocab[:vocab_size]
+    vocab_S: Any = None if linear_drafter is None else linear_drafter.draft_vocab[:vocab_size]
     found: list[Drafter] = []
     for name in names:
         if isinstance(name, LinearDrafter):
@@ -561,20 +514,18 @@ def make_drafter(
             found.append(name)
         elif name == "lookup":
             found.append(LookupDrafter(number))
-        elif name == "linear" and linear_drafter is not None and vocab_S is not None:
-            maps, meta = linear_drafter.maps, linear_drafter.meta
-            found.append(LinearDrafter(maps, vocab_S, meta, number))
+        elif name == "linear" and linear_drafter is not None:
+            found.append(LinearDrafter(linear_drafter.maps, vocab_S, num_draft_tokens=number))
         elif name == "shortcut" and shortcuts is not None:
             depth = engine.num_layers // 4 if layer is None else layer
             found.append(ShortcutDrafter(shortcuts, depth, number, vocab_S))
-        elif name == "draft_model" and draft_model is not None and vocab_S is not None:
+        elif name == "draft_model" and draft_model is not None:
             found.append(DraftModelDrafter(draft_model.head, vocab_S, number))
-        elif name in needs:
-            raise UserError(
-                f"The {name} drafter needs what was fitted for it: give {needs[name][0]}."
-            )
+        elif name in _NEEDED:
+            raise UserError(f"The {name} drafter needs what was fitted: give {_NEEDED[name]}.")
         else:
-            raise UserError(f"A drafter is one of {', '.join(NAMES)} or a Drafter, not {name!r}.")
+            known = ", ".join(["lookup", *_NEEDED])
+            raise UserError(f"A drafter is one of {known} or a Drafter, not {name!r}.")
     if len(found) < 2:
         return found[0] if found else None
     return FallbackDrafter(found)
