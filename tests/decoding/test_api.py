@@ -292,5 +292,5 @@ def test_bad_prompts_are_refused(small, prompts) -> None:
     given["attention_mask"][0, 3] = 0
     with pytest.raises(UserError, match="in the middle"):
         fast.generate(**given, **GREEDY)
-    with pytest.raises(UserError, match="shorten it"):
+    with pytest.raises(UserError, match="shorten the prompt"):
         fast.generate(input_ids=torch.full((1, 70), 5), do_sample=False, max_new_tokens=5)

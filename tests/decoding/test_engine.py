@@ -45,7 +45,7 @@ def test_norm_is_that_of_torch(dtype) -> None:
     hidden, weight = 7 * torch.randn(5, 24, dtype=dtype), torch.randn(24, dtype=dtype)
     eps = torch.tensor(1e-3, dtype=dtype)
     torch.testing.assert_close(
-        rms_norm(hidden, weight, eps), F.rms_norm(hidden, (24,), weight, float(eps))
+        rms_norm(weight, eps, hidden), F.rms_norm(hidden, (24,), weight, float(eps))
     )
 
 

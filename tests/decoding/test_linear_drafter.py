@@ -128,7 +128,7 @@ def test_damaged_or_foreign_maps_are_refused(small, make_model, linear, tmp_path
 
 
 def test_too_little_text_is_refused(small, texts) -> None:
-    with pytest.raises(UserError, match="need 97"):
+    with pytest.raises(UserError, match="needs 65"):
         fit_linear_drafter(adapt(small), write(small, texts[:5]))
     with pytest.raises(UserError, match="at least 2 tokens"):
         fit_linear_drafter(adapt(small), write(small, texts[:5]), draft_vocab=1)

@@ -123,23 +123,10 @@ def make_request(
     with.
     """
     _check(config, model_kwargs)
-    lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
-    if not lengths:
-        raise UserError("The generation has no end: give max_new_tokens or max_length.")
     mask_BT = model_kwargs.get("attention_mask")
-    width = ids_BT.shape[1]
-    tokens = width if mask_BT is None else int(mask_BT.sum(1).max())
-    new = min(lengths) - width
-    if max_context is not None and tokens + new > max_context:
-        if tokens >= max_context:
-            fault = f"The prompt has {tokens} tokens: shorten it below the model's {max_context}."
-        else:
-            fault = (
-                f"The prompt has {tokens} tokens and {new} new ones are asked for, but the model "
-                f"takes {max_context}: ask for at most {max_context - tokens} new tokens."
-            )
-        raise UserError(fault)
-    return Request(ids_BT, mask_BT, processors, criteria, config, min(lengths), streamer)
+    length = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
+    _check_fits(ids_BT, mask_BT, length - ids_BT.shape[1], max_context)
+    return Request(ids_BT, mask_BT, processors, criteria, config, length, streamer)
 
 
 def plain_request(
@@ -156,8 +143,8 @@ def plain_request(
 
     Tokens are sampled if there is a `generator`, else chosen greedily.
     """
+    _check_fits(ids_BT, mask_BT, new_tokens, max_context)
     length = ids_BT.shape[1] + new_tokens
-    length = length if max_context is None else min(length, max_context)
     criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
     if stop_at_eos and model.generation_config.eos_token_id is not None:
         criteria.append(EosTokenCriteria(model.generation_config.eos_token_id))
@@ -165,6 +152,15 @@ def plain_request(
     return Request(
         ids_BT, mask_BT, LogitsProcessorList(), criteria, config, length, generator=generator
     )
+
+
+def _check_fits(ids_BT: Tensor, mask_BT: Tensor | None, new: int, limit: int | None) -> None:
+    tokens = ids_BT.shape[1] if mask_BT is None else int(mask_BT.sum(1).max())
+    if limit is not None and tokens + new > limit:
+        raise UserError(
+            f"A prompt of {tokens} tokens and {new} new ones do not fit the model's {limit}: "
+            f"shorten the prompt, or ask for at most {max(limit - tokens, 0)} new tokens."
+        )
 
 
 def _check(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:

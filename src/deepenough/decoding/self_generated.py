@@ -75,18 +75,11 @@ def decode_prompts(
         strategy: How the model is run, as `decode` takes it.
         generator: Samples the tokens; None takes the most likely ones.
     """
-    limit, longest = engine.adapter.max_length, max(map(len, prompts))
-    if limit is not None and longest + new_tokens > limit:
-        raise UserError(
-            f"Prompts of {longest} tokens and {new_tokens} new ones do not fit the model's "
-            f"{limit}: ask for at most {max(limit - longest, 0)} new tokens."
-        )
-    model = engine.adapter.model
-    ids_BT = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    mask_BT = (torch.arange(longest) < lengths[:, None]).long()
-    given = ids_BT.to(model.device), mask_BT.to(model.device)
-    request = plain_request(model, *given, new_tokens, limit, generator=generator)
+    model, limit = engine.adapter.model, engine.adapter.max_length
+    rows = [torch.tensor(prompt, device=model.device) for prompt in prompts]
+    ids_BT = pad_sequence(rows, batch_first=True)
+    mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    request = plain_request(model, ids_BT, mask_BT, new_tokens, limit, generator=generator)
     engine.refresh()
     try:
         decoded = decode(engine, request, strategy)

@@ -16,7 +16,7 @@ Shapes: B sequences, T tokens, D width, H heads, K head width, N = B * T.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -37,118 +37,6 @@ def make_fused(adapter: Adapter) -> FusedEngine | None:
         if layout.fits(adapter):
             return layout(adapter)
     return None
-
-
-class FusedEngine(Engine):
-    """What the layouts share: a `KVCache`, and layers of attention and feed-forward over it."""
-
-    def __init__(self, adapter: Adapter, heads: int, kv_heads: int, head_width: int) -> None:
-        super().__init__(adapter)
-        self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
-        self.groups = heads // kv_heads
-        self.cache = KVCache()
-        self.refresh()
-
-    # -- what a layout defines ---------------------------------------------------------------
-
-    @abstractmethod
-    def embed(self, tokens_BT: Tensor, context: StepContext) -> Tensor:
-        """Return `h_0` of tokens at their positions."""
-
-    def encode_positions(self, context: StepContext, like: Tensor) -> None:
-        """Give a step its rotary cos/sin, where the layers rotate queries and keys."""
-
-    @abstractmethod
-    def qkv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values `[B, T, H, K]` of a layer's input."""
-
-    @abstractmethod
-    def kv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[B, T, H, K]` of a layer's input, without its queries."""
-
-    def attention_scale(self, index: int) -> float | None:
-        """Return the factor of a layer's attention scores; None for `K ** -0.5`."""
-        return None
-
-    @abstractmethod
-    def finish_layer(self, index: int, hidden_ND: Tensor, mixed_NE: Tensor) -> Tensor:
-        """Return the layer's output from its input and the attention output."""
-
-    # -- Engine ------------------------------------------------------------------------------
-
-    def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
-        """Start a batch from its prompts; see `Engine.prefill`."""
-        lengths = row_lengths(ids_BT, mask_BT)
-        batch, width = ids_BT.shape
-        if mask_BT is not None:
-            # Every sequence begins at position 0; padding goes behind it, where nobody looks.
-            order = mask_BT.bool().int().argsort(dim=1, descending=True, stable=True)
-            ids_BT = ids_BT.gather(1, order)
-        device = ids_BT.device
-        self.capacity = max(capacity, width)
-        shape = (batch, self.kv_heads, self.capacity, self.head_width)
-        self.cache = KVCache(self.num_layers, shape, self.adapter.model.dtype, device)
-        self.lengths = [0] * batch
-        step = self.start_step(ids_BT)
-        hidden_BTD = self.run_layers(step, step.hidden, 0, self.num_layers)
-        self.lengths = lengths
-        self.prompt = [row[:length] for row, length in zip(hidden_BTD, lengths, strict=True)]
-        last = torch.tensor(lengths, device=device) - 1
-        return self.norm(hidden_BTD[torch.arange(batch, device=device), last])
-
-    def start_step(self, tokens_BT: Tensor, offset: int = 0) -> Step:
-        """Embed the next tokens of every sequence; see `Engine.start_step`."""
-        starts = [length + offset for length in self.lengths]
-        context = self._context(starts, tokens_BT.shape[1])
-        step = Step(self.embed(tokens_BT, context), offset, context)
-        self.encode_positions(context, step.hidden)
-        return step
-
-    def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
-        """Make a step of states of some sequences; see `Engine.resume`."""
-        subset = None if len(rows) == len(self.lengths) else rows
-        context = self._context(starts, hidden_BTD.shape[1], subset)
-        self.encode_positions(context, hidden_BTD)
-        return Step(hidden_BTD, 0, context)
-
-    def _context(
-        self, starts: Sequence[int], tokens: int, rows: Sequence[int] | None = None
-    ) -> StepContext:
-        model = self.adapter.model
-        return StepContext(starts, tokens, self.groups, model.dtype, model.device, rows)
-
-    def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
-        """Return `h_last` from `h_first`; see `Engine.run_layers`."""
-        hidden = hidden_BTD.flatten(0, 1)
-        for index in range(first, last):
-            query, key, value = self.qkv(index, hidden, step)
-            scale = self.attention_scale(index)
-            mixed = attend(step.context, self.cache, index, query, key, value, scale)
-            hidden = self.finish_layer(index, hidden, mixed)
-        return hidden.view(hidden_BTD.shape)
-
-    def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
-        """Write a layer's keys and values only; see `Engine.write_kv`."""
-        key, value = self.kv(index, hidden_ND, step)
-        step.context.store(self.cache.keys[index], key)
-        step.context.store(self.cache.values[index], value)
-
-    def keep(self, counts: Sequence[int]) -> None:
-        """Commit the first tokens of each sequence; see `Engine.keep`."""
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with these sequences alone."""
-        self.cache.select(rows)
-        self.lengths = [self.lengths[row] for row in rows]
-
-    def head(self, normed: Tensor) -> Tensor:
-        """Return the logits `[..., V]` of normed states."""
-        return self.adapter.model.lm_head(normed)
-
-    def release(self) -> None:
-        """Free the memory of the cache."""
-        self.cache, self.lengths, self.prompt = KVCache(), [], []
 
 
 class FusedLinear:
@@ -199,6 +87,136 @@ def _concatenated(parts: Sequence[nn.Parameter]) -> Tensor:
     return whole
 
 
+@dataclass
+class FusedLayer:
+    """What a layer of any layout does, in this order."""
+
+    input_norm: Callable[[Tensor], Tensor]
+    qkv_proj: FusedLinear
+    o_proj: FusedLinear
+    mlp_norm: Callable[[Tensor], Tensor]
+    up_proj: FusedLinear
+    """Into the feed-forward, with its gate if it has one."""
+    activation: Callable[[Tensor], Tensor]
+    down_proj: FusedLinear
+    scale: float | None = None
+    """Factor of the attention scores; None for `K ** -0.5`."""
+
+
+class FusedEngine(Engine):
+    """What the layouts share: a `KVCache`, and layers of attention and feed-forward over it."""
+
+    def __init__(self, adapter: Adapter, heads: int, kv_heads: int, head_width: int) -> None:
+        super().__init__(adapter)
+        self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
+        self.cache = KVCache()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the layers apart again, if the model's weights were moved."""
+        self.layers = [self.take_apart(layer) for layer in self.adapter.layers]
+
+    @abstractmethod
+    def take_apart(self, layer: Any) -> FusedLayer:
+        """Return the parts of one of the model's layers."""
+
+    @abstractmethod
+    def embed(self, tokens_BT: Tensor, context: StepContext) -> Tensor:
+        """Return `h_0` of tokens at their positions."""
+
+    def encode_positions(self, context: StepContext, like: Tensor) -> None:
+        """Give a step its rotary cos/sin, where the layers rotate queries and keys."""
+
+    def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
+        """Start a batch from its prompts; see `Engine.prefill`."""
+        lengths = row_lengths(ids_BT, mask_BT)
+        batch, width = ids_BT.shape
+        if mask_BT is not None:
+            # Every sequence begins at position 0; padding goes behind it, where nobody looks.
+            order = mask_BT.bool().int().argsort(dim=1, descending=True, stable=True)
+            ids_BT = ids_BT.gather(1, order)
+        device = ids_BT.device
+        self.capacity = max(capacity, width)
+        shape = (batch, self.kv_heads, self.capacity, self.head_width)
+        self.cache = KVCache(self.num_layers, shape, self.adapter.model.dtype, device)
+        self.lengths = [0] * batch
+        step = self.start_step(ids_BT)
+        hidden_BTD = self.run_layers(step, step.hidden, 0, self.num_layers)
+        self.lengths = lengths
+        self.prompt = [row[:length] for row, length in zip(hidden_BTD, lengths, strict=True)]
+        last = torch.tensor(lengths, device=device) - 1
+        return self.norm(hidden_BTD[torch.arange(batch, device=device), last])
+
+    def start_step(self, tokens_BT: Tensor, offset: int = 0) -> Step:
+        """Embed the next tokens of every sequence; see `Engine.start_step`."""
+        starts = [length + offset for length in self.lengths]
+        context = self._context(starts, tokens_BT.shape[1])
+        step = Step(self.embed(tokens_BT, context), offset, context)
+        self.encode_positions(context, step.hidden)
+        return step
+
+    def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
+        """Make a step of states of some sequences; see `Engine.resume`."""
+        subset = None if len(rows) == len(self.lengths) else rows
+        context = self._context(starts, hidden_BTD.shape[1], subset)
+        self.encode_positions(context, hidden_BTD)
+        return Step(hidden_BTD, 0, context)
+
+    def _context(
+        self, starts: Sequence[int], tokens: int, rows: Sequence[int] | None = None
+    ) -> StepContext:
+        model, groups = self.adapter.model, self.heads // self.kv_heads
+        return StepContext(starts, tokens, groups, model.dtype, model.device, rows)
+
+    def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
+        """Return `h_last` from `h_first`; see `Engine.run_layers`."""
+        hidden = hidden_BTD.flatten(0, 1)
+        for index in range(first, last):
+            own = self.layers[index]
+            query, key, value = self._qkv(own, own.qkv_proj, hidden, step)
+            mixed = attend(step.context, self.cache, index, query, key, value, own.scale)
+            hidden = own.o_proj.added(hidden, mixed)
+            inner = own.activation(own.up_proj(own.mlp_norm(hidden)))
+            hidden = own.down_proj.added(hidden, inner)
+        return hidden.view(hidden_BTD.shape)
+
+    def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
+        """Write a layer's keys and values only; see `Engine.write_kv`."""
+        own = self.layers[index]
+        behind_queries = own.qkv_proj.outputs_from(self.heads * self.head_width)
+        _, key, value = self._qkv(own, behind_queries, hidden_ND, step)
+        step.context.store(self.cache.keys[index], key)
+        step.context.store(self.cache.values[index], value)
+
+    def _qkv(
+        self, layer: FusedLayer, proj: FusedLinear, hidden_ND: Tensor, step: Step
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values `[B, T, H, K]`, as far as they are in `proj`."""
+        joint = proj(layer.input_norm(hidden_ND))
+        heads = joint.view(*step.hidden.shape[:2], -1, self.head_width)
+        rotated, value = heads[:, :, : -self.kv_heads], heads[:, :, -self.kv_heads :]
+        if step.context.rotary is not None:
+            rotated = rotate(rotated, step.context.rotary)
+        return rotated[:, :, : -self.kv_heads], rotated[:, :, -self.kv_heads :], value
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Commit the first tokens of each sequence; see `Engine.keep`."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences alone."""
+        self.cache.select(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def head(self, normed: Tensor) -> Tensor:
+        """Return the logits `[..., V]` of normed states."""
+        return self.adapter.model.lm_head(normed)
+
+    def release(self) -> None:
+        """Free the memory of the cache."""
+        self.cache, self.lengths, self.prompt = KVCache(), [], []
+
+
 # -- Llama ---------------------------------------------------------------------------------------
 
 #: Architectures whose blocks compute exactly this; Qwen 2 adds biases to queries, keys and values.
@@ -210,31 +228,6 @@ _LLAMA_LINEARS = (
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
-
-
-@dataclass
-class _LlamaLayer:
-    input_norm: Tensor
-    qkv_proj: FusedLinear
-    o_proj: FusedLinear
-    mlp_norm: Tensor
-    gate_up_proj: FusedLinear
-    down_proj: FusedLinear
-    activation: Any
-
-    @classmethod
-    def of(cls, layer: Any) -> _LlamaLayer:
-        """Return the parts of a layer, its projections joined."""
-        attention, mlp = layer.self_attn, layer.mlp
-        return cls(
-            input_norm=layer.input_layernorm.weight,
-            qkv_proj=join([attention.q_proj, attention.k_proj, attention.v_proj]),
-            o_proj=join([attention.o_proj]),
-            mlp_norm=layer.post_attention_layernorm.weight,
-            gate_up_proj=join([mlp.gate_proj, mlp.up_proj]),
-            down_proj=join([mlp.down_proj]),
-            activation=F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn,
-        )
 
 
 class LlamaEngine(FusedEngine):
@@ -263,16 +256,34 @@ class LlamaEngine(FusedEngine):
 
     def refresh(self) -> None:
         """Join the projections again, if the model's weights were moved."""
-        self.layers = [_LlamaLayer.of(layer) for layer in self.adapter.layers]
-        first = self.layers[0].input_norm
-        self.eps = torch.tensor(
-            self.adapter.model.config.rms_norm_eps, dtype=first.dtype, device=first.device
-        )
+        like = self.adapter.trunk.norm.weight
+        eps = self.adapter.model.config.rms_norm_eps
+        self.eps = torch.tensor(eps, dtype=like.dtype, device=like.device)
         self._rotary: tuple[Tensor, Tensor] | None = None
+        super().refresh()
+
+    def take_apart(self, layer: Any) -> FusedLayer:
+        """Return the parts of a layer, projections of the same input joined."""
+        attention, mlp = layer.self_attn, layer.mlp
+        act = F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn
+
+        def gated(joint_NF: Tensor) -> Tensor:
+            gate, up = joint_NF.chunk(2, dim=-1)
+            return act(gate) * up
+
+        return FusedLayer(
+            input_norm=partial(rms_norm, layer.input_layernorm.weight, self.eps),
+            qkv_proj=join([attention.q_proj, attention.k_proj, attention.v_proj]),
+            o_proj=join([attention.o_proj]),
+            mlp_norm=partial(rms_norm, layer.post_attention_layernorm.weight, self.eps),
+            up_proj=join([mlp.gate_proj, mlp.up_proj]),
+            activation=gated,
+            down_proj=join([mlp.down_proj]),
+        )
 
     def norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm between the last layer and the head."""
-        return rms_norm(hidden, self.adapter.trunk.norm.weight, self.eps)
+        return rms_norm(self.adapter.trunk.norm.weight, self.eps, hidden)
 
     def embed(self, tokens_BT: Tensor, context: StepContext) -> Tensor:
         """Return the token embeddings."""
@@ -282,32 +293,6 @@ class LlamaEngine(FusedEngine):
         """Look up the rotary cos/sin of the step's positions."""
         cos, sin = self._rotary_tables(context.end, like)
         context.rotary = cos[context.positions][:, :, None], sin[context.positions][:, :, None]
-
-    def qkv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys, rotated in one operation, and values."""
-        own = self.layers[index]
-        joint = own.qkv_proj(rms_norm(hidden_ND, own.input_norm, self.eps))
-        heads = joint.view(*step.hidden.shape[:2], -1, self.head_width)
-        rotated = rotate(heads[:, :, : self.heads + self.kv_heads], step.context.rotary)
-        query, key = rotated[:, :, : self.heads], rotated[:, :, self.heads :]
-        return query, key, heads[:, :, self.heads + self.kv_heads :]
-
-    def kv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Return rotated keys, and values."""
-        own = self.layers[index]
-        behind_queries = own.qkv_proj.outputs_from(self.heads * self.head_width)
-        joint = behind_queries(rms_norm(hidden_ND, own.input_norm, self.eps))
-        shape = (*step.hidden.shape[:2], 2, self.kv_heads, self.head_width)
-        key, value = joint.view(shape).unbind(2)
-        return rotate(key, step.context.rotary), value
-
-    def finish_layer(self, index: int, hidden_ND: Tensor, mixed_NE: Tensor) -> Tensor:
-        """Add the attention output, then the gated feed-forward."""
-        own = self.layers[index]
-        hidden_ND = own.o_proj.added(hidden_ND, mixed_NE)
-        normed = rms_norm(hidden_ND, own.mlp_norm, self.eps)
-        gate, up = own.gate_up_proj(normed).chunk(2, dim=-1)
-        return own.down_proj.added(hidden_ND, own.activation(gate) * up)
 
     def _rotary_tables(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and signed sin of all positions so far, one row each."""
@@ -330,7 +315,7 @@ def rotate(heads_BTHK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return torch.addcmul(heads_BTHK * cos, heads_BTHK.roll(heads_BTHK.shape[-1] // 2, -1), sin)
 
 
-def rms_norm(hidden: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+def rms_norm(weight: Tensor, eps: Tensor, hidden: Tensor) -> Tensor:
     """Return `x / sqrt(|x|^2 / D + eps) * weight`.
 
     On a CPU torch composes its own of nine operations. For the few states of a decoding step, whose
@@ -365,9 +350,23 @@ class GPT2Engine(FusedEngine):
             and all(len(list(layer.parameters())) == 12 for layer in adapter.layers)
         )
 
+    def take_apart(self, layer: Any) -> FusedLayer:
+        """Return the parts of a layer; its `Conv1D`s keep matrices as products want them."""
+        attention, mlp = layer.attn, layer.mlp
+        return FusedLayer(
+            input_norm=partial(_layer_norm, layer.ln_1),
+            qkv_proj=FusedLinear(attention.c_attn.weight, attention.c_attn.bias),
+            o_proj=FusedLinear(attention.c_proj.weight, attention.c_proj.bias),
+            mlp_norm=partial(_layer_norm, layer.ln_2),
+            up_proj=FusedLinear(mlp.c_fc.weight, mlp.c_fc.bias),
+            activation=_FUSED_GELU if isinstance(mlp.act, NewGELUActivation) else mlp.act,
+            down_proj=FusedLinear(mlp.c_proj.weight, mlp.c_proj.bias),
+            scale=attention.scaling,
+        )
+
     def norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm between the last layer and the head."""
-        return _layer_norm(hidden, self.adapter.trunk.ln_f)
+        return _layer_norm(self.adapter.trunk.ln_f, hidden)
 
     def embed(self, tokens_BT: Tensor, context: StepContext) -> Tensor:
         """Return the embeddings of tokens and positions."""
@@ -376,40 +375,6 @@ class GPT2Engine(FusedEngine):
         positions = context.positions.clamp_max(trunk.wpe.num_embeddings - 1)
         return trunk.wte(tokens_BT) + trunk.wpe(positions)
 
-    def attention_scale(self, index: int) -> float | None:
-        """Return the factor of a layer's attention scores."""
-        return cast(Any, self.adapter.layers[index]).attn.scaling
 
-    def qkv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of one projection."""
-        own: Any = self.adapter.layers[index]
-        joint = _conv1d(own.attn.c_attn)(_layer_norm(hidden_ND, own.ln_1))
-        heads = joint.view(*step.hidden.shape[:2], 3, self.heads, self.head_width)
-        query, key, value = heads.unbind(2)
-        return query, key, value
-
-    def kv(self, index: int, hidden_ND: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the part of the projection that makes them."""
-        own: Any = self.adapter.layers[index]
-        batch, tokens, width = step.hidden.shape
-        behind_queries = _conv1d(own.attn.c_attn).outputs_from(width)
-        joint = behind_queries(_layer_norm(hidden_ND, own.ln_1))
-        key, value = joint.view(batch, tokens, 2, self.heads, self.head_width).unbind(2)
-        return key, value
-
-    def finish_layer(self, index: int, hidden_ND: Tensor, mixed_NE: Tensor) -> Tensor:
-        """Add the attention output, then the feed-forward."""
-        own: Any = self.adapter.layers[index]
-        hidden_ND = _conv1d(own.attn.c_proj).added(hidden_ND, mixed_NE)
-        inner = _conv1d(own.mlp.c_fc)(_layer_norm(hidden_ND, own.ln_2))
-        act = _FUSED_GELU if isinstance(own.mlp.act, NewGELUActivation) else own.mlp.act
-        return _conv1d(own.mlp.c_proj).added(hidden_ND, act(inner))
-
-
-def _layer_norm(hidden: Tensor, module: Any) -> Tensor:
+def _layer_norm(module: Any, hidden: Tensor) -> Tensor:
     return F.layer_norm(hidden, hidden.shape[-1:], module.weight, module.bias, module.eps)
-
-
-def _conv1d(module: Any) -> FusedLinear:
-    """Return GPT-2's `Conv1D` as a map; it keeps its matrix as products want it."""
-    return FusedLinear(module.weight, module.bias)

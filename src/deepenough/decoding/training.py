@@ -105,44 +105,55 @@ def fit_linear_drafter(
     """
     if draft_vocab < 2:
         raise UserError("A linear drafter has at least 2 tokens in its vocabulary.")
-    began = time.perf_counter()
-    held_out = texts[::_HELD_OUT_EVERY]
     used = [text for number, text in enumerate(texts) if number % _HELD_OUT_EVERY]
-    equations = [_normal_equations(adapter, used, n) for n in range(1, _NUM_MAPS + 1)]
-    count, needed = equations[-1].count, equations[-1].num_inputs
-    if count < needed:
-        raise UserError(
-            f"The model wrote {count} usable tokens, and {_NUM_MAPS} maps of width "
-            f"{adapter.width} need {needed}: give more texts, or more tokens for each."
-        )
     vocab_S = choose_draft_vocab(adapter, texts, used, draft_vocab)
-    fitted = [
-        _best(adapter, number, each, held_out, vocab_S)
-        for number, each in enumerate(equations, start=1)
-    ]
-    fit = {
-        **(about or {}),
-        "texts": len(texts),
-        "positions": [each.count for each in equations],
-        "ridges": [ridge for _, _, ridge in fitted],
-        "agreements": [agreement for _, agreement, _ in fitted],
-        "seconds": round(time.perf_counter() - began, 3),
-    }
+    maps, found = [], []
+    for number in range(1, _NUM_MAPS + 1):
+        fitted, facts = _fit_map(adapter, number, used, texts[::_HELD_OUT_EVERY], vocab_S)
+        maps.append(fitted)
+        found.append(facts)
+    fit = {name: [facts[name] for facts in found] for name in found[0]}
+    fit |= {**(about or {}), "texts": len(texts)}
     meta = {"model": adapter.identity(), "fit": fit, "made_with": provenance()}
-    return LinearDrafter([(b.cpu(), c.cpu()) for (b, c), _, _ in fitted], vocab_S.cpu(), meta)
+    return LinearDrafter(maps, vocab_S.cpu(), meta)
 
 
-def _normal_equations(
-    adapter: Adapter, texts: Sequence[SelfGenerated], number: int
-) -> NormalEquations:
-    """Return the sums of map `number` over texts."""
+def _fit_map(
+    adapter: Adapter,
+    number: int,
+    texts: Sequence[SelfGenerated],
+    held_out: Sequence[SelfGenerated],
+    vocab_S: Tensor,
+) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """Return map `number` with the ridge that is right most often on held-out texts, and facts."""
     width = adapter.width
     sums = NormalEquations((number + 1) * width + 1, width, adapter.model.device)
     for text in texts:
         inputs_NZ, _ = linear_inputs(adapter, text, number)
         sums.update(inputs_NZ, text.states_TD[text.prompt + number - 1 :].float())
     sums.flush()
-    return sums
+    if sums.count < sums.num_inputs:
+        raise UserError(
+            f"The model wrote {sums.count} usable tokens, and a map of width {width} needs "
+            f"{sums.num_inputs}: give more texts, or more tokens for each."
+        )
+    head = head_rows(adapter, vocab_S)
+    best: dict[str, Any] = {"agreements": -1.0}
+    for ridge in RIDGES:
+        weight_DZ = sums.solve(ridge=ridge, relative=True).weight.float()
+        matrix, bias = weight_DZ[:, :-1].contiguous(), weight_DZ[:, -1].clone()
+        right = total = 0
+        for text in held_out:
+            inputs_NZ, next_N = linear_inputs(adapter, text, number)
+            states_ND = F.linear(inputs_NZ[:, :-1], matrix, bias).to(head[0].dtype)
+            drafts_N = vocab_S[F.linear(states_ND, *head).argmax(-1)]
+            right += int((drafts_N == next_N).sum())
+            total += len(next_N)
+        share = right / max(total, 1)
+        if share > best["agreements"]:
+            best = {"agreements": share, "ridges": ridge, "positions": sums.count}
+            fitted = matrix.cpu(), bias.cpu()
+    return fitted, best
 
 
 @torch.no_grad()
@@ -184,30 +195,6 @@ def choose_draft_vocab(
     # A token that was written comes before all that were not: the shares sum to less than 1.
     order = torch.bincount(written, minlength=vocab_size) + mass_V / (mass_V.sum() + 1)
     return order.topk(min(size, vocab_size)).indices.to(adapter.model.device)
-
-
-def _best(
-    adapter: Adapter,
-    number: int,
-    sums: NormalEquations,
-    held_out: Sequence[SelfGenerated],
-    vocab_S: Tensor,
-) -> tuple[tuple[Tensor, Tensor], float, float]:
-    """Return the map that is right most often on held-out texts, how often, and its ridge."""
-    head = head_rows(adapter, vocab_S)
-    candidates = []
-    for ridge in RIDGES:
-        weight_DZ = sums.solve(ridge=ridge, relative=True).weight.float()
-        matrix, bias = weight_DZ[:, :-1].contiguous(), weight_DZ[:, -1].clone()
-        right = total = 0
-        for text in held_out:
-            inputs_NZ, next_N = linear_inputs(adapter, text, number)
-            states_ND = F.linear(inputs_NZ[:, :-1], matrix, bias).to(head[0].dtype)
-            drafts_N = vocab_S[F.linear(states_ND, *head).argmax(-1)]
-            right += int((drafts_N == next_N).sum())
-            total += len(next_N)
-        candidates.append(((matrix, bias), right / max(total, 1), ridge))
-    return max(candidates, key=lambda candidate: candidate[1])
 
 
 # -- draft head ----------------------------------------------------------------------------------
