@@ -66,6 +66,11 @@ class PassOutput:
 class ForwardStrategy(ABC):
     """How the model is run over the latest tokens, once for each pass of the loop."""
 
+    drafter: Drafter | None = None
+    """Who proposes tokens to verify."""
+    state_BD: Tensor
+    """Normed states that led to the sequences' last tokens, where all layers ran."""
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
@@ -73,20 +78,9 @@ class ForwardStrategy(ABC):
     def capacity(self, request: Request) -> int:
         """Return how many tokens of a sequence the cache must hold."""
 
-    def start(self, state_BD: Tensor) -> None:  # noqa: B027
-        """Begin after the prompts were prefilled; `state_BD` are their last normed states."""
-
-    def select(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """Go on with these sequences alone."""
-
     @abstractmethod
     def run(self, rows: list[SequenceState]) -> PassOutput:
         """Run the model over each sequence's last token and its drafts."""
-
-    def finish(  # noqa: B027
-        self, rows: list[SequenceState], output: PassOutput, counts: Sequence[int]
-    ) -> None:
-        """Take notice of how many tokens each sequence got from a pass."""
 
 
 def decode(
@@ -98,54 +92,46 @@ def decode(
     """
     if not isinstance(strategy, ForwardStrategy):
         strategy = FullDepth(engine, None if request.in_lockstep else strategy)
-    rows = make_sequences(request)
-    verifier = Verifier(request)
-    result = Decoded(rows, scores=verifier.scores, logits=verifier.logits)
+    result = Decoded(make_sequences(request))
     try:
         with torch.inference_mode():
-            _run_loop(engine, request, strategy, verifier, result)
+            _run_loop(engine, request, strategy, result)
     except KeyboardInterrupt:
-        if not all(row.tokens for row in rows):
+        if not all(row.tokens for row in result.rows):
             raise
         log.warning("interrupted: what was generated so far is returned")
         result.interrupted = True
     return result
 
 
-def _run_loop(
-    engine: Engine,
-    request: Request,
-    strategy: ForwardStrategy,
-    verifier: Verifier,
-    result: Decoded,
-) -> None:
-    costs = DecodingCosts(engine.adapter)
+def _run_loop(engine: Engine, request: Request, strategy: ForwardStrategy, result: Decoded) -> None:
+    costs, drafter = DecodingCosts(engine.adapter), strategy.drafter
+    verifier = Verifier(request, result)
     # Where nothing is drafted, sequences are sampled beside finished ones, as in transformers.
-    plain = isinstance(strategy, FullDepth) and strategy.drafter is None
+    plain = isinstance(strategy, FullDepth) and drafter is None
     keeps_finished = request.in_lockstep or (request.sampled and plain)
-    rows = list(result.rows)
-    state_BD = engine.prefill(request.ids_BT, request.mask_BT, strategy.capacity(request))
-    strategy.start(state_BD)
-    batch = len(rows)
-    output = PassOutput(
-        engine.head(state_BD)[:, None],
-        drafts=[[] for _ in rows],
-        depths=[engine.num_layers] * batch,
-        overhead=[0.0] * batch,
-    )
-    _emit(verifier, rows, output, costs, result)
+    rows, batch = list(result.rows), len(result.rows)
+    strategy.state_BD = engine.prefill(request.ids_BT, request.mask_BT, strategy.capacity(request))
+    if drafter is not None:
+        drafter.begin(engine)
+    logits_BTV = engine.head(strategy.state_BD)[:, None]
+    first = PassOutput(logits_BTV, [[]] * batch, [engine.num_layers] * batch, [0.0] * batch)
+    _emit(verifier, rows, first, costs, result)
     while not all(row.done for row in rows):
         if not keeps_finished and any(row.done for row in rows):
             staying = [place for place, row in enumerate(rows) if not row.done]
             engine.select(staying)
-            strategy.select(staying)
+            strategy.state_BD = strategy.state_BD[staying]
             rows = [rows[place] for place in staying]
         output = strategy.run(rows)
-        result.drafted += sum(map(len, output.drafts))
         counts = _emit(verifier, rows, output, costs, result)
         result.passes += 1
         engine.keep(counts)
-        strategy.finish(rows, output, counts)
+        if output.normed_BTD is not None:
+            if drafter is not None:
+                drafter.observe(rows, output.normed_BTD, counts)
+            last = torch.tensor(counts, device=output.normed_BTD.device) - 1
+            strategy.state_BD = output.normed_BTD[torch.arange(len(rows)), last]
 
 
 def _emit(
@@ -158,6 +144,7 @@ def _emit(
     """Append tokens and account for them; return how many each sequence got."""
     was_done = [row.done for row in rows]
     counts = verifier.verify(rows, output.logits_BTV, output.drafts)
+    result.drafted += sum(map(len, output.drafts))
     for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
         if was_done[place]:
             continue
@@ -178,22 +165,10 @@ class FullDepth(ForwardStrategy):
     def __init__(self, engine: Engine, drafter: Drafter | None = None) -> None:
         super().__init__(engine)
         self.drafter = drafter
-        self.state_BD = torch.empty(0)
-        """Normed states that led to the sequences' last tokens."""
 
     def capacity(self, request: Request) -> int:
         """Return room for all tokens and the drafts behind the last."""
         return request.max_length + (self.drafter.num_draft_tokens if self.drafter else 0)
-
-    def start(self, state_BD: Tensor) -> None:
-        """Begin after the prompts were prefilled."""
-        self.state_BD = state_BD
-        if self.drafter is not None:
-            self.drafter.begin(self.engine)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with these sequences alone."""
-        self.state_BD = self.state_BD[list(rows)]
 
     def run(self, rows: list[SequenceState]) -> PassOutput:
         """Draft, then run all layers over each sequence's last token and its drafts."""
@@ -219,24 +194,13 @@ class FullDepth(ForwardStrategy):
             normed_BTD=normed_BTD,
         )
 
-    def finish(self, rows: list[SequenceState], output: PassOutput, counts: Sequence[int]) -> None:
-        """Hand the states of the confirmed tokens to the drafter."""
-        normed_BTD = output.normed_BTD
-        assert normed_BTD is not None
-        if self.drafter is not None:
-            self.drafter.observe(rows, normed_BTD, counts)
-        last = torch.tensor(counts, device=normed_BTD.device) - 1
-        self.state_BD = normed_BTD[torch.arange(len(rows), device=last.device), last]
-
 
 class Verifier:
     """Appends to sequences the tokens that their logits say; knows nothing of the model."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, result: Decoded) -> None:
+        self.request, self.scores, self.logits = request, result.scores, result.logits
         self.ends, self.other_criteria = request.ends, request.other_criteria
-        self.scores: list[Tensor] = []
-        self.logits: list[Tensor] = []
         self.plain = not (request.sampled or len(request.processors) or request.keeps_scores)
 
     def verify(
