@@ -75,7 +75,7 @@ def speculate(
         draft_layer: Layers that the shortcut drafter runs; by default a quarter of them.
         fused: False decodes through the model's own layers even where faster ones are known.
     """
-    engine = _new_engine(model, fused)
+    engine = make_engine(model, fused)
     if isinstance(draft_model, str | os.PathLike):
         from deepenough.decoding.draft_model import DraftModel
 
@@ -123,7 +123,7 @@ def early_exit(
         guarantee: All of these as they were calibrated: what `calibrate` returned, or its folder.
         fused: False decodes through the model's own layers even where faster ones are known.
     """
-    engine = _new_engine(model, fused)
+    engine = make_engine(model, fused)
     if shortcuts is None:
         raise UserError("Early exit needs shortcuts: give those fitted for the model.")
     shortcuts.check_model(engine.adapter)
@@ -152,12 +152,6 @@ def early_exit(
     if exit_layers is None:
         rule.layers = choose_exits(engine, rule)
     return _wrapped(model, engine, None, rule)
-
-
-def _new_engine(model: PreTrainedModel, fused: bool) -> Engine:
-    if isinstance(model, AdaptiveDecoding):
-        raise UserError("The model decodes adaptively already: give the one it was made of.")
-    return make_engine(model, fused)
 
 
 def _wrapped(

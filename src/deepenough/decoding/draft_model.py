@@ -51,9 +51,6 @@ FORMAT, VERSION = "deepenough-draft-model", 1
 _THETA = 10_000.0
 _EPS = 1e-6
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Maps queries, keys and values `[B, T, H, K]` to what attention mixes of them, `[N, H * K]`."""
-
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -128,15 +125,12 @@ class DraftHead(nn.Module):
         embeddings_BTD: Tensor,
         before_BTD: Tensor,
         rotary: tuple[Tensor, Tensor],
-        attention: Attention,
+        attention: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """Return predicted states `[B, T, D]`, in units of the scale.
+        """Return predicted states `[B, T, D]` of tokens, in units of the scale.
 
-        Args:
-            embeddings_BTD: Embeddings of the tokens.
-            before_BTD: States of the tokens before them, in units of the scale.
-            rotary: `rotary_cos_sin` of the tokens' positions.
-            attention: How the tokens attend to each other and to a cache.
+        `before_BTD` are the states of the tokens before them, in units of the scale; `attention`
+        maps queries, keys and values `[B, T, H, K]` to what it mixes of them, `[N, H * K]`.
         """
         shape = self.shape
         batch, tokens, width = embeddings_BTD.shape
@@ -160,13 +154,8 @@ class DraftHead(nn.Module):
     def forward(self, embeddings_BTD: Tensor, states_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Predict the states of whole texts twice, as in training.
 
-        Args:
-            embeddings_BTD: Embeddings of the tokens.
-            states_BTD: True states of the same tokens, in units of the scale.
-
-        Returns:
-            Predictions from the true states before each token, and predictions from those
-            predictions, as second drafts are made.
+        Returns predictions from the true states `states_BTD` (in units of the scale) before each
+        token, and predictions from those predictions, as second drafts are made.
         """
         before = F.pad(states_BTD, (0, 0, 1, 0))[:, :-1]
         rotary = rotary_cos_sin(torch.arange(embeddings_BTD.shape[1]), self.shape, embeddings_BTD)

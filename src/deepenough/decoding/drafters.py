@@ -313,11 +313,7 @@ class ShortcutDrafter(Drafter):
     begins behind them: drafting costs a map and a projection on the draft vocabulary, and that the
     first layers run for one token after the other.
 
-    Args:
-        shortcuts: Maps between layers.
-        layer: How many layers run.
-        num_draft_tokens: How many tokens are drafted.
-        draft_vocab: Tokens that can be drafted; None for the whole vocabulary.
+    `layer` is how many layers run; `draft_vocab` the tokens that can be drafted, None for all.
     """
 
     def __init__(
@@ -377,11 +373,6 @@ class DraftModelDrafter(Drafter):
     Before a pass of the model, the head reads the tokens that the last pass has confirmed, with the
     states that pass has left, and drafts the next token; then it reads its own drafts with its own
     predictions. Those are forgotten: the cache keeps only what was confirmed.
-
-    Args:
-        head: The draft head.
-        draft_vocab: Tokens that can be drafted.
-        num_draft_tokens: How many tokens are drafted.
     """
 
     def __init__(self, head: DraftHead, draft_vocab: Tensor, num_draft_tokens: int = 2) -> None:

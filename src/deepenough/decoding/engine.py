@@ -107,11 +107,6 @@ class Engine(ABC):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these sequences alone."""
 
-    def run(self, tokens_BT: Tensor) -> Tensor:
-        """Return normed states `[B, T, D]` of the next tokens, through all layers."""
-        step = self.start_step(tokens_BT)
-        return self.norm(self.run_layers(step, step.hidden, 0, self.num_layers))
-
     def refresh(self) -> None:  # noqa: B027
         """Notice what was done to the model's weights between two generations."""
 
@@ -131,6 +126,8 @@ def make_engine(model: PreTrainedModel, fused: bool = True) -> Engine:
     from deepenough.decoding.general_backend import GeneralEngine
     from deepenough.decoding.torch_backend import make_fused
 
+    if hasattr(model, "decoding_engine"):
+        raise UserError("The model decodes adaptively already: give the one it was made of.")
     adapter = adapt(model)
     _check_supported(adapter)
     if model.training:
@@ -201,8 +198,10 @@ def _gives_same_logits(engine: Engine) -> bool:
     size = model.config.get_text_config().vocab_size
     ids_BT = torch.arange(1, 11, device=model.device).view(2, 5).remainder(size)
     expected = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)).logits[:, 2:]
-    first = engine.prefill(ids_BT[:, :3], None, capacity=5)
-    found = engine.head(torch.cat([first[:, None], engine.run(ids_BT[:, 3:])], 1))
+    first_BD = engine.prefill(ids_BT[:, :3], None, capacity=5)
+    step = engine.start_step(ids_BT[:, 3:])
+    hidden_BTD = engine.run_layers(step, step.hidden, 0, engine.num_layers)
+    found = engine.head(torch.cat([first_BD[:, None], engine.norm(hidden_BTD)], 1))
     # Sums are made in another order, and a few logits are large: relative to the largest.
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 3e-2
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max())

@@ -123,14 +123,13 @@ class GeneralEngine(Engine):
     def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
         """Write a layer's keys and values only; see `Engine.write_kv`."""
         call, rows = step.context
-        cached = self._cache.entries[index]
         self._cache.stand(step.offset, rows)
-        cached.stops_after_write = True
+        self._cache.stops_after_write = True
         try:
             hidden_BTD = hidden_ND.view_as(step.hidden)
             run_until_stopped(lambda: call.run(self.adapter.layers[index], hidden_BTD))
         finally:
-            cached.stops_after_write = False
+            self._cache.stops_after_write = False
 
     def norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm between the last layer and the head."""
@@ -169,14 +168,15 @@ class _RewritableCache(Cache):
     """A transformers cache whose tokens may be written again until they are committed."""
 
     def __init__(self, num_layers: int, capacity: int) -> None:
-        self.entries = [_RewritableLayer(capacity) for _ in range(num_layers)]
+        self.capacity, self.committed = capacity, 0
+        self.stand(0)
+        self.stops_after_write = False
+        self.entries = [_RewritableLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.entries))
-        self.committed = 0
 
     def stand(self, offset: int, rows: Tensor | None = None) -> None:
         """Put the next tokens, of some rows or all, `offset` behind the committed ones."""
-        for layer in self.entries:
-            layer.length, layer.rows = self.committed + offset, rows
+        self.start, self.rows = self.committed + offset, slice(None) if rows is None else rows
 
     def commit(self, length: int) -> None:
         self.committed = length
@@ -185,45 +185,40 @@ class _RewritableCache(Cache):
     def shift(self, row: int, places: int, width: int) -> None:
         """Move the first `width` entries of a row to the right, those at the end to the front."""
         for layer in self.entries:
-            for cached_BHCK in layer.both():
+            for cached_BHCK in (layer.all_keys, layer.all_values):
                 moved = cached_BHCK[row, :, :width]
                 moved.copy_(moved.roll(places, dims=1))
 
     def choose(self, rows: Tensor) -> None:
         for layer in self.entries:
-            layer.all_keys, layer.all_values = (each.index_select(0, rows) for each in layer.both())
+            layer.all_keys = layer.all_keys.index_select(0, rows)
+            layer.all_values = layer.all_values.index_select(0, rows)
 
 
 class _RewritableLayer(DynamicLayer):
     """Keys and values of a layer, `[B, H, C, K]`, allocated with the first token."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, cache: _RewritableCache) -> None:
         super().__init__()
-        self.capacity, self.length = capacity, 0
+        self.cache = cache
         self.all_keys = self.all_values = torch.empty(0)
-        self.rows: Tensor | None = None
-        self.stops_after_write = False
-
-    def both(self) -> tuple[Tensor, Tensor]:
-        return self.all_keys, self.all_values
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        start, rows = self.cache.start, self.cache.rows
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.all_keys, self.all_values = (
-                each.new_zeros((*each.shape[:2], self.capacity, each.shape[3]))
+                each.new_zeros((*each.shape[:2], self.cache.capacity, each.shape[3]))
                 for each in (key_states, value_states)
             )
-        end = self.length + key_states.shape[2]
-        rows = slice(None) if self.rows is None else self.rows
-        self.all_keys[rows, :, self.length : end] = key_states
-        self.all_values[rows, :, self.length : end] = value_states
-        if self.stops_after_write:
+        end = start + key_states.shape[2]
+        self.all_keys[rows, :, start:end] = key_states
+        self.all_values[rows, :, start:end] = value_states
+        if self.cache.stops_after_write:
             raise StopForward
-        self.length = end
         return self.all_keys[rows, :, :end], self.all_values[rows, :, :end]
 
     def get_seq_length(self, *_: Any) -> int:
-        return self.length
+        return self.cache.start

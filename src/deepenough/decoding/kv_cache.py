@@ -45,13 +45,8 @@ class StepContext:
     index. The queries of the heads that share keys are laid out as consecutive rows (`groups` for
     each token), so keys and values are read in place instead of being repeated.
 
-    Args:
-        starts: Position of the first new token of each sequence.
-        num_tokens: New tokens of each sequence.
-        groups: Query heads that share one key-value head.
-        dtype: That of the attention mask.
-        device: That of the attention mask.
-        rows: Which sequences of the cache the tokens belong to; None for all.
+    `starts` are the positions of the first of `num_tokens` new tokens of each sequence, `rows` the
+    sequences of the cache that they belong to, None for all.
     """
 
     def __init__(
@@ -88,17 +83,13 @@ class StepContext:
 
     def store(self, cached_BHCK: Tensor, new_BTHK: Tensor) -> Tensor:
         """Write keys or values, and return all up to the last position any sequence has filled."""
-        if self.start is None:
-            rows = torch.arange(len(new_BTHK), device=new_BTHK.device)
-            rows = rows if self.rows is None else self.rows
-            cached_BHCK[rows[:, None], :, self.positions] = new_BTHK
-        elif self.rows is None:
-            cached_BHCK[:, :, self.start : self.end] = new_BTHK.transpose(1, 2)
+        rows = slice(None) if self.rows is None else self.rows
+        if self.start is not None:
+            cached_BHCK[rows, :, self.start : self.end] = new_BTHK.transpose(1, 2)
         else:
-            cached_BHCK[self.rows, :, self.start : self.end] = new_BTHK.transpose(1, 2)
-        if self.rows is None:
-            return cached_BHCK[:, :, : self.end]
-        return cached_BHCK[self.rows, :, : self.end]
+            every = torch.arange(len(new_BTHK)) if self.rows is None else self.rows
+            cached_BHCK[every[:, None], :, self.positions] = new_BTHK
+        return cached_BHCK[rows, :, : self.end]
 
 
 def attend(
@@ -130,10 +121,6 @@ def attend(
             enable_gqa=groups > 1,
         )
         return mixed.transpose(1, 2).reshape(batch * tokens, -1)
-    if tokens == 1:
-        query = query_BTHK.reshape(batch, kv_heads, groups, head_width)
-        mixed = F.scaled_dot_product_attention(query, keys, values, context.mask, scale=scale)
-        return mixed.reshape(batch, -1)
     shape = (batch, tokens, kv_heads, groups, head_width)
     query = query_BTHK.reshape(shape).transpose(1, 2).flatten(2, 3)
     mixed = F.scaled_dot_product_attention(query, keys, values, context.mask, scale=scale)

@@ -68,12 +68,8 @@ def decode_prompts(
 ) -> list[SequenceState]:
     """Continue prompts in one batch, without the penalties of the model's generation config.
 
-    Args:
-        engine: The model.
-        prompts: Token ids of each prompt.
-        new_tokens: Most new tokens of a text.
-        strategy: How the model is run, as `decode` takes it.
-        generator: Samples the tokens; None takes the most likely ones.
+    The model is run as `decode` takes the `strategy`. A `generator` samples the tokens; None takes
+    the most likely ones.
     """
     model, limit = engine.adapter.model, engine.adapter.max_length
     rows = [torch.tensor(prompt, device=model.device) for prompt in prompts]
@@ -138,14 +134,8 @@ def write_texts(
 ) -> list[SelfGenerated]:
     """Let the model write until the folder holds `config.tokens` new tokens, and return all texts.
 
-    Args:
-        folder: Where the texts are kept; those that are there already stay.
-        engine: The model that writes.
-        tokenizer: Its tokenizer.
-        data: Corpus whose lines begin the texts.
-        config: How much is written, and from what.
-        seed: Seed of the batches that are sampled.
-        progress: Called with the new tokens so far and those wanted.
+    Lines of the corpus `data` begin them. `progress` is called with the new tokens so far and those
+    wanted.
     """
     about = {"model": engine.adapter.identity()["fingerprint"], "seed": seed, "data": data}
     about |= {name: value for name, value in asdict(config).items() if name != "tokens"}

@@ -1,12 +1,8 @@
 """`deepenough decode tune`: make a draft model for a model, which itself is not changed.
 
-In one run folder, step by step, each going on where an interrupted command stopped it:
-
-1. *text*: the model writes, and its states are kept (`self_generated.py`), in `checkpoints/text`;
-2. *head*: a linear drafter is fitted to them in closed form, and a draft head that starts from it
-   is trained; both go to `model`;
-3. *choice*: the sensible ways to draft are timed on this machine, in turn on each of a few held-out
-   prompts, and the fastest is what `speculate` will use.
+The model writes, and its states are kept (`self_generated.py`); a linear drafter is fitted to them
+in closed form; a draft head that starts from it is trained; and the sensible ways to draft are
+timed on this machine. Each step goes on where an interrupted command stopped it.
 
 **The linear drafter.** For map `n`, the inputs `z` of all positions of the model's texts and the
 states `x` they should give make the normal equations
@@ -38,7 +34,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -71,7 +67,6 @@ log = logging.getLogger("deepenough")
 
 Progress = Callable[[int, int | None], None]
 
-HEAD = "head"
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
 _NUM_MAPS = 2
 #: One text of so many is left out of the linear fit.
@@ -95,13 +90,9 @@ def fit_linear_drafter(
     draft_vocab: int = 4096,
     about: Mapping[str, Any] | None = None,
 ) -> LinearDrafter:
-    """Return a linear drafter fitted to texts that the model wrote.
+    """Return a linear drafter fitted to texts that the model wrote (`continue_prompts`).
 
-    Args:
-        adapter: The model.
-        texts: What `continue_prompts` returned.
-        draft_vocab: How many tokens can be drafted, those that the model writes most often.
-        about: How the texts were written.
+    The `draft_vocab` tokens that it writes most often can be drafted; `about` is kept with them.
     """
     if draft_vocab < 2:
         raise UserError("A linear drafter has at least 2 tokens in its vocabulary.")
@@ -200,30 +191,14 @@ def choose_draft_vocab(
 # -- draft head ----------------------------------------------------------------------------------
 
 
-class TextBatch(NamedTuple):
-    """Texts without their last token, and the positions that the model wrote."""
-
-    ids_BT: Tensor
-    states_BTD: Tensor
-    """In units of the scale."""
-    chosen_BT: Tensor
-    """Whether the model wrote the token."""
-
-
 class DraftHeadTask(Task):
-    """Training of a draft head on what the model has written.
+    """Training of a draft model's head on texts that the model has written.
 
-    Args:
-        draft_model: Its head is trained; the linear drafter's vocabulary can be drafted.
-        adapter: The model.
-        texts: Texts to train on.
-        held_out: Texts on which progress is measured.
-        config: Settings of the run.
-        run: The run folder, whose records say how often drafts were right.
+    Progress is measured on those that are held out.
     """
 
     unit = "positions"
-    phase = HEAD
+    phase = "head"
 
     def __init__(
         self,
@@ -248,7 +223,7 @@ class DraftHeadTask(Task):
         head = self.head
         matrices = [head.qkv_proj, head.o_proj, head.gate_up_proj, head.down_proj]
         return {
-            HEAD: [
+            self.phase: [
                 {"params": matrices},
                 {"params": [head.linear], "lr_scale": 0.1, "weight_decay": 0.0},
                 {"params": [head.linear_bias, head.norm], "weight_decay": 0.0},
@@ -257,15 +232,16 @@ class DraftHeadTask(Task):
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss of one batch of texts."""
-        batch = self._read(self._chosen(step * self.train.accumulate + micro))
-        predictions = model(self._embed(batch.ids_BT), batch.states_BTD)
-        targets_ND = batch.states_BTD[batch.chosen_BT]
+        texts = self._chosen(step * self.train.accumulate + micro)
+        embeddings_BTD, states_BTD, chosen_BT = self._read(texts)
+        predictions = model(embeddings_BTD, states_BTD)
+        targets_ND = states_BTD[chosen_BT]
         with torch.no_grad():
             log_p = self._logits(targets_ND).log_softmax(-1)
             best_N = log_p.argmax(-1)
         total, weight = torch.zeros((), device=targets_ND.device), self.config.hard
         for predicted_BTD in predictions:
-            predicted_ND = predicted_BTD[batch.chosen_BT]
+            predicted_ND = predicted_BTD[chosen_BT]
             log_q = self._logits(predicted_ND).log_softmax(-1)
             kl = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
             hard = F.nll_loss(log_q, best_N)
@@ -285,20 +261,22 @@ class DraftHeadTask(Task):
         self.head.eval()
         totals = torch.zeros(6, dtype=torch.float64)
         for number in range(0, len(self.held_out), self.config.texts):
-            batch = self._read(self.held_out[number : number + self.config.texts])
-            predictions = self.head(self._embed(batch.ids_BT), batch.states_BTD)
-            targets_ND = batch.states_BTD[batch.chosen_BT]
+            texts = self.held_out[number : number + self.config.texts]
+            embeddings_BTD, states_BTD, chosen_BT = self._read(texts)
+            predictions = self.head(embeddings_BTD, states_BTD)
+            targets_ND = states_BTD[chosen_BT]
             log_p = self._logits(targets_ND).log_softmax(-1)
-            log_q = self._logits(predictions[0][batch.chosen_BT]).log_softmax(-1)
+            log_q = self._logits(predictions[0][chosen_BT]).log_softmax(-1)
             kl = F.kl_div(log_q, log_p, log_target=True, reduction="sum")
-            best_BT = torch.full_like(batch.ids_BT, -1)  # no draft is that where nothing counts
-            best_BT[batch.chosen_BT] = self._best_tokens(targets_ND)
+            best_BT = torch.full_like(chosen_BT, -1, dtype=torch.long)  # equal to no draft
+            parts = (targets_ND * self.scale_D).split(512)
+            best_BT[chosen_BT] = torch.cat([self.adapter.head(x).argmax(-1) for x in parts])
             first_BT, second_BT = (
                 self.vocab_S[self._logits(each).argmax(-1)] == best_BT for each in predictions
             )
             # The second draft of a token is of use only where the first was right.
             before_BT = F.pad(first_BT, (1, 0))[:, :-1]
-            sums = (batch.chosen_BT, first_BT, before_BT, second_BT, second_BT & before_BT)
+            sums = (chosen_BT, first_BT, before_BT, second_BT, second_BT & before_BT)
             totals += torch.tensor([float(kl), *[float(each.sum()) for each in sums]])
         self.head.train()
         loss, count, first, pairs, second, both = totals.tolist()
@@ -321,8 +299,11 @@ class DraftHeadTask(Task):
         }
 
     def save(self, folder: Path) -> None:
-        """Write the draft model."""
-        self.draft_model.meta |= _before_and_after(self.run)
+        """Write the draft model, with how often drafts were right before training and after."""
+        valid = [r.values for r in read_records(self.run.metrics)[0] if r.kind == "valid"]
+        for when, values in (("before", valid[0]), ("after", valid[-1])):
+            names = ("agreement_1", "agreement_2", "accepted")
+            self.draft_model.meta[when] = {name: values[name] for name in names}
         self.draft_model.save_pretrained(folder)
 
     def _chosen(self, index: int) -> list[SelfGenerated]:
@@ -333,43 +314,31 @@ class DraftHeadTask(Task):
         order = torch.randperm(len(self.texts), generator=generator)
         return [self.texts[number] for number in order[turn * size : (turn + 1) * size].tolist()]
 
-    def _read(self, texts: Sequence[SelfGenerated]) -> TextBatch:
+    @torch.no_grad()
+    def _read(self, texts: Sequence[SelfGenerated]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return embeddings and states, in units of the scale, and which tokens the model wrote."""
         device = self.adapter.model.device
         ids_BT = pad_sequence([text.ids_T[:-1] for text in texts], batch_first=True).to(device)
+        embeddings_BTD = self.adapter.model.get_input_embeddings()(ids_BT).float()
         states_BTD = pad_sequence([t.states_TD.float() for t in texts], batch_first=True).to(device)
         places = torch.arange(ids_BT.shape[1])
         first = torch.tensor([text.prompt for text in texts])
         last = torch.tensor([len(text.states_TD) for text in texts])
         chosen_BT = (places >= first[:, None]) & (places < last[:, None])
-        return TextBatch(ids_BT, states_BTD / self.scale_D, chosen_BT.to(device))
-
-    @torch.no_grad()
-    def _embed(self, ids_BT: Tensor) -> Tensor:
-        return self.adapter.model.get_input_embeddings()(ids_BT).float()
+        return embeddings_BTD, states_BTD / self.scale_D, chosen_BT.to(device)
 
     def _logits(self, states_ND: Tensor) -> Tensor:
         """Return logits of the draft vocabulary, of states in units of the scale."""
         return F.linear(states_ND, self.vocab_SD, self.vocab_bias)
-
-    def _best_tokens(self, states_ND: Tensor) -> Tensor:
-        """Return the best tokens of the whole vocabulary."""
-        dtype = self.adapter.model.dtype
-        parts = (states_ND * self.scale_D).to(dtype).split(512)
-        return torch.cat([self.adapter.head(part).argmax(-1) for part in parts])
 
 
 # -- a run ---------------------------------------------------------------------------------------
 
 
 def tune_run(config: DraftTrainConfig, progress: Progress | None = None) -> DraftModel | None:
-    """Make a draft model in a run folder; an interrupted run continues with `resume`.
+    """Make a draft model in a run folder and return it; None if the run ends before there is one.
 
-    Args:
-        config: What to make, and where.
-        progress: Called with the new tokens that the model has written and those wanted.
-
-    Returns:
-        The draft model; None if the run ends before there is one.
+    `progress` is called with the new tokens that the model has written and those wanted.
     """
     keep_freed_memory()
     validate(config)
@@ -446,14 +415,6 @@ def _scale(texts: Sequence[SelfGenerated]) -> Tensor:
     return deviation.clamp_min(1e-3 * float(deviation.mean()))
 
 
-def _before_and_after(run: RunFolder) -> dict[str, dict[str, float]]:
-    """Return how often drafts were right on held-out texts, before training and after."""
-    valid = [r.values for r in read_records(run.metrics)[0] if r.kind == "valid"]
-    names = ("agreement_1", "agreement_2", "accepted")
-    found = {"before": valid[0], "after": valid[-1]}
-    return {when: {name: values[name] for name in names} for when, values in found.items()}
-
-
 def fastest_drafts(
     engine: Engine, draft_model: DraftModel, texts: Sequence[SelfGenerated]
 ) -> dict[str, Any]:
@@ -470,23 +431,21 @@ def fastest_drafts(
         for name in ("linear", "draft_model"):
             ways += [(["lookup", name], number, part) for part in (-(-size // 4), size)]
     drafters = [make_drafter(engine, *way, draft_model=draft_model) for way in ways]
-    seconds, tokens = [0.0] * len(ways), [0] * len(ways)
-    for turn, text in enumerate([texts[0], *texts]):
+    seconds = [0.0] * len(ways)
+    tokens = 0
+    for turn, text in enumerate([texts[0], *texts]):  # the first turn is slow, and not counted
         prompt = text.ids_T[: text.prompt].tolist()
-        new_tokens = _TIMED_TOKENS
-        if engine.adapter.max_length is not None:
-            new_tokens = min(new_tokens, engine.adapter.max_length - len(prompt))
+        room = (engine.adapter.max_length or len(prompt) + _TIMED_TOKENS) - len(prompt)
         for place, drafter in enumerate(drafters):
             began = time.perf_counter()
-            rows = decode_prompts(engine, [prompt], new_tokens, drafter)
-            if turn:  # the first run of all is slow
-                seconds[place] += time.perf_counter() - began
-                tokens[place] += len(rows[0].tokens)
-    names = ("names", "num_draft_tokens", "vocab_size")
+            rows = decode_prompts(engine, [prompt], min(_TIMED_TOKENS, room), drafter)
+            seconds[place] += time.perf_counter() - began if turn else 0.0
+        tokens += len(rows[0].tokens) if turn else 0  # the same in all ways
     measured = [
-        dict(zip(names, way, strict=True)) | {"tokens_per_second": tokens[n] / seconds[n]}
-        for n, way in enumerate(ways)
+        {"names": names, "num_draft_tokens": number, "vocab_size": part}
+        | {"tokens_per_second": tokens / spent}
+        for (names, number, part), spent in zip(ways, seconds, strict=True)
     ]
     measured.sort(key=lambda row: row["tokens_per_second"], reverse=True)
-    threads = {"threads": torch.get_num_threads(), "processor": platform.processor()}
-    return measured[0] | {"machine": threads, "measured": measured}
+    machine = {"threads": torch.get_num_threads(), "processor": platform.processor()}
+    return measured[0] | {"machine": machine, "measured": measured}
