@@ -80,19 +80,16 @@ def test_prompts_come_from_standard_input(model, capsys, monkeypatch) -> None:
 
 
 def test_ctrl_c_leaves_what_there_is(model, capsys, monkeypatch) -> None:
-    from deepenough.decoding import request
+    from deepenough.decoding.request import SequenceState
 
-    count = 0
-    after = request.StoppingRules.update
+    append = SequenceState.append
 
-    def interrupted(self: Any, some: Any, scores: Any) -> None:
-        nonlocal count
-        count += 1
-        after(self, some, scores)
-        if count == 4:
+    def interrupted(self: SequenceState, token: int) -> None:
+        append(self, token)
+        if len(self.tokens) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(request.StoppingRules, "update", interrupted)
+    monkeypatch.setattr(SequenceState, "append", interrupted)
     words = ["generate", str(model), "--prompt", "w3 w4 w5", "--mode", "full"]
     assert main(["decode", *words, "--max-new-tokens", "12"]) == 0
     assert "interrupted" in capsys.readouterr().out
@@ -122,7 +119,7 @@ def test_calibrate_then_generate(model, shortcuts, words_file, capsys, tmp_path)
     ("words", "sentence"),
     [
         (["--prompt", "  "], "prompt is empty"),
-        (["--prompt", "w3 " * 70], "shorten it below the model's 64"),
+        (["--prompt", "w3 " * 70], "do not fit the model's 64: shorten the prompt"),
         (["--prompt", "w3", "--max-new-tokens", "80"], "at most 63 new tokens"),
         (["--prompt", "w3", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
         (["--prompt", "w3", "--mode", "early_exit"], "needs shortcuts"),

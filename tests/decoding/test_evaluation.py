@@ -32,7 +32,7 @@ def tuned(saved_model: Path, words_file: Path, tmp_path_factory: pytest.TempPath
     """A run of `decode tune`."""
     folder = tmp_path_factory.mktemp("runs") / "tuned"
     words = ["--data", str(words_file), "--min_chars", "8", "--tokens", "400", "--until", "head"]
-    words += ["--instructions", "false", "--prompt_tokens", "6", "--new_tokens", "20"]
+    words += ["--prompt_tokens", "6", "--new_tokens", "20"]
     words += ["--held_out", "4", "--epochs", "1", "--draft_vocab", "20"]
     assert main(["decode", "tune", str(saved_model), *words, "--out", str(folder)]) == 0
     return folder

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from deepenough.decoding.draft_model import DraftModel
 from deepenough.decoding.drafters import Drafter, LinearDrafter, make_drafter
 from deepenough.decoding.early_exit import (
     ExitingDepth,
@@ -44,7 +45,6 @@ from deepenough.trace import DepthTrace
 
 if TYPE_CHECKING:
     from deepenough.decoding.calibration import Calibration
-    from deepenough.decoding.draft_model import DraftModel
 
 
 def speculate(
@@ -77,8 +77,6 @@ def speculate(
     """
     engine = make_engine(model, fused)
     if isinstance(draft_model, str | os.PathLike):
-        from deepenough.decoding.draft_model import DraftModel
-
         draft_model = DraftModel.from_pretrained(draft_model)
     names = [drafter] if isinstance(drafter, str | Drafter) else drafter
     if names is not None and not names:
@@ -105,7 +103,6 @@ def early_exit(
     kv_propagation: KVPropagation | None = None,
     exit_vocab: Tensor | None = None,
     guarantee: Calibration | str | os.PathLike[str] | None = None,
-    fused: bool = True,
 ) -> Any:
     """Return a model that shares `model`'s weights and skips layers for tokens that are easy.
 
@@ -121,9 +118,8 @@ def early_exit(
             default), "copy" or "deferred".
         exit_vocab: Token ids on which a check is made first; None for the whole vocabulary.
         guarantee: All of these as they were calibrated: what `calibrate` returned, or its folder.
-        fused: False decodes through the model's own layers even where faster ones are known.
     """
-    engine = make_engine(model, fused)
+    engine = make_engine(model)
     if shortcuts is None:
         raise UserError("Early exit needs shortcuts: give those fitted for the model.")
     shortcuts.check_model(engine.adapter)
@@ -309,10 +305,9 @@ class AdaptiveDecoding:
 def _trace(rows: list[SequenceState], num_layers: int) -> DepthTrace:
     """Return every new token's depth and cost; a token runs all layers up to its depth."""
     longest = max(len(row.tokens) for row in rows)
-    depth = torch.zeros(len(rows), longest, dtype=torch.long)
-    flops = torch.zeros(len(rows), longest, dtype=torch.float64)
-    for place, row in enumerate(rows):
-        depth[place, : len(row.depths)] = torch.tensor(row.depths, dtype=torch.long)
-        flops[place, : len(row.flops)] = torch.tensor(row.flops, dtype=torch.float64)
+    missing = [longest - len(row.depths) for row in rows]
+    depths = [row.depths + [0] * number for row, number in zip(rows, missing, strict=True)]
+    costs = [row.flops + [0.0] * number for row, number in zip(rows, missing, strict=True)]
+    depth, flops = torch.tensor(depths), torch.tensor(costs, dtype=torch.float64)
     ran = torch.arange(num_layers) < depth[..., None]
     return DepthTrace(depth=depth, ran=ran, flops=flops)

@@ -173,9 +173,6 @@ def tune(config: DraftTrainConfig) -> None:
 
     with reading("tokens") as progress:
         made = tune_run(config, progress)
-    if made is None:
-        print(f"{config.model.name} has written its text; continue with --resume and --until head")
-        return
     first = "linear drafter" if config.head.start is None else "where it started"
     print("on held-out text:   first draft right   second, after it   accepted of two")
     for name, values in ((first, made.meta["before"]), ("draft model", made.meta["after"])):

@@ -193,8 +193,8 @@ class DraftTrainConfig(RunConfig):
     text: SelfGeneratedConfig = field(default_factory=SelfGeneratedConfig)
     head: DraftHeadConfig = field(default_factory=DraftHeadConfig)
 
-    until: Literal["text", "head", "choice"] = "choice"
-    """Last step to take."""
+    until: Literal["head", "choice"] = "choice"
+    """Last step to take: train the head, or also time the ways to draft."""
 
     train: TrainingConfig = field(
         default_factory=lambda: TrainingConfig(

@@ -11,13 +11,8 @@ of token `t`, `x_t` its normed last state in units of its standard deviation, an
 drafts what the linear drafter drafts. Attention reads `z` of all tokens so far, with rotary
 positions. To draft further, the head reads its own prediction where the state is not known yet:
 `x_(t-1)` is replaced, and the attention of such a token sees the tokens before it as they were, and
-itself as predicted.
-
-EAGLE (arXiv 2401.15077) drafts from the same inputs; EAGLE-3 (arXiv 2503.01840) lets attention read
-both of them and trains on predictions. Departures: the closed-form start, and the units.
-
-`DraftModel` is all that `deepenough decode tune` has made of a model, saved in one folder as
-safetensors and JSON.
+itself as predicted. EAGLE (arXiv 2401.15077) drafts from the same inputs; EAGLE-3 (arXiv
+2503.01840) trains on predictions. Departures: the closed-form start, and the units.
 
 Shapes: B sequences, T tokens, N = B * T, D width, Z = 2 D, H heads, K width of a head, F inner
 width.
@@ -84,10 +79,7 @@ class HeadShape:
 class DraftHead(nn.Module):
     """One transformer layer that predicts the model's next state.
 
-    Args:
-        shape: Its sizes.
-        seed: Seed of the matrices that are drawn at random.
-        dropout: In training, of what attention mixes and of the feed-forward layer's inner units.
+    `dropout` is that of what attention mixes and of the feed-forward layer's inner units.
     """
 
     def __init__(self, shape: HeadShape, seed: int = 0, dropout: float = 0.0) -> None:
@@ -166,9 +158,8 @@ class DraftHead(nn.Module):
             return self._attend(query, key, value, None)
 
         def second(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            tokens = query.shape[1]
-            earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril(-1)
-            itself = torch.eye(tokens, dtype=torch.bool, device=query.device)
+            itself = torch.eye(query.shape[1], dtype=torch.bool, device=query.device)
+            earlier = torch.ones_like(itself).tril(-1)
             keys, values = torch.cat([seen[0], key], 1), torch.cat([seen[1], value], 1)
             return self._attend(query, keys, values, torch.cat([earlier, itself], 1))
 
@@ -201,12 +192,8 @@ def rotary_cos_sin(positions: Tensor, shape: HeadShape, like: Tensor) -> tuple[T
 class DraftModel:
     """All that `deepenough decode tune` has made of a model.
 
-    Args:
-        linear_drafter: The linear drafter, whose vocabulary is that of all drafts.
-        head: The draft head that started from it.
-        meta: How both were made and how often their drafts are right.
-        choice: The arguments `names`, `num_draft_tokens` and `vocab_size` of `make_drafter` that
-            were fastest, and how that was measured.
+    `meta` says how, and how often drafts are right; `choice` which arguments `names`,
+    `num_draft_tokens` and `vocab_size` of `make_drafter` were fastest, and how that was measured.
     """
 
     def __init__(

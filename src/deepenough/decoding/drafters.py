@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,16 +30,13 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from deepenough.artifacts import load_artifact, save_artifact
-from deepenough.decoding.draft_model import DraftHead, rotary_cos_sin
+from deepenough.decoding.draft_model import DraftHead, DraftModel, rotary_cos_sin
 from deepenough.decoding.engine import Engine
 from deepenough.decoding.kv_cache import KVCache, StepContext, attend
 from deepenough.decoding.request import SequenceState
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.shortcut.modeling import Shortcuts
-
-if TYPE_CHECKING:
-    from deepenough.decoding.draft_model import DraftModel
 
 INDEX, TENSORS = "linear_drafter.json", "linear_drafter.safetensors"
 FORMAT, VERSION = "deepenough-linear-drafter", 1
@@ -90,14 +87,11 @@ class Drafter(ABC):
 
 
 class LookupDrafter(Drafter):
-    """Continues the text as it continued where its last three or two tokens last stood.
-
-    The places of all n-grams are kept in a table that grows with the text, so a lookup takes no
-    time however long the text is.
-    """
+    """Continues the text as it continued where its last three or two tokens last stood."""
 
     def __init__(self, num_draft_tokens: int = 2) -> None:
         super().__init__(num_draft_tokens)
+        # Where all n-grams stand: a lookup takes no time however long the text is.
         self._tables: dict[int, dict[tuple[int, ...], int]] = {}
         self._read: dict[int, int] = {}
 
@@ -209,8 +203,7 @@ class LinearDrafter(Drafter):
         x_(t+1) ~ B_2 [rms(e_(t+1)); rms(e_t); x_(t-1)] + b_2
 
     and so on: the n-th map has the drafts of those before it among its inputs. States enter as the
-    model's final norm leaves them. Where that is a root-mean-square norm with weights, this is
-    `rms(h)` up to a scale for each dimension, which the map takes up.
+    model's final norm leaves them.
 
     Args:
         maps: Pairs `(B_n, b_n)`, `B_n` of shape `(D, (n + 1) D)`.

@@ -91,17 +91,17 @@ class Engine(ABC):
         `step`, from `start_step` or `resume`, says where the tokens stand.
         """
 
-    @abstractmethod
     def norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm between the last layer and the head."""
+        return self.adapter.final_norm(hidden)
 
-    @abstractmethod
     def head(self, normed: Tensor) -> Tensor:
         """Return the logits `[..., V]` of normed states."""
+        return self.adapter.head(normed)
 
-    @abstractmethod
     def keep(self, counts: Sequence[int]) -> None:
         """Commit the first `counts[row]` tokens entered since the last call; forget the others."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     @abstractmethod
     def select(self, rows: Sequence[int]) -> None:
@@ -118,10 +118,7 @@ class Engine(ABC):
 def make_engine(model: PreTrainedModel, fused: bool = True) -> Engine:
     """Return an engine that gives the model's own logits, or refuse the model.
 
-    Args:
-        model: A causal language model in eval mode.
-        fused: Use the fused torch backend where the model's layout is known to it; False always
-            uses the model's own layers.
+    The fused torch backend is used where `fused` and where the model's layout is known to it.
     """
     from deepenough.decoding.general_backend import GeneralEngine
     from deepenough.decoding.torch_backend import make_fused

@@ -2,14 +2,9 @@
 
 What the layers are called with (masks, rotary cos/sin, the cache) the model makes itself: its trunk
 is entered and stopped at its first layer, whose arguments then serve all layers
-(`deepenough.hf.intercept`). So this works for every architecture whose layers are all called alike,
-which `make_engine` verifies before anything is decoded.
-
+(`deepenough.hf.intercept`). So this works for every architecture whose layers are all called alike.
 Sequences are aligned on the right, as transformers pads prompts: where some keep fewer tokens than
 others, they are moved.
-
-A layer of which only the keys and values are wanted is stopped as well, when it hands them to the
-cache: neither its attention nor its feed-forward runs.
 
 Shapes: B sequences, T tokens, D width, H heads, C capacity, K head width.
 """
@@ -18,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +21,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from deepenough.decoding.engine import Engine, Step, row_lengths
 from deepenough.hf.adapter import Adapter
-from deepenough.hf.intercept import LayerCall, StopForward, first_call, run_until_stopped
-
-
-class _Context(NamedTuple):
-    """What all layers are called with, and for which rows of the cache; None for all."""
-
-    call: LayerCall
-    rows: Tensor | None = None
+from deepenough.hf.intercept import StopForward, first_call, run_until_stopped
 
 
 class GeneralEngine(Engine):
-    """Decodes any causal Hugging Face model through its own layers."""
+    """Decodes any causal Hugging Face model through its own layers.
+
+    The context of a step is what all layers are called with, and the rows of the cache or None.
+    """
 
     takes_groups = False
 
@@ -92,8 +83,8 @@ class GeneralEngine(Engine):
         index = torch.tensor(rows, device=hidden_BTD.device)
         mask_BC = self._mask(1)
         mask_BC = None if mask_BC is None else mask_BC[index]
-        context: _Context = self._step(self._tokens[index], mask_BC, list(starts)).context
-        return Step(hidden_BTD, 0, context._replace(rows=index))
+        call, _ = self._step(self._tokens[index], mask_BC, list(starts)).context
+        return Step(hidden_BTD, 0, (call, index))
 
     def _step(
         self, tokens_BT: Tensor, mask_BC: Tensor | None, starts: list[int], offset: int = 0
@@ -110,7 +101,7 @@ class GeneralEngine(Engine):
         call = first_call(
             self.adapter.layers[0], lambda: self.adapter.trunk(input_ids=tokens_BT, **given)
         )
-        return Step(call.hidden, offset, _Context(call))
+        return Step(call.hidden, offset, (call, None))
 
     def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
         """Return `h_last` from `h_first`; see `Engine.run_layers`."""
@@ -121,7 +112,7 @@ class GeneralEngine(Engine):
         return hidden_BTD
 
     def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
-        """Write a layer's keys and values only; see `Engine.write_kv`."""
+        """Stop a layer when it hands its keys and values to the cache; see `Engine.write_kv`."""
         call, rows = step.context
         self._cache.stand(step.offset, rows)
         self._cache.stops_after_write = True
@@ -131,19 +122,10 @@ class GeneralEngine(Engine):
         finally:
             self._cache.stops_after_write = False
 
-    def norm(self, hidden: Tensor) -> Tensor:
-        """Apply the norm between the last layer and the head."""
-        return self.adapter.final_norm(hidden)
-
-    def head(self, normed: Tensor) -> Tensor:
-        """Return the logits `[..., V]` of normed states."""
-        return self.adapter.head(normed)
-
     def keep(self, counts: Sequence[int]) -> None:
         """Commit the first tokens of each sequence; see `Engine.keep`."""
-        ends = [self._cache.committed + count for count in counts]
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self._align(ends)
+        super().keep(counts)
+        self._align([self._cache.committed + count for count in counts])
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these sequences alone."""

@@ -119,10 +119,24 @@ def make_request(
 ) -> Request:
     """Check what transformers prepared of the arguments of `generate`, and make a request of it.
 
-    `max_context` is the most tokens the model takes, `model_kwargs` what transformers would call it
-    with.
+    `model_kwargs` is what transformers would call the model with.
     """
-    _check(config, model_kwargs)
+    mode = config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample"):
+        raise UserError(
+            f"This model generates greedily or by sampling, not by {mode}: leave out its "
+            "options, or use the model's own generate()."
+        )
+    cache = model_kwargs.get("past_key_values")
+    refused = {
+        "output_attentions": config.output_attentions,
+        "output_hidden_states": config.output_hidden_states,
+        "cache_implementation": config.cache_implementation not in (None, "dynamic"),
+        "prefill_chunk_size": config.prefill_chunk_size,
+        "token_healing": config.token_healing,
+        "past_key_values": cache is not None and cache.get_seq_length() > 0,
+    }
+    _refuse(refused | {name: True for name in model_kwargs if name not in _UNDERSTOOD})
     mask_BT = model_kwargs.get("attention_mask")
     length = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
     _check_fits(ids_BT, mask_BT, length - ids_BT.shape[1], max_context)
@@ -161,25 +175,6 @@ def _check_fits(ids_BT: Tensor, mask_BT: Tensor | None, new: int, limit: int | N
             f"A prompt of {tokens} tokens and {new} new ones do not fit the model's {limit}: "
             f"shorten the prompt, or ask for at most {max(limit - tokens, 0)} new tokens."
         )
-
-
-def _check(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    mode = config.get_generation_mode().value
-    if mode not in ("greedy_search", "sample"):
-        raise UserError(
-            f"This model generates greedily or by sampling, not by {mode}: leave out its "
-            "options, or use the model's own generate()."
-        )
-    refused = {
-        "output_attentions": config.output_attentions,
-        "output_hidden_states": config.output_hidden_states,
-        "cache_implementation": config.cache_implementation not in (None, "dynamic"),
-        "prefill_chunk_size": config.prefill_chunk_size,
-        "token_healing": config.token_healing,
-    }
-    cache = model_kwargs.get("past_key_values")
-    refused["past_key_values"] = cache is not None and cache.get_seq_length() > 0
-    _refuse(refused | {name: True for name in model_kwargs if name not in _UNDERSTOOD})
 
 
 def _refuse(arguments: dict[str, Any]) -> None:

@@ -1,13 +1,11 @@
 """Text that a model writes itself, with the state behind every token: what drafts are fitted to.
 
-Drafts are fitted to what the model writes, because that is not what it reads. Prompts are the
-beginnings of a corpus's lines, every second one in the model's chat format. States are kept as the
-generation computes them, so that no text is run twice. Tokens are the model's most likely ones, or
-sampled; penalties of its generation config are left out.
+Drafts are fitted to what the model writes, because that is not what it reads. States are kept as
+the generation computes them, so that no text is run twice. Tokens are the model's most likely ones,
+or sampled; penalties of its generation config are left out.
 
 On disk, one safetensors file holds a batch of texts: tokens, the states behind them in half
-precision, and how they were written. It is written when its batch is done, so that an interrupted
-command loses at most one batch. States that are read back are mapped from disk.
+precision, and how they were made. An interrupted command loses at most one batch.
 
 Shapes: B texts, T tokens, D width.
 """

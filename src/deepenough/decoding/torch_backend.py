@@ -199,10 +199,6 @@ class FusedEngine(Engine):
             rotated = rotate(rotated, step.context.rotary)
         return rotated[:, :, : -self.kv_heads], rotated[:, :, -self.kv_heads :], value
 
-    def keep(self, counts: Sequence[int]) -> None:
-        """Commit the first tokens of each sequence; see `Engine.keep`."""
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these sequences alone."""
         self.cache.select(rows)

@@ -65,8 +65,6 @@ from deepenough.training.trainer import keep_freed_memory, training
 
 log = logging.getLogger("deepenough")
 
-Progress = Callable[[int, int | None], None]
-
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
 _NUM_MAPS = 2
 #: One text of so many is left out of the linear fit.
@@ -152,10 +150,8 @@ def linear_inputs(adapter: Adapter, text: SelfGenerated, number: int) -> tuple[T
     """Return the inputs of map `number` at the new tokens of a text, and the tokens that follow.
 
     At position `t` the map predicts the state of position `t + number - 1`, from which the token
-    after it follows: so positions end where that state, or token, is not known any more.
-
-    Returns:
-        Inputs `[N, Z]`, the last of them 1, and token ids `[N]`.
+    after it follows: so positions end where that state, or token, is not known any more. The last
+    of the inputs `[N, Z]` is 1.
     """
     ids_T = text.ids_T.to(adapter.model.device)
     embeddings = adapter.model.get_input_embeddings()(ids_T).float()
@@ -335,8 +331,10 @@ class DraftHeadTask(Task):
 # -- a run ---------------------------------------------------------------------------------------
 
 
-def tune_run(config: DraftTrainConfig, progress: Progress | None = None) -> DraftModel | None:
-    """Make a draft model in a run folder and return it; None if the run ends before there is one.
+def tune_run(
+    config: DraftTrainConfig, progress: Callable[[int, int | None], None] | None = None
+) -> DraftModel:
+    """Make a draft model in a run folder and return it.
 
     `progress` is called with the new tokens that the model has written and those wanted.
     """
@@ -355,56 +353,37 @@ def tune_run(config: DraftTrainConfig, progress: Progress | None = None) -> Draf
     dump(config, run.config)
     folder, seed = run.checkpoints / "text", config.train.seed
     texts = write_texts(folder, engine, tokenizer, config.data, config.text, seed, progress)
-    if config.until == "text":
-        return None
-    number = config.head.held_out
-    if len(texts) <= number:
+    own, adapter = config.head, engine.adapter
+    if len(texts) <= own.held_out:
         raise UserError(
-            f"The model wrote {len(texts)} texts, and {number} of them are held out: raise "
+            f"The model wrote {len(texts)} texts, and {own.held_out} of them are held out: raise "
             "text.tokens or lower head.held_out."
         )
     # The latest texts, so that going on with more of them would hold out others only.
-    used, held_out = texts[:-number], texts[-number:]
-    draft_model = _train_head(engine.adapter, used, held_out, run, config, accelerator)
+    used, held_out = texts[: -own.held_out], texts[-own.held_out :]
+    log.info("fitting a linear drafter to %d texts", len(used))
+    linear = fit_linear_drafter(adapter, used, own.draft_vocab, asdict(config.text))
+    head = DraftHead(HeadShape.of(adapter), seed, _DROPOUT)
+    if own.start is None:
+        head.start_from(*linear.maps[0], scale_D=_scale(used))
+    else:
+        earlier = DraftModel.from_pretrained(own.start)
+        earlier.linear_drafter.check_model(adapter)
+        head.load_state_dict(earlier.head.state_dict())
+    train = config.train.for_epochs(own.epochs, len(used) // min(own.texts, len(used)))
+    config = replace(config, train=train, resume=True)
+    draft_model = DraftModel(linear, head.to(accelerator.device), {"settings": asdict(config)})
+    task = DraftHeadTask(draft_model, adapter, used, held_out, config, run)
+    with training(config, task, accelerator) as trainer:
+        if trainer.first == 0:
+            trainer.recorder.record(0, "valid", task.evaluate(accelerator, "valid"))
+        trainer.fit()
+    draft_model = DraftModel.from_pretrained(run.path)
     if config.until == "choice":
         log.info("looking for the fastest drafts on this machine")
         draft_model.choice = fastest_drafts(engine, draft_model, held_out[:_TIMED_PROMPTS])
         draft_model.save_pretrained(run.model)
     return draft_model
-
-
-def _train_head(
-    adapter: Adapter,
-    texts: Sequence[SelfGenerated],
-    held_out: Sequence[SelfGenerated],
-    run: RunFolder,
-    config: DraftTrainConfig,
-    accelerator: Accelerator,
-) -> DraftModel:
-    own = config.head
-    log.info("fitting a linear drafter to %d texts", len(texts))
-    linear = fit_linear_drafter(adapter, texts, own.draft_vocab, asdict(config.text))
-    train = config.train.for_epochs(own.epochs, len(texts) // min(own.texts, len(texts)))
-    config = replace(config, train=train, resume=True)
-    head = DraftHead(HeadShape.of(adapter), train.seed, _DROPOUT)
-    if own.start is None:
-        head.start_from(*linear.maps[0], scale_D=_scale(texts))
-    else:
-        earlier = DraftModel.from_pretrained(own.start)
-        earlier.linear_drafter.check_model(adapter)
-        head.load_state_dict(earlier.head.state_dict())
-    meta: dict[str, Any] = {
-        "text": asdict(config.text) | {"data": config.data, "written": count_new(texts)},
-        "head": asdict(own),
-        "train": asdict(train),
-    }
-    draft_model = DraftModel(linear, head.to(accelerator.device), meta)
-    task = DraftHeadTask(draft_model, adapter, texts, held_out, config, run)
-    with training(config, task, accelerator) as trainer:
-        if trainer.first == 0:
-            trainer.recorder.record(0, "valid", task.evaluate(accelerator, "valid"))
-        trainer.fit()
-    return DraftModel.from_pretrained(run.path)
 
 
 def _scale(texts: Sequence[SelfGenerated]) -> Tensor:

@@ -222,9 +222,7 @@ class Verifier:
             if places is not None:
                 tokens = [places[index][place] for index in going]
             else:
-                whole = len(going) == len(rows)
-                logits_BV = logits_BTV[:, place] if whole else logits_BTV[going, place]
-                tokens = self._tokens(active, logits_BV, proposed)
+                tokens = self._tokens(active, logits_BTV[going, place], proposed)
             self._append(active, tokens)
             going = [
                 index
@@ -256,7 +254,7 @@ class Verifier:
         self, rows: list[SequenceState], logits_BV: Tensor, drafts: list[int | None]
     ) -> list[int]:
         request = self.request
-        logits_BV = scores_BV = logits_BV.to(torch.float32, copy=True)
+        logits_BV = scores_BV = logits_BV.float()
         if len(request.processors):
             # Rows differ in length only where no processor reads their tokens.
             tokens = [[] if request.reads_scores_only else row.ids for row in rows]
