@@ -54,10 +54,8 @@ class HeadShape:
     width: int
     num_heads: int
     num_kv_heads: int
-    """Heads of keys and values, fewer where several query heads share one."""
     head_dim: int
     intermediate_size: int
-    """Width between the matrices of the feed-forward layer."""
 
     @classmethod
     def of(cls, adapter: Adapter) -> HeadShape:

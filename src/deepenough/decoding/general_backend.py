@@ -76,10 +76,7 @@ class GeneralEngine(Engine):
         return self._step(tokens_BT, self._mask(offset + tokens_BT.shape[1]), starts, offset)
 
     def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
-        """Make a step of the latest tokens of some sequences; see `Engine.resume`.
-
-        Masks and rotary cos/sin are made anew for these sequences.
-        """
+        """Make a step of the latest tokens of some sequences; see `Engine.resume`."""
         index = torch.tensor(rows, device=hidden_BTD.device)
         mask_BC = self._mask(1)
         mask_BC = None if mask_BC is None else mask_BC[index]

@@ -6,9 +6,7 @@ masks and rotary cos/sin are made once a step, and attention is a single kernel.
 held twice: `join` lays the matrices of one input side by side and makes the model's own parameters
 views of the result.
 
-Layouts: Llama (arXiv 2302.13971: RMS norms, rotary positions, grouped keys, gated SiLU), which
-Mistral and Qwen 2 share, and GPT-2 (layer norms, learned positions, one projection to queries, keys
-and values).
+Layouts: Llama (arXiv 2302.13971), which Mistral and Qwen 2 share, and GPT-2.
 
 Shapes: B sequences, T tokens, D width, H heads, K head width, N = B * T.
 """

@@ -101,7 +101,7 @@ def fit_linear_drafter(
         fitted, facts = _fit_map(adapter, number, used, texts[::_HELD_OUT_EVERY], vocab_S)
         maps.append(fitted)
         found.append(facts)
-    fit = {name: [facts[name] for facts in found] for name in found[0]}
+    fit: dict[str, Any] = {name: [facts[name] for facts in found] for name in found[0]}
     fit |= {**(about or {}), "texts": len(texts)}
     meta = {"model": adapter.identity(), "fit": fit, "made_with": provenance()}
     return LinearDrafter(maps, vocab_S.cpu(), meta)
@@ -420,7 +420,7 @@ def fastest_drafts(
             rows = decode_prompts(engine, [prompt], min(_TIMED_TOKENS, room), drafter)
             seconds[place] += time.perf_counter() - began if turn else 0.0
         tokens += len(rows[0].tokens) if turn else 0  # the same in all ways
-    measured = [
+    measured: list[dict[str, Any]] = [
         {"names": names, "num_draft_tokens": number, "vocab_size": part}
         | {"tokens_per_second": tokens / spent}
         for (names, number, part), spent in zip(ways, seconds, strict=True)
