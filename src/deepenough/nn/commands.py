@@ -13,7 +13,7 @@ from deepenough.config import Command, bounded
 from deepenough.errors import UserError
 
 if TYPE_CHECKING:
-    from deepenough.nn.cutoffs import Numbers, Partition
+    from deepenough.nn.cutoffs import Numbers
 
 
 @dataclass
@@ -45,9 +45,9 @@ def find_cutoffs(config: CutoffsConfig) -> None:
     """Read the counts, solve for the cutoffs and print them."""
     import numpy as np
 
-    from deepenough.nn.cutoffs import count_tokens, optimal_cutoffs, partition_cost, read_counts
+    from deepenough.nn.cutoffs import optimal_cutoffs, partition_cost, read_counts
 
-    given = count_tokens(config.run) if config.run is not None else read_counts(config.counts or "")
+    given = _count_tokens(config.run) if config.run else read_counts(config.counts or "")
     masses = given if config.keep_order else np.sort(given)[::-1]
     start = time.perf_counter()
     found = optimal_cutoffs(masses, config.clusters)
@@ -63,39 +63,30 @@ def find_cutoffs(config: CutoffsConfig) -> None:
     if config.json:
         result = {"cutoffs": found.cutoffs, "cost": found.cost, "seconds": seconds}
         print(json.dumps(result | {"clusters": config.clusters, "vocab_size": len(masses)}))
-    else:
-        _show(masses, found, seconds)
-
-
-def _show(masses: Numbers, found: Partition, seconds: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"Cutoffs {found.cutoffs} for {len(masses):,} tokens"
-    table = Table(title=title, title_justify="left")
-    table.add_column("cluster")
-    for column in ("ids", "size", "share of text", "size x share"):
-        table.add_column(column, justify="right")
+        return
+    print(f"Cutoffs {found.cutoffs} for {len(masses):,} tokens")
+    print(f"{'cluster':<10}{'ids':>24}{'size':>12}{'share of text':>16}{'size x share':>16}")
     bounds = [0, *found.cutoffs, len(masses)]
-    total = float(masses.sum(dtype="float64"))
-    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        share = float(masses[start:stop].sum(dtype="float64")) / total
-        size = stop - start
-        table.add_row(
-            f"tail {number}" if number else "head",
-            f"{start:,} to {stop - 1:,}",
-            f"{size:,}",
-            f"{share:.2%}",
-            f"{size * share:,.1f}",
-        )
-    console = Console()
-    console.print(table)
-    console.print(
+    for number, (first, stop) in enumerate(itertools.pairwise(bounds)):
+        name = f"tail {number}" if number else "head"
+        ids, size = f"{first:,} to {stop - 1:,}", stop - first
+        share = masses[first:stop].sum(dtype="float64") / masses.sum(dtype="float64")
+        print(f"{name:<10}{ids:>24}{size:>12,}{share:>16.2%}{size * share:>16,.1f}")
+    print(
         f"A token costs {found.cost:,.1f} outputs on average instead of {len(masses):,} "
-        f"({len(masses) / found.cost:,.1f} times fewer). Solved in {seconds:.3f} s.",
-        highlight=False,
-        soft_wrap=True,
+        f"({len(masses) / found.cost:,.1f} times fewer). Solved in {seconds:.3f} s."
     )
+
+
+def _count_tokens(run: str) -> Numbers:
+    """Return how often each token id occurs in the text that a language model was trained on."""
+    from deepenough.config import resolve
+    from deepenough.data.config import DatasetConfig
+    from deepenough.data.tokens import prepare
+    from deepenough.runs import read_config, read_section
+
+    dataset = resolve(DatasetConfig, overrides=read_section(run, "dataset"))
+    return prepare(str(read_config(run)["data"]), dataset).tokens["train"].vocab_counts()
 
 
 CUTOFFS = Command(
