@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from deepenough.par.config import (
 )
 from deepenough.par.evaluation import evaluate
 from deepenough.par.modeling import ParConfig, ParForCausalLM
-from deepenough.par.search import forward_function
+from deepenough.par.search import sample_segment
 from deepenough.par.training import derive_run, search, train
 from deepenough.runs import RunFolder
 
@@ -55,7 +56,7 @@ def measure(runs: str = "runs/par-point", rounds: int = 15) -> dict[str, Any]:
     torch.manual_seed(0)
     model = replace(settings.model, mem_len=USED)
     timings = timed_in_turns(
-        {pattern: forward_function(new_model(model, pattern), STREAMS) for pattern in perplexities},
+        {pattern: forward_function(model, pattern) for pattern in perplexities},
         rounds,
         warmup=2,
     )
@@ -82,9 +83,12 @@ def measure(runs: str = "runs/par-point", rounds: int = 15) -> dict[str, Any]:
     }
 
 
-def new_model(model: ParModelConfig, pattern: str) -> ParForCausalLM:
-    """Return a model with these blocks and new weights."""
-    return ParForCausalLM(ParConfig.from_model(model, 12000, USED, pattern))
+def forward_function(model: ParModelConfig, pattern: str) -> Callable[[], Any]:
+    """Return a function that evaluates a segment of every stream, with new weights."""
+    sizes = asdict(model) | {"pattern": pattern, "length": USED}
+    new = ParForCausalLM(ParConfig(12000, **sizes)).eval()
+    ids, memories = sample_segment(new, STREAMS)
+    return torch.inference_mode()(lambda: new(ids, targets=ids, memories=memories))
 
 
 def find_pattern(folder: Path, settings: ParSearchConfig) -> str:

@@ -26,7 +26,7 @@ def search(num: int = 4, derived: bool = True, **config: Any) -> Run:
         for n in range(1, num + 1)
     ]
     if derived:
-        values = {"pattern": "-ad", "pi": PI, "relative_cost": 0.654, "parameters": 4_210_688}
+        values = {"pattern": "-ad", "pi": PI, "relative_cost": 0.654}
         records.append(Record(10 * num, "derive", values, 0.0))
     return Run("first", records, {"search": {}} | config, path="runs/first")
 
@@ -62,7 +62,7 @@ def test_only_distributions_count_as_block_states() -> None:
     records += [Record(60, "derive", {"pi": PI, "pattern": "-ad"}, 0.0)]
     (state,) = block_states(Run("r", records))
     assert state.step == 60
-    assert state.tau == 0.5  # the record of the derivation has none, that of the step has
+    assert state.tau == 0.5
     assert state.pattern == "-ad"
 
 
@@ -71,9 +71,7 @@ def test_the_architecture_says_only_what_is_known() -> None:
     assert figure is not None
     (diagram,) = figure.panels
     assert diagram.blocks == ["identity", "attention", "dense"]
-    assert diagram.facts == (
-        "-ad · 1 attention · 1 dense · 1 identity · 4.211M parameters · relative cost 0.65"
-    )
+    assert diagram.facts == ("-ad · 1 attention · 1 dense · 1 identity · relative cost 0.65")
     assert figure.subject == "first, derived"
     assert pattern_figure("aad").panels[0].facts == "aad · 2 attention · 1 dense"
 
@@ -83,8 +81,8 @@ def test_before_the_derivation_it_shows_what_is_most_probable() -> None:
     assert figure is not None and figure.subject == "first, most probable at step 40"
 
 
-@pytest.mark.parametrize("config", [{"model": {"pattern": "adad"}}, {"pattern": "adad"}])
-def test_a_training_shows_the_pattern_it_was_given(config: dict[str, object]) -> None:
+def test_a_training_shows_the_pattern_it_was_given() -> None:
+    config = {"model": {"pattern": "adad"}}
     run = Run("given", [Record(1, "train", {"loss": 1.0}, 0.0)], config)
     figure = architecture_figure(run)
     assert figure is not None and figure.subject == "given, as given"
@@ -99,7 +97,7 @@ def test_a_run_without_a_pattern_has_no_drawing(pattern: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "message"), [("", "empty"), ("aaxd", "'x'"), ("a d", "' '"), ("AD", "'A'")]
+    ("pattern", "message"), [("", "no block"), ("aaxd", "'x'"), ("a d", "' '"), ("AD", "'A'")]
 )
 def test_bad_patterns_are_one_sentence(pattern: str, message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -11,17 +11,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from deepenough import ParConfig
 from deepenough.par.config import IDENTITY, OPEN
 from deepenough.par.layers import (
     BranchChoice,
     ParBlock,
     RelativeContext,
-    RelativeContextCache,
     branch_flops,
     embedding_flops,
     gumbel_noise,
     head_flops,
+    hide_padding,
+    relative_context,
 )
 
 
@@ -29,7 +29,8 @@ def make_block(config, kind: str) -> tuple[ParBlock, RelativeContext, torch.Tens
     torch.manual_seed(0)
     block = ParBlock(config, kind).eval()
     hidden = torch.randn(3, 5, config.d_model)
-    context = RelativeContextCache(config).get(5, 5, hidden, None)
+    shape = (5, 5, config.sliding_window, config.d_model)
+    context = relative_context(*shape, hidden.dtype, hidden.device)
     return block, context, hidden
 
 
@@ -69,22 +70,19 @@ def test_dropout_falls_on_the_update_alone(make_config):
     torch.testing.assert_close(update[~dropped], 2 * full[~dropped], atol=1e-5, rtol=1e-5)
 
 
-def test_contexts_are_made_once_and_not_kept_for_ever(make_config):
-    config = make_config()
-    contexts = RelativeContextCache(config)
-    like = torch.zeros(())
-    assert contexts.get(3, 5, like, None) is contexts.get(3, 5, like, torch.ones(2, 5))
-    assert contexts.get(3, 5, like.double(), None).mask.dtype == torch.float64
-    for length in range(1, 200):
-        contexts.get(length, length, like, None)
-    assert len(contexts._known) <= 65
+def test_contexts_are_made_once_for_every_shape():
+    shape, device = (3, 5, 9, 16), torch.device("cpu")
+    found = relative_context(*shape, torch.float32, device)
+    assert relative_context(*shape, torch.float32, device) is found
+    assert hide_padding(found, None) is found and hide_padding(found, torch.ones(2, 5)) is found
+    assert relative_context(*shape, torch.float64, device).mask.dtype == torch.float64
 
 
 def test_padding_is_counted_from_the_newest_key():
-    contexts = RelativeContextCache(ParConfig(d_model=16, length=5, mem_len=4))
+    context = relative_context(4, 6, 9, 16, torch.float32, torch.device("cpu"))
     lowest = torch.finfo(torch.float32).min
     # Six keys: two of memory, which the mask of four does not know, then padding, then text.
-    mask = contexts.get(4, 6, torch.zeros(()), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])).mask
+    mask = hide_padding(context, torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])).mask
     assert mask.shape == (2, 1, 4, 6)
     assert mask[0, 0, 3].tolist() == [0, 0, lowest, 0, 0, 0]
     assert mask[1, 0, 0].tolist() == [0, 0, 0, lowest, lowest, lowest]

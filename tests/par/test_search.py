@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,8 @@ from deepenough.par.search import (
     derive,
     derive_ref,
     entropy,
-    forward_function,
     measure_block_costs,
-    measure_blocks,
+    sample_segment,
 )
 from deepenough.runs import RunFolder, read_records
 from deepenough.training.distributed import make_accelerator
@@ -169,20 +169,13 @@ def sized(**changes) -> ParConfig:
     return ParConfig(**(sizes | {"mem_len": 96, "length": 96, "dropout": 0.0} | changes))
 
 
-def test_forward_function_runs_one_segment_with_full_memory():
-    model = ParForCausalLM(sized(pattern="ad"))
-    seen = []
-    model.register_forward_hook(
-        lambda _, args, kwargs, output: seen.append((args[0].shape, kwargs["memories"], output)),
-        with_kwargs=True,
-    )
-    forward_function(model, streams=3)()
-    shape, memories, output = seen[0]
-    assert shape == (3, 96)
+def test_a_sampled_segment_has_full_memory():
+    model = ParForCausalLM(sized(pattern="ad")).eval()
+    ids, memories = sample_segment(model, streams=3)
+    assert ids.shape == (3, 96)
     assert memories[0].shape == (3, 96, 32)
     assert memories[1] is None
-    assert output.loss is not None and output.logits is None
-    assert not model.training
+    assert model(ids, targets=ids, memories=memories).loss.isfinite()
 
 
 def test_costs_are_the_best_rounds_of_every_kind(monkeypatch):
@@ -198,7 +191,10 @@ def test_costs_are_the_best_rounds_of_every_kind(monkeypatch):
 @pytest.mark.parametrize(("whole", "warned"), [(9.0, False), (20.0, True)])
 def test_a_busy_machine_is_noticed(monkeypatch, caplog, whole, warned):
     """Parts of 8 seconds in all: two attention, two dense, one identity block, and the rest."""
-    times = search._Times(blocks=[2.0, 1.0, 3.0, 1.0, 0.0], rest=1.0, whole=whole)
+    slow = whole - 8.0  # once in the rest, once in a block: the best round of neither shows it
+    first = [1.0 + slow, 2.0, 0.0, 1.0, 0.0, 3.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    second = [1.0, 2.0 + slow, 0.0, 1.0, 0.0, 3.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    times = torch.tensor([first, second], dtype=torch.float64)
     monkeypatch.setattr(search, "_time_blocks", lambda *_: times)
     costs = measure_block_costs(sized(num_blocks=4), streams=1)
     assert (costs.attention, costs.dense, costs.identity, costs.rest) == (2.5, 1.0, 0.0, 1.0)
@@ -209,34 +205,23 @@ def test_a_busy_machine_is_noticed(monkeypatch, caplog, whole, warned):
 def test_counted_costs_add_up_to_the_whole_pass(form):
     config = sized(num_blocks=4, **form)
     costs = count_block_costs(config, streams=3)
-    model = ParForCausalLM(config.with_pattern("aad-"))
+    model = ParForCausalLM(config.with_pattern("aad-")).eval()
     counter = FlopCounterMode(display=False)
     backend = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-    run = forward_function(model, streams=3)
-    with backend, counter:
-        run()
+    ids, memories = sample_segment(model, streams=3)
+    with torch.no_grad(), backend, counter:
+        model(ids, targets=ids, memories=memories)
     assert costs.of("aad-") == pytest.approx(counter.get_total_flops())
     assert costs.identity == 0
     assert costs.relative(interleaved(4)) == 1.0
 
 
-def test_measured_blocks_go_into_traces():
-    model = ParForCausalLM(sized(pattern="a-d"))
-    seconds = measure_blocks(model, streams=2, rounds=3)
-    assert seconds.shape == (3,)
-    assert (seconds >= 0).all() and seconds.isfinite().all()
-    ids = torch.zeros(2, 5, dtype=torch.long)
-    trace = model(ids).trace
-    assert torch.equal(trace.block_seconds, seconds)
-    assert trace.seconds == pytest.approx(float(seconds[0] + seconds[2]))
-    assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.blocks)
-
-
-def test_a_measured_model_can_still_be_trained():
-    """Nothing made while measuring, in inference mode, gets in the way of autograd."""
-    model = ParForCausalLM(sized(pattern="ad", length=8, mem_len=8))
-    measure_blocks(model, streams=2, rounds=1)
-    model.train()
+def test_measuring_leaves_nothing_in_the_way_of_training():
+    """Neither what was made in inference mode nor what other models of the shape share."""
+    config = sized(pattern="ad", length=8, mem_len=8)
+    costs = measure_block_costs(config, streams=2, rounds=3)
+    assert min(costs.attention, costs.dense, costs.rest) > 0 and costs.identity >= 0
+    model = ParForCausalLM(config).train()
     ids = torch.zeros(2, 8, dtype=torch.long)
     memories = model(ids, targets=ids).memories
     model(ids, targets=ids, memories=memories).loss.backward()
@@ -258,12 +243,11 @@ def make(tmp_path: Path, tiny: Callable[..., dict[str, Any]]) -> Make:
         accelerator = make_accelerator(config.train)
         torch.manual_seed(config.train.seed)
         model = ParForCausalLM(
-            ParConfig.from_model(
-                config.model,
+            ParConfig(
                 len(prepared.tokenizer),
-                config.dataset.length,
-                config.model.pattern,
+                length=config.dataset.length,
                 learn_tau=config.search.tau == "learned",
+                **asdict(config.model),
             )
         ).train()
         task = SearchTask(model, prepared, config.dataset, config.train, accelerator, config.search)

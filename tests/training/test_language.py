@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ def make(tmp_path: Path, tiny: Callable[..., dict[str, Any]]) -> Make:
         prepared = prepare(config.data, config.dataset)
         accelerator = make_accelerator(config.train)
         torch.manual_seed(config.train.seed)
-        sizes = (len(prepared.tokenizer), config.dataset.length, config.model.pattern)
-        model = ParForCausalLM(ParConfig.from_model(config.model, *sizes)).train()
+        sizes = asdict(config.model) | {"length": config.dataset.length}
+        model = ParForCausalLM(ParConfig(len(prepared.tokenizer), **sizes)).train()
         task = LanguageTask(model, prepared, config.dataset, config.train, accelerator)
         run = RunFolder.create(tmp_path / "run", resume=True)
         return task, Trainer(task, config.train, run, accelerator)

@@ -66,10 +66,6 @@ class Dropout(nn.Module):
             return F.dropout(x, self.probability)
         return x * dropout_mask(x.shape, self.probability, x.dtype)
 
-    def extra_repr(self) -> str:
-        """Return the probability, for `print(model)`."""
-        return f"probability={self.probability}"
-
 
 def dropout_mask(shape: torch.Size, probability: float, dtype: torch.dtype) -> Tensor:
     """Return a CPU tensor of zeros, with the given probability, and `1 / (1 - probability)`."""

@@ -15,7 +15,6 @@ Shapes: B batch, S new tokens, K keys (memory and new tokens, K >= S), H heads, 
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,33 +35,14 @@ def relative_shift(scores: Tensor) -> Tensor:
     `i`, hence in column `S - i + j`, whose offset in the flattened rows is `S + i * K + j`. Keys in
     a query's future receive numbers of the next row; the causal mask covers exactly those.
     """
-    shifted: Tensor = _Shift.apply(scores)
-    return shifted
+    *_, num_queries, columns = scores.shape
+    return scores.flatten(-2)[..., num_queries:].unflatten(-1, (num_queries, columns - 1))
 
 
-class _Shift(torch.autograd.Function):
-    """The shift is a view; its gradient is one copy, where autograd would first fill zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> Tensor:
-        *_, num_queries, columns = scores.shape
-        return scores.flatten(-2)[..., num_queries:].unflatten(-1, (num_queries, columns - 1))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        *batch, num_queries, num_keys = gradient.shape
-        flat = gradient.new_empty(*batch, num_queries * (num_keys + 1))
-        flat[..., :num_queries] = 0.0
-        flat[..., num_queries:] = gradient.flatten(-2)
-        return flat.unflatten(-1, (num_queries, num_keys + 1))
-
-
-def visible_keys(
-    num_queries: int, num_keys: int, window: int, device: torch.device | None = None
-) -> Tensor:
+def visible_keys(num_queries: int, num_keys: int, window: int) -> Tensor:
     """Return True where query `i` may look at key `j`: not ahead of it, nearer than `window`."""
-    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    distance = query - torch.arange(num_keys, device=device)
+    query = torch.arange(num_keys - num_queries, num_keys)[:, None]
+    distance = query - torch.arange(num_keys)
     return (distance >= 0) & (distance < window)
 
 

@@ -6,12 +6,12 @@ over all streams, so that the interval of the perplexity comes from resampling s
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -47,45 +47,29 @@ SEGMENTS = 64
 def load_model(folder: str) -> ParForCausalLM:
     """Return the model of a finished run, or of a folder in Hugging Face form."""
     path = model_folder(folder)
-    kind = _model_type(path)
-    if kind != ParConfig.model_type:
-        raise UserError(
-            f"The model in {folder} is of type {kind}, not one of deepenough par: give another "
-            "folder."
-        )
     try:
-        with without_bars():
-            return ParForCausalLM.from_pretrained(path)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        kind = ParConfig.get_config_dict(path)[0].get("model_type")
+        if kind == ParConfig.model_type:
+            with without_bars():
+                return ParForCausalLM.from_pretrained(path)
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(f"The model in {folder} cannot be loaded: {reason}.") from error
-
-
-def _model_type(folder: Path) -> str | None:
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / 'config.json'} cannot be read: {error}.") from error
-    return content.get("model_type") if isinstance(content, dict) else None
+    raise UserError(
+        f"The model in {folder} is of type {kind}, not one of deepenough par: give another folder."
+    )
 
 
 def evaluate(config: ParEvalConfig) -> dict[str, float]:
     """Return quality, compute and rate of a model on one split of a text, with its tokenizer."""
     validate(config)
     model, given = load_model(config.run), config.dataset
-    dataset = DatasetConfig(
-        valid_fraction=given.valid_fraction,
-        test_fraction=given.test_fraction,
-        cache=given.cache,
-        batch_size=given.batch_size,
-        length=given.length or model.config.length,
-    )
+    length = given.length or model.config.length
+    dataset = DatasetConfig(**asdict(given) | {"length": length})
     if config.mem_len is not None:
         # With a memory of another length a token sees all of it and of its segment.
-        model.config.mem_len, model.config.length = config.mem_len, dataset.length
-    ends_lines = given.end_of_line
-    if ends_lines is None:
-        ends_lines = _ends_lines(config.run)
+        model.config.mem_len, model.config.length = config.mem_len, length
+    ends_lines = _ends_lines(config.run) if given.end_of_line is None else given.end_of_line
     tokenizer = load_tokenizer(str(model_folder(config.run)))
     tokens, _ = split_tokens(config.data, dataset, config.split, tokenizer, ends_lines)
     started = time.perf_counter()
@@ -148,14 +132,6 @@ def _decode(tokenizer: Any, ids: list[int], end: int | None) -> str:
 # -- comparison ------------------------------------------------------------------------------------
 
 
-class SegmentLosses(NamedTuple):
-    """One pass over the text."""
-
-    losses: list[Tensor]
-    """Mean loss of each segment."""
-    traces: list[DepthTrace]
-
-
 class ParCandidate:
     """A language model with memory, as `deepenough compare` measures it."""
 
@@ -170,10 +146,9 @@ class ParCandidate:
 
     def points(self) -> Sequence[OperatingPoint]:
         """Return one operating point for each length of memory, the longest first."""
+        validate(self.entry.grid)
         own = self.own_mem_len
         lengths = self.entry.grid.mem_len or sorted({own, own // 2, own // 4}, reverse=True)
-        if any(length < 0 for length in lengths):
-            raise UserError(f"grid.mem_len must not be negative: got {lengths}.")
         pattern = self.model.config.pattern
         command = f"deepenough par eval {shlex.quote(self.folder)} --mem_len"
         return [
@@ -186,27 +161,28 @@ class ParCandidate:
         ]
 
     @torch.inference_mode()
-    def run(self, point: OperatingPoint) -> SegmentLosses:
-        """Read the text once with this length of memory."""
+    def run(self, point: OperatingPoint) -> list[tuple[Tensor, DepthTrace]]:
+        """Read the text once with this length of memory; return loss and trace by segment."""
         self.model.config.mem_len = int(point.settings["mem_len"])
         memories: Memories | None = None
-        read = SegmentLosses([], [])
+        answers = []
         for batch in self.batches:
             output = self.model(batch["input_ids"], targets=batch["labels"], memories=memories)
             memories = output.memories
-            read.losses.append(output.loss)
-            read.traces.append(output.trace)
-        return read
+            answers.append((output.loss, output.trace))
+        return answers
 
-    def judge(self, point: OperatingPoint, answers: SegmentLosses) -> Scores:
+    def judge(self, point: OperatingPoint, answers: list[tuple[Tensor, DepthTrace]]) -> Scores:
         """Return perplexity with its interval, blocks and FLOPs of one pass."""
-        tokens = [trace.num_units for trace in answers.traces]
-        losses = [float(loss) * num for loss, num in zip(answers.losses, tokens, strict=True)]
+        traces = [trace for _, trace in answers]
         return Scores(
-            quality=perplexity_interval(losses, tokens),
-            units=sum(tokens),
-            layers=DepthTrace.join(answers.traces).mean_blocks,
-            flops=sum(trace.total_flops for trace in answers.traces),
+            quality=perplexity_interval(
+                [float(loss) * trace.num_units for loss, trace in answers],
+                [trace.num_units for trace in traces],
+            ),
+            units=sum(trace.num_units for trace in traces),
+            layers=DepthTrace.join(traces).mean_blocks,
+            flops=sum(trace.total_flops for trace in traces),
         )
 
 

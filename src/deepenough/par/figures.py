@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from deepenough.errors import UserError
 from deepenough.figure import (
     Axis,
     Diagram,
@@ -25,9 +24,10 @@ from deepenough.figure import (
     build_figures,
     last_value,
     number,
+    series,
     shortened,
 )
-from deepenough.par.config import BRANCH_NAMES, BRANCHES
+from deepenough.par.config import BRANCH_NAMES, BRANCHES, IDENTITY, check_pattern
 
 HEADING = "PAR"
 
@@ -39,34 +39,31 @@ class BlockState:
     step: int
     pi: np.ndarray
     """[num_blocks, 3], columns in the order of `BRANCHES`."""
-    tau: float | None = None
+    tau: float | None
 
     @property
     def pattern(self) -> str:
         """The most probable type of every block, as letters."""
         return "".join(BRANCHES[i] for i in self.pi.argmax(axis=1))
 
-    @property
-    def name(self) -> str:
-        """Step, temperature where it is known, and pattern."""
+    def frame(self) -> Frame:
+        """Return the heat map of this step, the greatest value of each block written in."""
         tau = "" if self.tau is None else f", temperature {self.tau:.2f}"
-        return f"step {self.step:,}{tau}: {shortened(self.pattern, 48)}"
+        name = f"step {self.step:,}{tau}: {shortened(self.pattern, 48)}"
+        texts = [["" for _ in self.pi] for _ in BRANCHES]
+        for block, row in enumerate(self.pi):
+            texts[int(row.argmax())][block] = f"{row.max():.2f}"
+        return Frame(name, self.pi.T.tolist(), texts)
 
 
 def block_states(run: Run) -> list[BlockState]:
-    """Return every recorded state with as many blocks as the last one, a step once."""
-    states: dict[int, BlockState] = {}
-    for record in run.records:
-        pi = _probabilities(record.values.get("pi"))
-        if pi is None:
-            continue
-        tau = number(record.values.get("tau"))
-        earlier = states.get(record.step)
-        if tau is None and earlier is not None:
-            tau = earlier.tau
-        states[record.step] = BlockState(record.step, pi, tau)
-    ordered = [states[step] for step in sorted(states)]
-    return [s for s in ordered if s.pi.shape == ordered[-1].pi.shape]
+    """Return every state recorded in training with as many blocks as the last one."""
+    states = [
+        BlockState(record.step, pi, number(record.values.get("tau")))
+        for record in run.of_kind("train")
+        if (pi := _probabilities(record.values.get("pi"))) is not None
+    ]
+    return [state for state in states if state.pi.shape == states[-1].pi.shape]
 
 
 def _probabilities(value: Any) -> np.ndarray | None:
@@ -84,26 +81,25 @@ def _probabilities(value: Any) -> np.ndarray | None:
 
 def blocks_figure(run: Run) -> FigureSpec | None:
     """Return the probabilities of the block types at every recorded step."""
-    states = block_states(run)
-    if not states:
+    frames = [state.frame() for state in block_states(run)]
+    if not frames:
         return None
-    frames = [Frame(state.name, state.pi.T.tolist(), _leading_texts(state)) for state in states]
+    last = frames[-1]
     panel = HeatMap(
         [BRANCH_NAMES[letter] for letter in BRANCHES],
-        [str(block + 1) for block in range(len(states[-1].pi))],
-        frames[-1].values,
+        [str(block + 1) for block in range(len(last.values[0]))],
+        last.values,
         Axis("block"),
         Axis(),
         Axis("probability", low=0.0, high=1.0),
-        texts=frames[-1].texts,
+        texts=last.texts,
         frames=frames,
-        title=frames[-1].name,
+        title=last.name,
     )
-    caption = "The probability of each type of block; the letters are the most probable types."
     return FigureSpec(
         "blocks",
         "Block probabilities",
-        caption,
+        "The probability of each type of block; the letters are the most probable types.",
         [panel],
         run.name,
         training_command(run),
@@ -111,48 +107,20 @@ def blocks_figure(run: Run) -> FigureSpec | None:
     )
 
 
-def _leading_texts(state: BlockState) -> list[list[str]]:
-    """Return the greatest value of each block as text: it is what the pattern is read from."""
-    texts = [["" for _ in state.pi] for _ in BRANCHES]
-    for block, row in enumerate(state.pi):
-        texts[int(row.argmax())][block] = f"{row.max():.2f}"
-    return texts
-
-
 def architecture_figure(run: Run) -> FigureSpec | None:
     """Return the pattern that was derived or given, or the one that is most probable so far."""
     pattern, what = _pattern(run)
     if not pattern:
         return None
-    return pattern_figure(
-        pattern,
-        f"{run.name}, {what}",
-        parameters=number(last_value(run, "parameters")),
-        relative_cost=number(last_value(run, "relative_cost")),
-        command=training_command(run),
-    )
+    cost = number(last_value(run, "relative_cost"))
+    return pattern_figure(pattern, f"{run.name}, {what}", cost, training_command(run))
 
 
 def pattern_figure(
-    pattern: str,
-    subject: str = "",
-    *,
-    parameters: float | None = None,
-    relative_cost: float | None = None,
-    command: str = "",
+    pattern: str, subject: str = "", relative_cost: float | None = None, command: str = ""
 ) -> FigureSpec:
     """Return the drawing of any pattern, such as `aadad-`; what is not known is not written."""
-    if not pattern:
-        raise UserError("The pattern is empty; give one letter a block, such as aadad-.")
-    unknown = sorted(set(pattern) - set(BRANCHES))
-    if unknown:
-        raise UserError(
-            f"The pattern {shortened(pattern)!r} has the unknown letter {unknown[0]!r}; "
-            "use a for attention, d for dense and - for identity."
-        )
-    facts = [shortened(pattern, 64), *_counts(pattern)]
-    if parameters is not None:
-        facts.append(f"{parameters / 1e6:.4g}M parameters")
+    facts = [shortened(check_pattern(pattern), 64), *_counts(pattern)]
     if relative_cost is not None:
         facts.append(f"relative cost {relative_cost:.2f}")
     diagram = Diagram([BRANCH_NAMES[letter] for letter in pattern], " · ".join(facts))
@@ -164,22 +132,15 @@ def pattern_figure(
 
 def _pattern(run: Run) -> tuple[str, str]:
     """Return the pattern of a run, or nothing, and where it comes from."""
-    derived = _known(last_value(run, "pattern"))
-    if derived:
-        return derived, "derived"
-    for place in (run.config.get("model"), run.config):
-        given = _known(place.get("pattern")) if isinstance(place, Mapping) else ""
-        if given:
-            return given, "as given"
+    model = run.config.get("model")
+    given = model.get("pattern") if isinstance(model, Mapping) else None
+    for pattern, what in ((last_value(run, "pattern"), "derived"), (given, "as given")):
+        if isinstance(pattern, str) and set(pattern) <= set(BRANCHES) and set(pattern) - {IDENTITY}:
+            return pattern, what
     states = block_states(run)
-    return (
-        (states[-1].pattern, f"most probable at step {states[-1].step:,}") if states else ("", "")
-    )
-
-
-def _known(value: object) -> str:
-    """Return `value` if it is a pattern that can be drawn, else nothing."""
-    return value if isinstance(value, str) and value and set(value) <= set(BRANCHES) else ""
+    if not states:
+        return "", ""
+    return states[-1].pattern, f"most probable at step {states[-1].step:,}"
 
 
 def _counts(pattern: str) -> list[str]:
@@ -200,17 +161,16 @@ def section(run: Run) -> Section | None:
     figures = build_figures(run, FIGURES)
     states = block_states(run)
     findings = []
-    pattern, _ = _pattern(run)
     if states:
-        derived = bool(_known(last_value(run, "pattern")))
-        start = "The search chose" if derived else "So far the most probable pattern is"
+        pattern, what = _pattern(run)
+        start = "The search chose" if what == "derived" else "So far the most probable pattern is"
         least = float(states[-1].pi.max(axis=1).min())
         findings.append(
             f"{start} {pattern} ({', '.join(_counts(pattern))}); its least certain block has "
             f"probability {least:.2f}."
         )
-    perplexities = [number(record.values.get("perplexity")) for record in run.of_kind("test")]
-    if perplexities and perplexities[-1] is not None and (figures or run.method == "par"):
+    _, perplexities = series(run, "test", "perplexity")
+    if perplexities and (figures or run.method == "par"):
         whose = " of the mixture of all blocks" if "search" in run.config else ""
         findings.append(f"Perplexity{whose} on the test text: {perplexities[-1]:.4g}.")
     if not figures and not findings:

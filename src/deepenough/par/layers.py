@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -59,42 +60,28 @@ class RelativeContext:
     """Added to the logits: -inf where a key must not be seen. `[S, K]`, or `[B, 1, S, K]`."""
 
 
-class RelativeContextCache:
-    """One context for every shape met, made once: a stream of text meets two or three."""
+@lru_cache(maxsize=64)  # a stream of text meets two or three shapes, generation uncached many
+def relative_context(
+    num_new: int, num_keys: int, window: int, width: int, dtype: torch.dtype, device: torch.device
+) -> RelativeContext:
+    """Return the context of `num_new` tokens that see at most `window` of `num_keys` keys."""
+    codes = distance_codes(num_keys + 1, width).flip(0)
+    visible = visible_keys(num_new, num_keys, window)
+    mask = torch.zeros(num_new, num_keys).masked_fill(~visible, -torch.inf)
+    return RelativeContext(codes.to(device, dtype), mask.to(device, dtype))
 
-    def __init__(self, config: ParConfig) -> None:
-        self.config = config
-        self._known: dict[tuple[object, ...], RelativeContext] = {}
 
-    def get(
-        self, num_new: int, num_keys: int, like: Tensor, attention_mask: Tensor | None
-    ) -> RelativeContext:
-        """Return the context of `num_new` tokens that see `num_keys` keys.
-
-        Args:
-            num_new: Number of new tokens.
-            num_keys: Number of keys, memory and new tokens.
-            like: A tensor whose dtype and device the context takes.
-            attention_mask: 0 at padding, `[B, *]`, or None where there is none.
-        """
-        window = self.config.sliding_window  # anew: a model can be given another memory
-        key = (num_new, num_keys, window, like.dtype, like.device)
-        if key not in self._known:
-            if len(self._known) > 64:  # generation without a cache meets every length once
-                self._known.clear()
-            codes = distance_codes(num_keys + 1, self.config.d_model).flip(0)
-            visible = visible_keys(num_new, num_keys, window)
-            mask = torch.zeros(num_new, num_keys).masked_fill(~visible, -torch.inf)
-            self._known[key] = RelativeContext(codes.to(like), mask.to(like))
-        context = self._known[key]
-        if attention_mask is None or bool(attention_mask.all()):
-            return context
-        # The newest keys are the last ones. Memory, which the mask does not know of, is all seen.
-        seen = F.pad(attention_mask, (num_keys - attention_mask.shape[1], 0), value=1)
-        # The most negative number, not -inf: a row of padding alone must not become NaN.
-        lowest = torch.finfo(like.dtype).min
-        mask = context.mask.masked_fill(seen[:, None, None] == 0, lowest).clamp(min=lowest)
-        return RelativeContext(context.codes, mask)
+def hide_padding(context: RelativeContext, attention_mask: Tensor | None) -> RelativeContext:
+    """Return the context with padding hidden; `attention_mask`, `[B, *]`, is 0 there."""
+    if attention_mask is None or bool(attention_mask.all()):
+        return context
+    # The newest keys are the last ones. Memory, which the mask does not know of, is all seen.
+    num_unknown = context.mask.shape[-1] - attention_mask.shape[1]
+    seen = F.pad(attention_mask, (num_unknown, 0), value=1)
+    # The most negative number, not -inf: a row of padding alone must not become NaN.
+    lowest = torch.finfo(context.mask.dtype).min
+    mask = context.mask.masked_fill(seen[:, None, None] == 0, lowest).clamp(min=lowest)
+    return RelativeContext(context.codes, mask)
 
 
 class Dense(nn.Module):

@@ -11,6 +11,7 @@ Shapes: B streams, S new tokens, K keys, D width, N blocks.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -37,10 +38,11 @@ from deepenough.par.config import BRANCHES, IDENTITY, OPEN, ParModelConfig, chec
 from deepenough.par.layers import (
     BranchChoice,
     ParBlock,
-    RelativeContextCache,
     branch_flops,
     embedding_flops,
     head_flops,
+    hide_padding,
+    relative_context,
 )
 from deepenough.trace import DepthTrace
 
@@ -105,29 +107,12 @@ class ParConfig(PreTrainedConfig):
         kwargs.setdefault("tie_word_embeddings", not self.cutoffs)
         super().__init__(**kwargs)
 
-    @classmethod
-    def from_model(
-        cls, model: ParModelConfig, vocab_size: int, length: int, pattern: str | None, **more: Any
-    ) -> ParConfig:
-        """Return the config of a model by its settings.
-
-        Args:
-            model: The settings; their own pattern is not read.
-            vocab_size: Size of the tokenizer's vocabulary.
-            length: Tokens of a segment in training.
-            pattern: The blocks, or None to search all of them.
-            **more: Other arguments of `ParConfig`.
-        """
-        values = {field.name: getattr(model, field.name) for field in fields(model)}
-        values |= {"vocab_size": vocab_size, "length": length, "pattern": pattern}
-        return cls(**values | more)
-
     def with_pattern(self, pattern: str) -> ParConfig:
         """Return the same config with other blocks."""
-        values = self.to_dict()
-        for name in ("pattern", "num_blocks", "model_type"):
-            values.pop(name, None)
-        return ParConfig(**values, pattern=pattern)
+        other = copy.deepcopy(self)
+        other.pattern = check_pattern(pattern, allow_open=True)
+        other.num_blocks = len(pattern)
+        return other
 
     @property
     def sliding_window(self) -> int:
@@ -197,9 +182,6 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
         self.choice = None
         if OPEN in config.pattern:
             self.choice = BranchChoice(config.num_blocks, config.straight_through, config.learn_tau)
-        self.block_seconds: Tensor | None = None
-        """Latency of each block, where it has been measured on this machine; goes into traces."""
-        self._contexts = RelativeContextCache(config)
         self.post_init()
 
     # -- what transformers asks of a model ---------------------------------------------------
@@ -272,12 +254,13 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
         num_cached = cache.get_seq_length() if cache is not None else 0
         if num_cached:
             memories = None
-        num_projected = _memory_length(memories) + input_ids.shape[1]
+        num_remembered = next((m.shape[1] for m in memories or () if m is not None), 0)
+        num_projected = num_remembered + input_ids.shape[1]
         num_keys = min(num_cached, self.config.sliding_window - 1) + num_projected
-        states: list[Tensor] | None = [] if output_hidden_states else None
-        hidden, new_memories = self._run_blocks(
-            input_ids, num_keys, attention_mask, memories, cache, noise, states
+        states, new_memories = self._run_blocks(
+            input_ids, num_keys, attention_mask, memories, cache, noise
         )
+        hidden = states[-1]
         loss = logits = None
         if targets is not None:
             loss = self._loss(hidden, targets)
@@ -290,7 +273,7 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
             following = F.pad(labels[:, 1:], (0, 1), value=-100)[:, -logits_to_keep:]
             # Also where the logits are log-probabilities: they are their own log-softmax.
             loss = F.cross_entropy(logits.flatten(0, 1), following.flatten())
-        kept = None if states is None else tuple(states)
+        kept = tuple(states) if output_hidden_states else None
         output = ParOutput(loss, logits, new_memories, cache, kept, trace)
         return output if return_dict is not False else output.to_tuple()
 
@@ -302,33 +285,26 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
         memories: Memories | None,
         cache: Cache | None,
         noise: Tensor | None,
-        states: list[Tensor] | None,
-    ) -> tuple[Tensor, Memories | None]:
+    ) -> tuple[list[Tensor], Memories | None]:
+        """Return the states before and after every block, the last one normed, and memories."""
         num_streams, num_new = input_ids.shape
-        hidden = self.dropout(self.embedding(input_ids) * self.config.d_model**0.5)
-        context = self._contexts.get(num_new, num_keys, hidden, attention_mask)
+        states = [self.dropout(self.embedding(input_ids) * self.config.d_model**0.5)]
+        shape = (num_new, num_keys, self.config.sliding_window, self.config.d_model)
+        context = relative_context(*shape, states[0].dtype, states[0].device)
+        context = hide_padding(context, attention_mask)
         weights = self.choice(num_streams, noise) if self.choice is not None else None
         kept: list[Tensor | None] = []
         cache_index = 0
         for index, block in enumerate(self.blocks):
             assert isinstance(block, ParBlock)
-            if states is not None:
-                states.append(hidden)
             memory = memories[index] if memories is not None else None
-            hidden, normed = block(
-                hidden,
-                context,
-                memory,
-                cache,
-                cache_index,
-                weights[index] if weights is not None and block.kind == OPEN else None,
-            )
+            own_weights = weights[index] if weights is not None and block.kind == OPEN else None
+            hidden, normed = block(states[-1], context, memory, cache, cache_index, own_weights)
             cache_index += block.attends
             kept.append(self._remember(memory, normed) if block.attends else None)
-        hidden = self.norm(hidden)
-        if states is not None:
             states.append(hidden)
-        return hidden, tuple(kept) if cache is None else None
+        states[-1] = self.norm(states[-1])
+        return states, tuple(kept) if cache is None else None
 
     def _remember(self, memory: Tensor | None, normed: Tensor) -> Tensor:
         """Return the last `mem_len` states, cut off from the graph."""
@@ -374,7 +350,6 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
             depth=torch.full(units, len(kinds)),
             ran=torch.tensor([kind != IDENTITY for kind in kinds]).expand(*units, -1),
             flops=flops,
-            block_seconds=self.block_seconds,
         )
 
     # -- the search --------------------------------------------------------------------------
@@ -423,6 +398,7 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save the model without the branches of closed blocks, which are computed no more."""
         model = self if self.pattern == self.config.pattern else self.with_pattern(self.pattern)
+        model.generation_config = self.generation_config
         super(ParForCausalLM, model).save_pretrained(*args, **kwargs)
 
     def probabilities(self) -> Tensor:
@@ -430,10 +406,6 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
         if self.choice is None:
             raise ValueError(f"the pattern {self.pattern} has no open block")
         return self.choice.probabilities().detach()
-
-
-def _memory_length(memories: Memories | None) -> int:
-    return next((m.shape[1] for m in memories or () if m is not None), 0)
 
 
 AutoConfig.register("par", ParConfig)

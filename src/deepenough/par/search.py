@@ -23,12 +23,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -39,6 +37,7 @@ from deepenough.data.tokens import Prepared
 from deepenough.errors import UserError
 from deepenough.par.config import (
     ATTENTION,
+    BRANCH_NAMES,
     BRANCHES,
     DENSE,
     IDENTITY,
@@ -55,7 +54,7 @@ from deepenough.par.layers import (
 )
 from deepenough.par.modeling import Memories, ParConfig, ParForCausalLM
 from deepenough.training.config import TrainingConfig, seed_at, tau_at
-from deepenough.training.language import LanguageTask, save_model
+from deepenough.training.language import LanguageTask
 from deepenough.training.task import WEIGHTS, BatchLoss
 
 log = logging.getLogger("deepenough")
@@ -69,7 +68,7 @@ _BUSY = 1.3
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Cost of one block of each kind and of everything around the blocks, in one unit."""
+    """Cost of one block of each kind, in the order of `BRANCHES`, and of all around the blocks."""
 
     attention: float
     dense: float
@@ -83,7 +82,8 @@ class BlockCosts:
 
     def of_block(self, kind: str) -> float:
         """Return the cost of one block."""
-        return {ATTENTION: self.attention, DENSE: self.dense, IDENTITY: self.identity}[kind]
+        cost: float = getattr(self, BRANCH_NAMES[kind])
+        return cost
 
     def relative(self, pattern: str) -> float:
         """Return the cost as a share of the interleaved baseline's with as many blocks."""
@@ -112,21 +112,17 @@ def derive(
     if budget is not None and costs is None:
         raise ValueError("a budget needs the costs of the blocks")
     num_blocks = len(probabilities)
-    best: dict[tuple[int, int], tuple[float, str]] = {(0, 0): (0.0, "")}
+    best = {(0, 0): (0.0, "")}
     for row, given in zip(probabilities, fixed or OPEN * num_blocks, strict=True):
-        score_a, score_d, score_i = (_log(p) for p in row)
         longer: dict[tuple[int, int], tuple[float, str]] = {}
-        for (num_a, num_d), (score, pattern) in best.items():
-            for counts, gain, kind in (
-                ((num_a + 1, num_d), score_a, ATTENTION),
-                ((num_a, num_d + 1), score_d, DENSE),
-                ((num_a, num_d), score_i, IDENTITY),
-            ):
+        for score, begun in best.values():
+            for kind, probability in zip(BRANCHES, row, strict=True):
                 if given not in (OPEN, kind):
                     continue
-                candidate = (score + gain, pattern + kind)
-                if counts not in longer or candidate[0] > longer[counts][0]:
-                    longer[counts] = candidate
+                found = (score + _log(probability), begun + kind)
+                counts = (found[1].count(ATTENTION), found[1].count(DENSE))
+                if counts not in longer or found[0] > longer[counts][0]:
+                    longer[counts] = found
         best = longer
     patterns = [found for counts, found in best.items() if counts != (0, 0)]
     if budget is not None:
@@ -181,8 +177,8 @@ def _tokens(config: ParConfig, streams: int) -> Tensor:
     return draws.view(streams, config.length)
 
 
-def _stream(model: ParForCausalLM, streams: int) -> tuple[Tensor, Memories]:
-    """Return one batch and the memory it would meet in the middle of a text."""
+def sample_segment(model: ParForCausalLM, streams: int) -> tuple[Tensor, Memories]:
+    """Return a segment of every stream and the memory it would meet in the middle of a text."""
     shape = (streams, model.config.mem_len, model.config.d_model)
     memory = torch.zeros(shape, device=model.device, dtype=model.dtype)
     memories = tuple(memory if block.attends else None for block in model.blocks)  # type: ignore[union-attr]
@@ -196,19 +192,6 @@ def _seconds_now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def forward_function(model: ParForCausalLM, streams: int) -> Callable[[], object]:
-    """Return a function that evaluates a segment of every stream, with full memory."""
-    ids, memories = _stream(model, streams)
-
-    def run() -> None:
-        with torch.inference_mode():
-            model(ids, targets=ids, memories=memories)
-        _seconds_now(model.device)
-
-    model.eval()
-    return run
-
-
 def measure_block_costs(config: ParConfig, streams: int, rounds: int = 15) -> BlockCosts:
     """Return the seconds of each kind of block and of the rest, at the real shape.
 
@@ -216,85 +199,49 @@ def measure_block_costs(config: ParConfig, streams: int, rounds: int = 15) -> Bl
     will find them in use, and the best round of each counts. Were the parts slowed by something
     else in every round, their sum would stay below the best whole pass: then it is said.
     """
-    model = ParForCausalLM(config.with_pattern(interleaved(max(2, config.num_blocks)) + IDENTITY))
+    pattern = interleaved(max(2, config.num_blocks)) + IDENTITY
+    model = ParForCausalLM(config.with_pattern(pattern)).eval()
     times = _time_blocks(model, streams, rounds)
-    each = {
-        kind: statistics.mean(
-            seconds
-            for block, seconds in zip(model.blocks, times.blocks, strict=True)
-            if block.kind == kind
-        )
-        for kind in (ATTENTION, DENSE, IDENTITY)
-    }
-    if times.whole > _BUSY * (sum(times.blocks) + times.rest):
+    in_blocks = times[:, 1::2].min(0).values
+    rest = float(times[:, ::2].sum(1).min())
+    busy = float(times.sum(1).min()) / (float(in_blocks.sum()) + rest)
+    if busy > _BUSY:
         log.warning(
             "The costs of blocks were measured while the machine was busy (whole passes took %.2f "
             "times the sum of their parts): a budget rests on them, so measure when it is quiet.",
-            times.whole / (sum(times.blocks) + times.rest),
+            busy,
         )
-    return BlockCosts(each[ATTENTION], each[DENSE], each[IDENTITY], times.rest)
+    kinds = torch.tensor([BRANCHES.index(kind) for kind in pattern])
+    each = [float(in_blocks[kinds == branch].mean()) for branch in range(len(BRANCHES))]
+    return BlockCosts(*each, rest)
+
+
+@torch.inference_mode()
+def _time_blocks(model: ParForCausalLM, streams: int, rounds: int) -> Tensor:
+    """Return seconds before, in and between the blocks of every pass, `[rounds, 2 N + 1]`."""
+    ids, memories = sample_segment(model, streams)
+    readings: list[float] = []
+
+    def read_clock(*_: object) -> None:
+        readings.append(_seconds_now(model.device))
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(read_clock)
+        block.register_forward_hook(read_clock)
+    for _ in range(1 + rounds):  # the first one warms up
+        read_clock()
+        model(ids, targets=ids, memories=memories)
+        read_clock()
+    return torch.tensor(readings, dtype=torch.float64).view(1 + rounds, -1).diff()[1:]
 
 
 def count_block_costs(config: ParConfig, streams: int) -> BlockCosts:
     """Return the FLOPs of each kind of block and of the rest; tokens follow Zipf's law."""
     ids = _tokens(config, streams)
     keys = config.mem_len + config.length
-    costs = {
-        kind: float(branch_flops(config, kind, streams, config.length, keys))
-        for kind in (ATTENTION, DENSE, IDENTITY)
-    }
+    each = [float(branch_flops(config, kind, streams, config.length, keys)) for kind in BRANCHES]
     rest = float((embedding_flops(config, ids) + head_flops(config, ids.numel(), ids)).sum())
-    return BlockCosts(costs[ATTENTION], costs[DENSE], costs[IDENTITY], rest)
-
-
-def measure_blocks(model: ParForCausalLM, streams: int, rounds: int = 5) -> Tensor:
-    """Return the seconds of each block, and keep them in the model for its traces."""
-    times = _time_blocks(model, streams, rounds)
-    model.block_seconds = torch.tensor(times.blocks, dtype=torch.float64)
-    return model.block_seconds
-
-
-class _Times(NamedTuple):
-    """Best of several passes, in seconds."""
-
-    blocks: list[float]
-    rest: float
-    """What a pass spent outside of its blocks."""
-    whole: float
-
-
-def _time_blocks(model: ParForCausalLM, streams: int, rounds: int) -> _Times:
-    model.eval()
-    ids, memories = _stream(model, streams)
-    started: dict[nn.Module, float] = {}
-    taken: dict[nn.Module, float] = {}
-
-    def before(block: nn.Module, _: object) -> None:
-        started[block] = _seconds_now(model.device)
-
-    def after(block: nn.Module, *_: object) -> None:
-        taken[block] = _seconds_now(model.device) - started[block]
-
-    hooks = [block.register_forward_pre_hook(before) for block in model.blocks]
-    hooks += [block.register_forward_hook(after) for block in model.blocks]
-    passes = []
-    try:
-        with torch.inference_mode():
-            for turn in range(1 + rounds):
-                begun = _seconds_now(model.device)
-                model(ids, targets=ids, memories=memories)
-                whole = _seconds_now(model.device) - begun
-                blocks = [taken[block] for block in model.blocks]
-                if turn > 0:  # the first one warms up
-                    passes.append(_Times(blocks, whole - sum(blocks), whole))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return _Times(
-        blocks=[min(times) for times in zip(*(each.blocks for each in passes), strict=True)],
-        rest=min(each.rest for each in passes),
-        whole=min(each.whole for each in passes),
-    )
+    return BlockCosts(*each, rest)
 
 
 # -- the task --------------------------------------------------------------------------------------
@@ -325,8 +272,11 @@ class SearchTask(LanguageTask):
         self._closed: dict[int, Tensor] = {}
         """Scores of the closed blocks, as they were when each one was closed."""
         for block, kind in enumerate(model.config.pattern):
-            if kind != OPEN:
-                self._fix(block, kind)
+            if kind != OPEN:  # the given pattern leaves no choice
+                scores = torch.full((len(BRANCHES),), -30.0)
+                scores[BRANCHES.index(kind)] = 0.0
+                self.choice.alpha.data[block] = scores
+                self._close(block, kind)
         for parameter in self.choice.parameters():
             parameter.register_hook(self._hold)
         if search.optimise == "alternating":
@@ -427,23 +377,13 @@ class SearchTask(LanguageTask):
         """Close the blocks that have made up their mind."""
         rows = self.model.probabilities()
         for block, kind in enumerate(self.model.pattern):
-            if kind != OPEN or float(rows[block].max()) < self.search.decide_at:
-                continue
-            chosen = BRANCHES[int(rows[block].argmax())]
-            others = self.model.pattern[:block] + self.model.pattern[block + 1 :]
-            if chosen == IDENTITY and not set(others) - {IDENTITY}:
-                continue  # a model needs one block at least
-            self.model.decide(block, chosen)
-            self._closed[block] = self.choice.alpha[block].detach().clone()
+            if kind == OPEN and float(rows[block].max()) >= self.search.decide_at:
+                self._close(block, BRANCHES[int(rows[block].argmax())])
 
-    @torch.no_grad()
-    def _fix(self, block: int, kind: str) -> None:
-        """Close a block that the given pattern leaves no choice."""
+    def _close(self, block: int, kind: str) -> None:
         self.model.decide(block, kind)
-        scores = torch.full((len(BRANCHES),), -30.0)
-        scores[BRANCHES.index(kind)] = 0.0
-        self.choice.alpha[block] = scores
-        self._closed[block] = self.choice.alpha[block].clone()
+        if self.model.pattern[block] != OPEN:
+            self._closed[block] = self.choice.alpha[block].detach().clone()
 
     # -- records and state -------------------------------------------------------------------
 
@@ -476,10 +416,6 @@ class SearchTask(LanguageTask):
         later = ("spend", "retrain", *(() if self.search.budget_weight else ("budget",)))
         search = {k: v for k, v in asdict(self.search).items() if k not in later}
         return super().identity() | {"search": search}
-
-    def save(self, folder: Path) -> None:
-        """Write the model without the branches of closed blocks, which are computed no more."""
-        save_model(self.model.with_pattern(self.model.pattern), self.prepared, folder)
 
 
 def entropy(probabilities: Tensor) -> float:

@@ -69,13 +69,12 @@ def search(config: ParSearchConfig) -> DerivedPattern:
     accelerator = make_accelerator(config.train, closes_blocks or bool(config.model.cutoffs))
     check_folder(config, accelerator)
     prepared = _prepare(config.data, config.dataset, accelerator)
-    model_config = ParConfig.from_model(
-        config.model,
+    model_config = ParConfig(
         len(prepared.tokenizer),
-        config.dataset.length,
-        config.model.pattern,
+        length=config.dataset.length,
         straight_through=config.search.straight_through,
         learn_tau=config.search.tau == "learned",
+        **asdict(config.model),
     )
     torch.manual_seed(config.train.seed)
     model = ParForCausalLM(model_config)
@@ -122,11 +121,10 @@ def train(config: ParTrainConfig, prepared: Prepared | None = None) -> RunFolder
     if prepared is None:
         prepared = _prepare(config.data, config.dataset, accelerator)
     torch.manual_seed(config.train.seed)
-    model = ParForCausalLM(
-        ParConfig.from_model(config.model, len(prepared.tokenizer), config.dataset.length, pattern)
-    )
+    sizes = asdict(config.model) | {"length": config.dataset.length}
+    model = ParForCausalLM(ParConfig(len(prepared.tokenizer), **sizes))
     if config.start is not None:
-        take_weights(model, load_model(config.start), prepared.tokenizer, config.start)
+        take_weights(model, prepared.tokenizer, config.start)
     task = LanguageTask(model, prepared, config.dataset, config.train, accelerator)
     task.is_warm = config.start is not None
     with training(config, task, accelerator) as trainer:
@@ -144,7 +142,8 @@ def derive_run(run: RunFolder, budget: float | None = None, spend: float = 0.0) 
     costs = recorded_costs(records)
     if budget is not None and costs is None:
         raise UserError(f"{run.path} has no record of block costs, which a budget needs.")
-    pattern = derive(rows[-1], costs, budget, spend, _given_pattern(run))
+    given = resolve(ParSearchConfig, run.config).model.pattern if run.config.is_file() else None
+    pattern = derive(rows[-1], costs, budget, spend, given)
     values: dict[str, Any] = {"pattern": pattern, "pi": rows[-1]}
     if costs is not None:
         values["relative_cost"] = costs.relative(pattern)
@@ -155,11 +154,6 @@ def derive_run(run: RunFolder, budget: float | None = None, spend: float = 0.0) 
         last = max(record.step for record in records)
         append_record(run.metrics, Record(last, "derive", values))
     return DerivedPattern(pattern, rows[-1], values.get("relative_cost"))
-
-
-def _given_pattern(run: RunFolder) -> str | None:
-    """Return the pattern that a search began with, where it was given one."""
-    return resolve(ParSearchConfig, run.config).model.pattern if run.config.is_file() else None
 
 
 def block_costs(
@@ -187,11 +181,10 @@ def block_costs(
 
 def recorded_costs(records: list[Record]) -> BlockCosts | None:
     """Return the table of block costs that a search has written down, or None."""
-    for record in reversed(records):
-        if record.kind == "cost":
-            values = {k: v for k, v in record.values.items() if k != "unit"}
-            return BlockCosts(**values)
-    return None
+    tables = [record.values for record in records if record.kind == "cost"]
+    if not tables:
+        return None
+    return BlockCosts(**{name: cost for name, cost in tables[-1].items() if name != "unit"})
 
 
 def _prepare(text: str, dataset: DatasetConfig, accelerator: Accelerator) -> Prepared:
@@ -201,22 +194,11 @@ def _prepare(text: str, dataset: DatasetConfig, accelerator: Accelerator) -> Pre
     return prepared[0] if prepared else prepare(text, dataset)
 
 
-# -- starting from other weights -------------------------------------------------------------------
+def take_weights(model: ParForCausalLM, tokenizer: PreTrainedTokenizerBase, origin: str) -> None:
+    """Copy all weights that the model in the folder `origin` has too; both must be of one shape.
 
-
-def take_weights(
-    model: ParForCausalLM, source: ParForCausalLM, tokenizer: PreTrainedTokenizerBase, origin: str
-) -> None:
-    """Copy from `source` all weights that `model` has too; both must be of one shape.
-
-    A block of a kind that the source does not have there keeps its new weights. That happens where
-    a budget asks for another branch than the search had settled on.
-
-    Args:
-        model: The model to fill.
-        source: Such as the SuperNet that the pattern was found with.
-        tokenizer: The tokenizer of `model`, which must be that of `source`.
-        origin: Folder that `source` was loaded from.
+    A block of a kind that is not there keeps its new weights. That happens where a budget asks for
+    another branch than the search had settled on.
     """
     folder = model_folder(origin)
     if tokenizer_fingerprint(load_tokenizer(folder)) != tokenizer_fingerprint(tokenizer):
@@ -224,18 +206,15 @@ def take_weights(
             f"The model in {origin} has another tokenizer, so its weights mean other tokens: give "
             f"--dataset.tokenizer {folder}."
         )
-    own, given = model.state_dict(), source.state_dict()
-    for name, tensor in own.items():
-        if name in given and tensor.shape != given[name].shape:
+    source = load_model(origin)
+    for name in ("d_model", "num_heads", "d_ff", "cutoffs", "div_value", "adaptive_input"):
+        there, here = getattr(source.config, name), getattr(model.config, name)
+        if there != here:
             raise UserError(
-                f"The model in {origin} has another shape: {name} is {_shape(given[name].shape)} "
-                f"there and {_shape(tensor.shape)} here; give the same model and dataset settings."
+                f"The model in {origin} has model.{name} {there}, not {here}: give the same model "
+                "settings."
             )
-    missing = [name for name in own if name not in given]
-    if other := [name for name in missing if not name.startswith("blocks.")]:
-        raise UserError(
-            f"The model in {origin} has no {other[0]}: give the same model settings as there."
-        )
+    missing, _ = model.load_state_dict(source.state_dict(), strict=False)
     for block in sorted({int(name.split(".")[1]) for name in missing}):
         log.warning(
             "Block %d starts from new weights: %s has none for %r there.",
@@ -243,8 +222,3 @@ def take_weights(
             origin,
             model.pattern[block],
         )
-    model.load_state_dict({name: given[name] for name in own if name in given}, strict=False)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
