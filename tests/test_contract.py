@@ -804,7 +804,6 @@ def par_search(texts: Texts) -> dict[str, Any]:
     return par(texts) | {
         "model.num_blocks": 3,
         "model.dropout": 0.2,
-        "model.attention_dropout": 0.1,
         "search.optimise": "alternating",
         "search.alternate_every": 2,
         "search.decide_at": 0.55,

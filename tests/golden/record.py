@@ -287,8 +287,8 @@ def par_train() -> Any:
 
 @case
 def par_train_adaptive() -> Any:
-    """Return the same of a pattern with an identity, adaptive softmax and adaptive input."""
-    own = {"model__cutoffs": "[40,120]", "model__adaptive_input": "true"}
+    """Return the same of a pattern with an identity and an adaptive softmax."""
+    own = {"model__cutoffs": "[40,120]"}
     folder = par_run("adaptive", "train", model__pattern="ad-d", train__accumulate=2, **own)
     return {"losses": losses(folder), "measured": values_of(folder, "valid", "test")}
 

@@ -33,7 +33,6 @@ SEARCH = {
     "search.cost": "flops",
     "search.cost_weight": 0.3,
     "model.dropout": 0.2,
-    "model.attention_dropout": 0.1,
     "train.accumulate": 2,
 }
 # Records that span checkpoints, a memory longer than a segment, a text that begins anew.

@@ -17,7 +17,6 @@ from deepenough.par.layers import (
     ParBlock,
     RelativeContext,
     branch_flops,
-    embedding_flops,
     gumbel_noise,
     head_flops,
     hide_padding,
@@ -240,7 +239,7 @@ FORMS = [
     {"num_blocks": 3},
     {"pattern": "a*-d"},
     {"pattern": "ad", "cutoffs": [10, 20]},
-    {"num_blocks": 2, "cutoffs": [10, 20], "adaptive_input": True},
+    {"num_blocks": 2, "cutoffs": [10, 20]},
     {"pattern": "ad", "num_heads": 4, "mem_len": 0},
     {"pattern": "ad", "tie_word_embeddings": False},
 ]
@@ -315,13 +314,6 @@ def test_head_by_hand(make_config):
     assert head_flops(config, 4, targets).tolist() == [head, head + first, head + second, 0]
     assert head_flops(config, 2).tolist() == [head + first + second] * 2
     assert head_flops(make_config(), 1, torch.tensor([3])).tolist() == [2 * 16 * 40]
-
-
-def test_embedding_by_hand(make_config):
-    ids = torch.tensor([[9, 10], [19, 20]])
-    assert embedding_flops(make_config(cutoffs=[10, 20]), ids).tolist() == [0] * 4
-    config = make_config(cutoffs=[10, 20], adaptive_input=True)
-    assert embedding_flops(config, ids).tolist() == [0, 2 * 8 * 16, 2 * 8 * 16, 2 * 4 * 16]
 
 
 def test_cached_keys_are_not_projected_again(make_config):

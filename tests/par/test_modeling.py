@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 
 from deepenough import ParConfig, ParForCausalLM, UserError
 
-FORMS = [{}, {"cutoffs": [10, 20]}, {"cutoffs": [10, 20], "adaptive_input": True}]
+FORMS = [{}, {"cutoffs": [10, 20]}]
 
 
 def tokens(streams: int = 3, length: int = 5, seed: int = 1) -> torch.Tensor:
@@ -309,7 +309,6 @@ def test_trace_tells_which_tokens_needed_the_output_layer(make_model):
         {"num_blocks": 3},
         {"num_blocks": 2, "learn_tau": True, "straight_through": True},
         {"pattern": "a*", "cutoffs": [10, 20]},
-        {"pattern": "ad", "cutoffs": [10, 20], "adaptive_input": True},
         {"pattern": "ad", "tie_word_embeddings": False},
     ],
 )
@@ -413,14 +412,13 @@ def test_bfloat16(make_model, form, autocast):
         ({"pattern": "axd"}, "'axd' has the unknown letter 'x'"),
         ({"pattern": "--"}, "'--' has no block"),
         ({"pattern": ""}, "has no block"),
-        ({"num_blocks": 0}, "has no block"),
+        ({"num_blocks": 0}, "num_blocks must be at least 1"),
         ({"cutoffs": [20, 10]}, r"\[20, 10\] are not sorted and distinct: give them in rising"),
         ({"cutoffs": [10, 10]}, "not sorted and distinct"),
         ({"cutoffs": [0, 10]}, "each of cutoffs must be at least 1: got 0"),
         ({"cutoffs": [-3]}, "each of cutoffs must be at least 1: got -3"),
         ({"cutoffs": [10, 41]}, "must lie between 1 and 39"),
         ({"cutoffs": [10, 40]}, "the vocabulary size, 40, is not one of them"),
-        ({"adaptive_input": True}, "Adaptive input embeddings need cutoffs: give cutoffs as well"),
         ({"cutoffs": [10, 20], "div_value": 5.0}, "2 cutoffs with a div_value of 5 do not fit the"),
         ({"cutoffs": [10], "div_value": 0.0}, "div_value must be at least 1"),
         ({"mem_len": -1}, "mem_len must be at least 0: got -1"),
@@ -430,7 +428,6 @@ def test_bfloat16(make_model, form, autocast):
         ({"vocab_size": 0}, "vocab_size must be at least 1"),
         ({"d_ff": 0}, "d_ff must be at least 1"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1: got 1.0"),
-        ({"attention_dropout": -0.1}, "attention_dropout must be at least 0"),
     ],
 )
 def test_bad_values_get_one_sentence(make_config, changes, message):
@@ -455,7 +452,7 @@ def test_what_follows_from_the_sizes(make_config):
 
 
 def test_other_blocks_and_nothing_else(make_config):
-    config = make_config(num_blocks=3, cutoffs=[10, 20], adaptive_input=True, learn_tau=True)
+    config = make_config(num_blocks=3, cutoffs=[10, 20], learn_tau=True)
     other = config.with_pattern("ad--")
     assert other.pattern == "ad--"
     same, changed = config.to_dict(), other.to_dict()
@@ -477,7 +474,6 @@ WRITERS = [
     {"pattern": "d-a"},
     {"num_blocks": 3},
     {"pattern": "ada", "cutoffs": [10, 20]},
-    {"pattern": "ad", "cutoffs": [10, 20], "adaptive_input": True},
     {"pattern": "aa", "mem_len": 0},
     {"pattern": "a", "mem_len": 0, "length": 1},
     {"pattern": "d-d"},

@@ -201,7 +201,7 @@ def test_a_busy_machine_is_noticed(monkeypatch, caplog, whole, warned):
     assert ("busy" in caplog.text) is warned
 
 
-@pytest.mark.parametrize("form", [{}, {"cutoffs": [10], "adaptive_input": True}])
+@pytest.mark.parametrize("form", [{}, {"cutoffs": [10]}])
 def test_counted_costs_add_up_to_the_whole_pass(form):
     config = sized(num_blocks=4, **form)
     costs = count_block_costs(config, streams=3)

@@ -1,4 +1,4 @@
-"""Linear maps and dropout that are fast on a CPU, and adaptive embeddings.
+"""Linear maps and dropout that are fast on a CPU.
 
 `Linear`: for 16 to 48 rows of 512 values and more, as a beam search has them, a row times the
 weights runs at a fifth of the rate of matrix products. Asked for the other way round, weights times
@@ -7,15 +7,9 @@ transposed rows, the same numbers come up to three times sooner.
 `Dropout`: torch's dropout spends its time in the generator (0.87 ms for 131k elements, of which the
 multiplication is 0.01 ms). One 64-bit draw here serves four elements, which is four times faster;
 the probability is rounded to a multiple of 2^-16. Other devices use torch's own.
-
-`AdaptiveEmbedding` (arXiv 1809.10853) is the input side of an adaptive softmax: frequent tokens
-have the full width, and each further cluster a width divided by `factor` once more, projected up
-again. The output side is torch's `AdaptiveLogSoftmaxWithLoss`; `cutoffs.py` finds where to cut.
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -77,50 +71,3 @@ def dropout_mask(shape: torch.Size, probability: float, dtype: torch.dtype) -> T
     mask = torch.empty(shape, dtype=dtype)
     torch.ge(bits, threshold - _LEVELS // 2, out=mask)
     return mask.mul_(_LEVELS / (_LEVELS - threshold))
-
-
-def cluster_width(width: int, factor: float, cluster: int) -> int:
-    """Return the inner width of a cluster, counted from 0 for the most frequent tokens."""
-    return int(width // factor**cluster)
-
-
-class AdaptiveEmbedding(nn.Module):
-    """Token embeddings, narrower for rarer tokens."""
-
-    def __init__(self, vocab_size: int, width: int, cutoffs: list[int], factor: float) -> None:
-        super().__init__()
-        self.width = width
-        self.bounds = [0, *cutoffs, vocab_size]
-        self.tables = nn.ModuleList()
-        self.projections = nn.ModuleList()
-        for cluster, (low, high) in enumerate(pairwise(self.bounds)):
-            inner = cluster_width(width, factor, cluster)
-            self.tables.append(nn.Embedding(high - low, inner))
-            self.projections.append(
-                nn.Identity() if cluster == 0 else nn.Linear(inner, width, bias=False)
-            )
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return one row of `width` values for every id."""
-        flat = ids.reshape(-1)
-        rows_found, parts = [], []
-        for cluster, (low, high) in enumerate(pairwise(self.bounds)):
-            rows = ((flat >= low) & (flat < high)).nonzero().squeeze(1)
-            rows_found.append(rows)
-            parts.append(self.projections[cluster](self.tables[cluster](flat[rows] - low)))
-        order = torch.cat(rows_found)
-        if len(order) < len(flat):
-            raise IndexError(f"token ids must be in [0, {self.bounds[-1]})")
-        # Rows come cluster by cluster; the inverse of their order puts them back.
-        out = torch.cat(parts).index_select(0, order.argsort())
-        return out.view(*ids.shape, self.width)
-
-
-def adaptive_embedding_ref(module: AdaptiveEmbedding, ids: Tensor) -> Tensor:
-    """Return the same token by token: the row of its cluster's table, projected."""
-    rows = []
-    for token in ids.flatten().tolist():
-        cluster = sum(token >= cut for cut in module.bounds[1:-1])
-        row = module.tables[cluster](torch.tensor(token - module.bounds[cluster]))
-        rows.append(module.projections[cluster](row))
-    return torch.stack(rows).view(*ids.shape, module.width)

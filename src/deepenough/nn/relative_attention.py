@@ -83,11 +83,10 @@ def projects_queries(num_queries: int, head_width: int) -> bool:
 class RelativeAttention(nn.Module):
     """Multi-head attention by content and distance, on keys that may include memory."""
 
-    def __init__(self, width: int, num_heads: int, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.head_width = width // num_heads
-        self.dropout = dropout
         self.query = nn.Linear(width, width)  # its bias is u, all heads in a row
         self.key_value = nn.Linear(width, 2 * width, bias=False)
         self.position = nn.Linear(width, width, bias=False)  # W_r
@@ -141,7 +140,6 @@ class RelativeAttention(nn.Module):
                 key_BHKE,
                 value_BHKE,
                 attn_mask=position_HBSK.transpose(0, 1) + mask,
-                dropout_p=self.dropout if self.training else 0.0,
                 scale=scale,
             ).transpose(1, 2)
         return self.output(mixed_BSHE.reshape(-1, width)).view_as(hidden_BSD)
@@ -165,7 +163,4 @@ class RelativeAttention(nn.Module):
         shape = query.shape[:2]
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
         logits = bias.baddbmm_(query, key.mT, alpha=self.head_width**-0.5)
-        weights = logits.softmax(-1)
-        if self.training and self.dropout:
-            weights = F.dropout(weights, self.dropout)
-        return torch.bmm(weights, value).unflatten(0, shape)
+        return torch.bmm(logits.softmax(-1), value).unflatten(0, shape)

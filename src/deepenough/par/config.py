@@ -77,14 +77,8 @@ class ParModelConfig:
     div_value: float = bounded(4.0, ge=1)
     """By how much each further cluster of the adaptive softmax is narrower."""
 
-    adaptive_input: bool = False
-    """Give the input embeddings the same clusters."""
-
     dropout: float = bounded(0.1, ge=0, lt=1)
     """Dropout on embeddings and on the output of every branch."""
-
-    attention_dropout: float = bounded(0.0, ge=0, lt=1)
-    """Dropout on attention weights."""
 
     initializer_range: float | None = bounded(None, gt=0)
     """Standard deviation of new linear weights; by default the inverse root of the width."""
@@ -98,13 +92,11 @@ class ParModelConfig:
                 f"{self.num_heads} heads do not divide the width {self.d_model}: "
                 "choose num_heads so that d_model is a multiple of it."
             )
-        if self.cutoffs != sorted(set(self.cutoffs)):
+        if list(self.cutoffs) != sorted(set(self.cutoffs)):
             raise UserError(
                 f"The cutoffs {self.cutoffs} are not sorted and distinct: give them in rising "
                 "order."
             )
-        if self.adaptive_input and not self.cutoffs:
-            raise UserError("Adaptive input embeddings need cutoffs: give cutoffs as well.")
         if self.cutoffs and self.div_value ** len(self.cutoffs) > self.d_model:
             raise UserError(
                 f"{len(self.cutoffs)} cutoffs with a div_value of {self.div_value:g} do not fit "

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from deepenough.nn.layers import Dropout, cluster_width
+from deepenough.nn.layers import Dropout
 from deepenough.nn.relative_attention import (
     RelativeAttention,
     distance_codes,
@@ -108,9 +108,7 @@ class ParBlock(nn.Module):
         self.kind = kind
         self.attention = self.dense = None
         if kind in (ATTENTION, OPEN):
-            self.attention = RelativeAttention(
-                config.d_model, config.num_heads, config.attention_dropout
-            )
+            self.attention = RelativeAttention(config.d_model, config.num_heads)
         if kind in (DENSE, OPEN):
             self.dense = Dense(config.d_model, config.d_ff)
         self.dropout = Dropout(config.dropout)
@@ -258,17 +256,6 @@ def branch_flops(
     return maps + positions + attention
 
 
-def embedding_flops(config: ParConfig, ids: Tensor) -> Tensor:
-    """Return the FLOPs of each token's input embedding: the projections of the adaptive form."""
-    flat = ids.flatten().cpu()
-    cost = torch.zeros(len(flat), dtype=torch.float64)
-    if config.adaptive_input:
-        for cluster, (low, high) in _tail_clusters(config):
-            inner = cluster_width(config.d_model, config.div_value, cluster)
-            cost += 2.0 * inner * config.d_model * ((flat >= low) & (flat < high))
-    return cost
-
-
 def head_flops(config: ParConfig, num_tokens: int, targets: Tensor | None = None) -> Tensor:
     """Return the FLOPs of the output layer for each token.
 
@@ -281,13 +268,9 @@ def head_flops(config: ParConfig, num_tokens: int, targets: Tensor | None = None
     head = 2.0 * d * (config.cutoffs[0] + len(config.cutoffs))
     cost = torch.full((num_tokens,), head, dtype=torch.float64)
     flat = None if targets is None else targets.flatten().cpu()
-    for cluster, (low, high) in _tail_clusters(config):
-        inner = cluster_width(d, config.div_value, cluster)
+    bounds = pairwise([*config.cutoffs, config.vocab_size])
+    for cluster, (low, high) in enumerate(bounds, start=1):
+        inner = int(d // config.div_value**cluster)
         tail = 2.0 * inner * (d + high - low)
         cost += tail if flat is None else tail * ((flat >= low) & (flat < high))
     return cost if flat is None else cost * (flat != -100)
-
-
-def _tail_clusters(config: ParConfig) -> list[tuple[int, tuple[int, int]]]:
-    """Return number and bounds of every cluster after the first."""
-    return list(enumerate(pairwise([*config.cutoffs, config.vocab_size]), start=1))

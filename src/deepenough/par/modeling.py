@@ -32,14 +32,13 @@ from transformers.utils.generic import ModelOutput
 from deepenough.config import validate
 from deepenough.errors import UserError
 from deepenough.hf.generation import CheckedGenerationMixin
-from deepenough.nn.layers import AdaptiveEmbedding, Dropout
+from deepenough.nn.layers import Dropout
 from deepenough.nn.relative_attention import RelativeAttention
 from deepenough.par.config import BRANCHES, IDENTITY, OPEN, ParModelConfig, check_pattern
 from deepenough.par.layers import (
     BranchChoice,
     ParBlock,
     branch_flops,
-    embedding_flops,
     head_flops,
     hide_padding,
     relative_context,
@@ -50,11 +49,15 @@ Memories = tuple[Tensor | None, ...]
 """Normalised states of earlier tokens, one entry a block; None for a block without attention."""
 
 
-class ParConfig(PreTrainedConfig):
+class ParConfig(PreTrainedConfig, ParModelConfig):
     """A Transformer-XL whose blocks are given by `pattern`, or still searched (`*`).
 
-    `ParModelConfig` documents the options and their ranges; beside them stand the vocabulary, the
-    `length` of a segment in training, and how a search mixes branches.
+    Args:
+        vocab_size: Size of the vocabulary.
+        length: Tokens of a segment in training.
+        straight_through: Whether a search uses one branch at a time in the forward pass.
+        learn_tau: Whether the temperature of a search is a parameter.
+        **kwargs: The options of `ParModelConfig` and those of every `PreTrainedConfig`.
     """
 
     model_type = "par"
@@ -65,46 +68,35 @@ class ParConfig(PreTrainedConfig):
         "intermediate_size": "d_ff",
     }
     keys_to_ignore_at_inference = ["memories", "past_key_values", "trace"]  # noqa: RUF012
+    pattern: str
 
     def __init__(
         self,
         vocab_size: int = 8000,
-        d_model: int = 128,
-        num_heads: int = 4,
-        d_ff: int = 512,
-        num_blocks: int = 6,
-        pattern: str | None = None,
-        mem_len: int = 32,
         length: int = 32,
-        cutoffs: list[int] | tuple[int, ...] = (),
-        div_value: float = 4.0,
-        adaptive_input: bool = False,
-        dropout: float = 0.1,
-        attention_dropout: float = 0.0,
         straight_through: bool = False,
         learn_tau: bool = False,
-        initializer_range: float | None = None,
         **kwargs: Any,
     ) -> None:
-        self.vocab_size = vocab_size
-        self.d_model = d_model
-        self.num_heads = num_heads
-        self.d_ff = d_ff
-        self.pattern = OPEN * num_blocks if pattern is None else pattern
-        self.num_blocks = len(self.pattern)
-        self.mem_len = mem_len
-        self.length = length
-        self.cutoffs = [int(cut) for cut in cutoffs]
-        self.div_value = div_value
-        self.adaptive_input = adaptive_input
-        self.dropout = dropout
-        self.attention_dropout = attention_dropout
-        self.straight_through = straight_through
-        self.learn_tau = learn_tau
-        self.initializer_range = initializer_range or max(d_model, 1) ** -0.5
-        self._check()
+        names = {option.name for option in fields(ParModelConfig)}
+        model = ParModelConfig(**{name: kwargs.pop(name) for name in names & kwargs.keys()})
+        validate(model)
+        if model.pattern is None:
+            model.pattern = OPEN * model.num_blocks
+        model.num_blocks = len(model.pattern)
+        model.initializer_range = model.initializer_range or model.d_model**-0.5
+        for name, value in (("vocab_size", vocab_size), ("length", length)):
+            if value < 1:
+                raise UserError(f"{name} must be at least 1: got {value}.")
+        if model.cutoffs and model.cutoffs[-1] >= vocab_size:
+            raise UserError(
+                f"The cutoffs {model.cutoffs} must lie between 1 and {vocab_size - 1}: "
+                f"the vocabulary size, {vocab_size}, is not one of them."
+            )
+        search = {"straight_through": straight_through, "learn_tau": learn_tau}
+        vars(self).update(vars(model), vocab_size=vocab_size, length=length, **search)
         # Without an adaptive softmax the output shares the input's embeddings.
-        kwargs.setdefault("tie_word_embeddings", not self.cutoffs)
+        kwargs.setdefault("tie_word_embeddings", not model.cutoffs)
         super().__init__(**kwargs)
 
     def with_pattern(self, pattern: str) -> ParConfig:
@@ -118,19 +110,6 @@ class ParConfig(PreTrainedConfig):
     def sliding_window(self) -> int:
         """How far back a token sees: the longest reach that training has, memory and segment."""
         return self.mem_len + self.length
-
-    def _check(self) -> None:
-        check_pattern(self.pattern, allow_open=True)
-        names = [field.name for field in fields(ParModelConfig)]
-        validate(ParModelConfig(**{name: getattr(self, name) for name in names}))
-        for name in ("vocab_size", "length"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1: got {getattr(self, name)}.")
-        if self.cutoffs and self.cutoffs[-1] >= self.vocab_size:
-            raise UserError(
-                f"The cutoffs {self.cutoffs} must lie between 1 and {self.vocab_size - 1}: "
-                f"the vocabulary size, {self.vocab_size}, is not one of them."
-            )
 
 
 @dataclass
@@ -163,12 +142,7 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
 
     def __init__(self, config: ParConfig) -> None:
         super().__init__(config)
-        size = (config.vocab_size, config.d_model)
-        self.embedding: nn.Module
-        if config.adaptive_input:
-            self.embedding = AdaptiveEmbedding(*size, config.cutoffs, config.div_value)
-        else:
-            self.embedding = nn.Embedding(*size)
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(ParBlock(config, kind) for kind in config.pattern)
         self.norm = nn.LayerNorm(config.d_model)
@@ -188,7 +162,6 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
-            # By the table's own width: a narrow one is as strong as the others when projected.
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
         elif isinstance(module, nn.Linear):
             init.normal_(module.weight, std=self.config.initializer_range)
@@ -207,7 +180,7 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
             init.constant_(module.decided, -1)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the table of embeddings, or the adaptive one."""
+        """Return the table of embeddings."""
         return self.embedding
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -343,7 +316,7 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
         units = num_streams, num_new = input_ids.shape
         sizes = (num_streams, num_new, num_keys, num_projected)
         in_blocks = sum(branch_flops(self.config, kind, *sizes) for kind in kinds)
-        flops = embedding_flops(self.config, input_ids).view(units) + in_blocks / input_ids.numel()
+        flops = torch.full(units, in_blocks / input_ids.numel(), dtype=torch.float64)
         with_head = flops[:, -logits_to_keep:] if targets is None else flops
         with_head += head_flops(self.config, with_head.numel(), targets).view_as(with_head)
         return DepthTrace(

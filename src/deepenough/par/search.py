@@ -48,7 +48,6 @@ from deepenough.par.config import (
 from deepenough.par.layers import (
     BranchChoice,
     branch_flops,
-    embedding_flops,
     gumbel_noise,
     head_flops,
 )
@@ -240,7 +239,7 @@ def count_block_costs(config: ParConfig, streams: int) -> BlockCosts:
     ids = _tokens(config, streams)
     keys = config.mem_len + config.length
     each = [float(branch_flops(config, kind, streams, config.length, keys)) for kind in BRANCHES]
-    rest = float((embedding_flops(config, ids) + head_flops(config, ids.numel(), ids)).sum())
+    rest = float(head_flops(config, ids.numel(), ids).sum())
     return BlockCosts(*each, rest)
 
 

@@ -207,7 +207,7 @@ def take_weights(model: ParForCausalLM, tokenizer: PreTrainedTokenizerBase, orig
             f"--dataset.tokenizer {folder}."
         )
     source = load_model(origin)
-    for name in ("d_model", "num_heads", "d_ff", "cutoffs", "div_value", "adaptive_input"):
+    for name in ("d_model", "num_heads", "d_ff", "cutoffs", "div_value"):
         there, here = getattr(source.config, name), getattr(model.config, name)
         if there != here:
             raise UserError(

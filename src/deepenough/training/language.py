@@ -11,7 +11,6 @@ loss to the whole text, because the last few tokens fill no batch.
 
 from __future__ import annotations
 
-import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import save_tokenizer
@@ -129,10 +128,11 @@ class LanguageTask(Task):
 
     def identity(self) -> dict[str, Any]:
         """Return what must be the same in a run that goes on from a checkpoint."""
-        names = [n for n in inspect.signature(type(self.model.config)).parameters if n != "kwargs"]
+        own = vars(self.model.config)
+        names = sorted(own.keys() - vars(PreTrainedConfig()).keys())
         tokens = self.prepared.tokens.items()
         return {
-            "model": {name: getattr(self.model.config, name) for name in names},
+            "model": {name: own[name] for name in names},
             "dataset": {"batch_size": self.data.batch_size, "length": self.data.length}
             # The folder's name is a hash of the text and its tokenizer.
             | {split: f"{len(file)} tokens ({file.folder.name})" for split, file in tokens},
