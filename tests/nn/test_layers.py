@@ -1,4 +1,4 @@
-"""Dropout against a Bernoulli draw, the linear map against torch's."""
+"""Dropout against a Bernoulli draw."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-from deepenough.nn import layers
-from deepenough.nn.layers import Dropout, Linear, dropout_mask
-
-WIDE, FEW = layers._MIN_WIDTH, layers._FEW_ROWS
+from deepenough.nn.layers import Dropout, dropout_mask
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.37, 0.5, 0.9])
@@ -82,48 +78,3 @@ def test_gradient_is_the_mask():
     y = Dropout(0.4)(x)
     y.sum().backward()
     torch.testing.assert_close(x.grad, y.detach() / 2.0)
-
-
-def maps(bias: bool) -> tuple[Linear, nn.Linear]:
-    torch.manual_seed(0)
-    ours, theirs = Linear(WIDE, 24, bias=bias), nn.Linear(WIDE, 24, bias=bias)
-    theirs.load_state_dict(ours.state_dict())
-    return ours, theirs
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(0,), (1,), (16,), (4, 4), (2, 3, 8), (48,), (49,), (5, 20)])
-def test_equal_to_torchs(shape: tuple[int, ...], bias: bool) -> None:
-    ours, theirs = maps(bias)
-    rows = torch.randn(*shape, WIDE)
-    with torch.no_grad():
-        made = ours(rows)
-        torch.testing.assert_close(made, theirs(rows), rtol=1e-4, atol=1e-5)
-    assert made.is_contiguous()
-
-
-def test_few_rows_go_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    def products() -> int:
-        calls.clear()
-        ours(rows)
-        return len(calls)
-
-    calls: list[int] = []
-    monkeypatch.setattr(layers.torch, "mm", lambda a, b: calls.append(1) or a.matmul(b))
-    ours, _ = maps(bias=False)
-    rows = torch.randn(FEW[0], WIDE)
-    assert products() == 0, "a training keeps to torch's own map"
-    with torch.no_grad():
-        assert products() == 1
-        rows = torch.randn(FEW[0] - 1, WIDE)
-        assert products() == 0
-        ours, rows = Linear(8, 4, bias=False), torch.randn(FEW[0], 8)
-        assert products() == 0
-
-
-def test_it_learns_as_torchs_does() -> None:
-    ours, theirs = maps(bias=True)
-    rows = torch.randn(FEW[0], WIDE)
-    for module in (ours, theirs):
-        module(rows).square().sum().backward()
-    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)

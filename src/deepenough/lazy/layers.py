@@ -30,7 +30,7 @@ from deepenough.errors import UserError
 from deepenough.lazy.config import ACT, LAZY, TRANSFORMER, LazyTransformerConfig
 from deepenough.lazy.transition import LazyTransition, dropout_noise
 from deepenough.nn.adaptive_computation_time import act_halting
-from deepenough.nn.layers import Dropout, Linear
+from deepenough.nn.layers import Dropout
 
 LONGEST_WAVE = 10_000.0
 
@@ -264,17 +264,17 @@ class LazyBlock(nn.Module):
         d = config.d_model
         self.index = index
         self.attention_norm = nn.LayerNorm(d)
-        self.qkv_proj = Linear(d, 3 * d, bias=False)
-        self.o_proj = Linear(d, d, bias=False)
+        self.qkv_proj = nn.Linear(d, 3 * d, bias=False)
+        self.o_proj = nn.Linear(d, d, bias=False)
         self.has_cross_attention = cross_attention
         if cross_attention:
             self.cross_norm = nn.LayerNorm(d)
-            self.cross_q_proj = Linear(d, d, bias=False)
-            self.cross_kv_proj = Linear(d, 2 * d, bias=False)
-            self.cross_o_proj = Linear(d, d, bias=False)
+            self.cross_q_proj = nn.Linear(d, d, bias=False)
+            self.cross_kv_proj = nn.Linear(d, 2 * d, bias=False)
+            self.cross_o_proj = nn.Linear(d, d, bias=False)
         self.ff_norm = nn.LayerNorm(d)
-        self.ff_in = Linear(d, config.d_ff)
-        self.ff_out = Linear(config.d_ff, d)
+        self.ff_in = nn.Linear(d, config.d_ff)
+        self.ff_out = nn.Linear(config.d_ff, d)
         self.ff_dropout = Dropout(config.ff_dropout)
 
     def forward(

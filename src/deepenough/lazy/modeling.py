@@ -46,7 +46,7 @@ from deepenough.lazy.layers import (
     padding_mask,
     smoothed_cross_entropy,
 )
-from deepenough.nn.layers import Dropout, Linear
+from deepenough.nn.layers import Dropout
 from deepenough.trace import DepthTrace
 
 IGNORE_INDEX = -100
@@ -403,7 +403,7 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.encoder = LazyEncoder(config, self.embedding)
         self.decoder = LazyDecoder(config, self.embedding, cross_attention=True)
-        self.output = Linear(config.d_model, config.vocab_size, bias=False)
+        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(
@@ -504,7 +504,7 @@ class LazyTransformerForCausalLM(LazyPreTrainedModel, CheckedGenerationMixin):
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.decoder = LazyDecoder(config, self.embedding, cross_attention=False)
-        self.output = Linear(config.d_model, config.vocab_size, bias=False)
+        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(

@@ -1,10 +1,6 @@
-"""Linear maps and dropout that are fast on a CPU.
+"""Dropout that is fast on a CPU.
 
-`Linear`: for 16 to 48 rows of 512 values and more, as a beam search has them, a row times the
-weights runs at a fifth of the rate of matrix products. Asked for the other way round, weights times
-transposed rows, the same numbers come up to three times sooner.
-
-`Dropout`: torch's dropout spends its time in the generator (0.87 ms for 131k elements, of which the
+torch's dropout spends its time in the generator (0.87 ms for 131k elements, of which the
 multiplication is 0.01 ms). One 64-bit draw here serves four elements, which is four times faster;
 the probability is rounded to a multiple of 2^-16. Other devices use torch's own.
 """
@@ -15,34 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_FEW_ROWS = range(16, 49)
-_MIN_WIDTH = 512
 _LEVELS = 1 << 16
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` that multiplies transposed where a CPU has few, wide rows."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Return what `nn.Linear` returns, to the rounding of another order of summation."""
-        if not self._is_transposed_faster(rows):
-            return super().forward(rows)
-        columns = rows.reshape(-1, self.in_features).t()
-        bias = self._parameters["bias"]
-        if bias is None:
-            product = torch.mm(self.weight, columns)
-        else:
-            product = torch.addmm(bias[:, None], self.weight, columns)
-        return product.t().contiguous().view(*rows.shape[:-1], self.out_features)
-
-    def _is_transposed_faster(self, rows: Tensor) -> bool:
-        return (
-            self.in_features >= _MIN_WIDTH
-            and rows.numel() // self.in_features in _FEW_ROWS
-            and rows.device.type == "cpu"
-            and rows.dtype == torch.float32
-            and not torch.is_grad_enabled()
-        )
 
 
 class Dropout(nn.Module):
