@@ -94,7 +94,7 @@ def forward_function(model: ParModelConfig, pattern: str) -> Callable[[], Any]:
 def find_pattern(folder: Path, settings: ParSearchConfig) -> str:
     """Return the pattern that the search finds within its budget, searching if need be."""
     if (folder / "model").exists():
-        found = derive_run(RunFolder.open(folder), settings.search.budget, settings.search.spend)
+        found = derive_run(RunFolder.open(folder), settings.search.budget)
     else:
         found = search(replace(settings, out=str(folder), resume=folder.exists()))
     print(f"searched {found.pattern}, {found.relative_cost:.3f} of the baseline", flush=True)

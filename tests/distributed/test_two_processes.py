@@ -26,7 +26,6 @@ SETTINGS = {
     "model.div_value": 2.0,
     "search.optimise": "alternating",
     "model.pattern": "a**",
-    "search.decide_at": 0.55,
     "search.alpha_lr": 60.0,
     "search.cost": "flops",
     "search.cost_weight": 0.3,
@@ -79,9 +78,6 @@ def test_the_same_command_trains_in_two_processes(tmp_path: Path, tiny: Tiny) ->
     settings = tiny(one, SETTINGS | {"search.retrain": "scratch"})
     assert main(flags(settings)) == 0
     torchrun("-m", "deepenough", *flags(settings | {"out": str(two)}))
-    rows = next(record["pi"] for record in records(one) if record["step"] == 8)
-    # All closed with steps still to go: from then on nothing gives the choices a gradient.
-    assert all(max(row) >= 0.55 for row in rows), "this would test less than it says"
     assert_close(one, two)
     assert_close(one / "derived", two / "derived")
 

@@ -1,8 +1,7 @@
 """A run that is killed and resumed is the uninterrupted one.
 
-Here by a real kill of a real process, in a search with everything that has a state: dropout, closed
-blocks, two optimisers, accumulation. `test_contract.py` stops every training command at several
-steps.
+Here by a real kill of a real process, in a search with everything that has a state: dropout, two
+optimisers, accumulation. `test_contract.py` stops every training command at several steps.
 """
 
 import json
@@ -28,7 +27,6 @@ Tiny = Callable[..., dict[str, Any]]
 SEARCH = {
     "search.optimise": "alternating",
     "search.alternate_every": 2,
-    "search.decide_at": 0.55,
     "search.alpha_lr": 30.0,
     "search.cost": "flops",
     "search.cost_weight": 0.3,

@@ -50,10 +50,8 @@ def test_interleaved():
         ({"budget_weight": -1.0}, "budget_weight must be at least 0"),
         ({"budget_weight": 1.0}, "budget_weight needs a search.budget"),
         ({"cost_length": 0}, "cost_length must be at least 1"),
-        ({"spend": 1.5}, "spend must be at least 0 and at most 1"),
         ({"held_out": 1.0}, "held_out must be above 0 and below 1"),
         ({"choose_after": 1.0}, "choose_after must be at least 0 and below 1"),
-        ({"decide_at": 0.5}, "decide_at must be above 0.5 and at most 1"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused(changes, message):

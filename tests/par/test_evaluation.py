@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from deepenough import ParForCausalLM
 from deepenough.config import resolve
@@ -61,11 +61,23 @@ def test_a_model_is_measured_as_it_was_trained(trained: Path, tiny: Tiny) -> Non
     assert measurer(trained / "model", tiny)()["loss"] == as_trained
 
 
-def test_models_of_another_kind_are_refused(trained: Path) -> None:
-    config = json.loads((trained / "model" / "config.json").read_text())
-    (trained / "model" / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    with pytest.raises(UserError, match="is of type gpt2, not one of deepenough par"):
-        load_model(str(trained))
+def test_models_of_another_kind_are_refused(tmp_path: Path, trained: Path) -> None:
+    sizes = {"vocab_size": 400, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    AutoTokenizer.from_pretrained(trained / "model").save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match="is a GPT2LMHeadModel, not one of deepenough par"):
+        load_model(str(tmp_path / "gpt2"))
+
+
+def test_the_split_is_the_one_that_training_held_out(trained: Path, tiny: Tiny) -> None:
+    """Else a model would be measured on what it was trained on."""
+    measure = measurer(trained, tiny)
+    before = measure()["tokens"]
+    config = (trained / "config.yaml").read_text()
+    (trained / "config.yaml").write_text(
+        config.replace("valid_fraction: 0.05", "valid_fraction: 0.2")
+    )
+    assert measure()["tokens"] > 2 * before
 
 
 def test_lines_are_written_as_lines(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,13 @@ def test_a_training_shows_the_pattern_it_was_given() -> None:
     assert found is not None and found.heading == "PAR model"
 
 
+def test_a_search_that_prefers_identities_so_far_has_no_drawing() -> None:
+    run = Run("r", [Record(1, "train", {"pi": [[0.1, 0.1, 0.8]] * 2}, 0.0)], {"search": {}})
+    assert architecture_figure(run) is None
+    found = section(run)
+    assert found is not None and found.findings == [] and len(found.figures) == 1
+
+
 @pytest.mark.parametrize("pattern", [None, "", 7, "a?d"])
 def test_a_run_without_a_pattern_has_no_drawing(pattern: object) -> None:
     record = Record(1, "derive", {"pattern": pattern}, 0.0)

@@ -146,10 +146,10 @@ def test_costs_are_measured_at_the_real_shape_and_kept(
     assert cost == {"attention": 4.0, "dense": 2.0, "identity": 0.0, "rest": 1.0, "unit": "latency"}
 
 
-def test_a_budget_may_ask_for_another_branch_than_was_settled_on(
+def test_a_pattern_may_ask_for_another_branch_than_was_given(
     tmp_path: Path, tiny: Tiny, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closed blocks have weights of one kind only; the budget wins, and the block starts anew."""
+    """Given blocks have weights of one kind only; another pattern starts such a block anew."""
     folder = tmp_path / "run"
     run_search(tiny(folder, FLOPS | {"model.pattern": "aa*"}, steps=2))
     assert load_model(str(folder)).config.pattern == "aa*"
@@ -218,7 +218,7 @@ WRONG = [
     ({"model.cutoffs": [90, 50]}, "not sorted"),
     ({"train.lr": -1.0}, "train.lr"),
     ({"search.budget": 0.001}, "needs a budget of"),
-    ({"search.decide_at": 0.2}, "search.decide_at"),
+    ({"search.tau_end": 0.0}, "search.tau_end"),
     ({"search.optimise": "alternating", "search.held_out": 0.0001}, "one batch of 4 x 8 needs 33"),
 ]
 

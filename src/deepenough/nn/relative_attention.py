@@ -7,10 +7,6 @@ additive mask of `scaled_dot_product_attention`, so torch picks the kernel. Only
 must flow through that mask, which none of torch's CPU kernels can do, are the same four steps
 written out: torch's own fallback for that case takes 1.4 times as long.
 
-Departures from the first public PAR code, all of them the paper's own form: the sinusoids keep one
-order along the feature axis, logits are divided by the root of the head width, and the output of
-the attention has no activation.
-
 Shapes: B batch, S new tokens, K keys (memory and new tokens, K >= S), H heads, D width, E = D / H.
 """
 

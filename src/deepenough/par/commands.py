@@ -36,7 +36,7 @@ def run_derive(config: ParDeriveConfig) -> None:
     from deepenough.runs import RunFolder
 
     run = RunFolder.open(config.run)
-    found = derive_run(run, config.budget, config.spend)
+    found = derive_run(run, config.budget)
     if config.json:
         content = {"pattern": found.pattern, "relative_cost": found.relative_cost}
         print(json.dumps(content | {"pi": found.probabilities}))
@@ -44,7 +44,6 @@ def run_derive(config: ParDeriveConfig) -> None:
     cost = f" at {found.relative_cost:.0%} of the baseline's cost" if found.relative_cost else ""
     print(f"{found.pattern}{cost}")
     budget = "" if config.budget is None else f" --budget {config.budget:g}"
-    budget += f" --spend {config.spend:g}" if config.spend else ""
     if run.derived.exists():
         print(f"{run.derived} holds an earlier model: move it away before the next command")
     settings = quote(str(run.config))

@@ -155,16 +155,6 @@ class SearchConfig:
     """Weight in the loss of the squared excess of the expected cost over the budget: blocks then
     compete for the budget while they learn, instead of being cut to it at the end."""
 
-    spend: float = bounded(0.0, ge=0, le=1)
-    """Least share of the budget that the derived pattern uses: a short search undervalues
-    attention."""
-
-    decide_at: float = bounded(1.0, gt=0.5, le=1)
-    """Close a block once a branch has this probability: its other branch is computed no more."""
-
-    decide_after: float = bounded(0.05, ge=0, le=1)
-    """Share of the search before which no block is closed."""
-
     retrain: Literal["none", "scratch", "supernet"] = "none"
     """Train the derived pattern afterwards, from new weights or from the SuperNet's."""
 
@@ -214,9 +204,6 @@ class ParDeriveConfig:
     budget: float | None = bounded(None, gt=0)
     """Largest cost of the pattern, as a share of the interleaved baseline's."""
 
-    spend: float = bounded(0.0, ge=0, le=1)
-    """Least share of the budget that the pattern uses."""
-
     json: bool = False
     """Print one JSON object instead of a sentence."""
 
@@ -224,15 +211,6 @@ class ParDeriveConfig:
 @dataclass
 class EvaluationTextConfig:
     """Tokens and batches."""
-
-    end_of_line: bool | None = None
-    """Whether the tokenizer's end token follows each line; by default as in training."""
-
-    valid_fraction: float = bounded(0.05, ge=0, lt=1)
-    """Share of the lines held out for validation where the text has no valid split."""
-
-    test_fraction: float = bounded(0.05, ge=0, lt=1)
-    """Share of the lines held out for testing where the text has no test split."""
 
     cache: str | None = None
     """Folder for prepared tokens; by default $XDG_CACHE_HOME/deepenough or ~/.cache/deepenough."""

@@ -9,12 +9,10 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from deepenough.config import resolve, validate
@@ -22,6 +20,7 @@ from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.tokens import ContextBatches, split_tokens, tokenizer_fingerprint
 from deepenough.errors import UserError
+from deepenough.hf.loading import load
 from deepenough.measurement import (
     ComparedData,
     ComparedRun,
@@ -32,11 +31,10 @@ from deepenough.measurement import (
     perplexity_interval,
 )
 from deepenough.par.config import ParEvalConfig, ParGenerateConfig
-from deepenough.par.modeling import Memories, ParConfig, ParForCausalLM
+from deepenough.par.modeling import Memories, ParForCausalLM
 from deepenough.runs import RunFolder, model_folder, read_config, read_section
 from deepenough.trace import DepthTrace
 from deepenough.training.language import evaluate_language, num_evaluation_streams
-from deepenough.training.logging import without_bars
 
 #: Below this temperature sampling is taking the likeliest.
 COLDEST = 1e-6
@@ -45,50 +43,39 @@ SEGMENTS = 64
 
 
 def load_model(folder: str) -> ParForCausalLM:
-    """Return the model of a finished run, or of a folder in Hugging Face form."""
-    path = model_folder(folder)
-    try:
-        kind = ParConfig.get_config_dict(path)[0].get("model_type")
-        if kind == ParConfig.model_type:
-            with without_bars():
-                return ParForCausalLM.from_pretrained(path)
-    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(f"The model in {folder} cannot be loaded: {reason}.") from error
-    raise UserError(
-        f"The model in {folder} is of type {kind}, not one of deepenough par: give another folder."
-    )
+    """Return the model of a finished run, or of a folder in Hugging Face form, for evaluation."""
+    model, _ = load(str(model_folder(folder)))
+    if not isinstance(model, ParForCausalLM):
+        raise UserError(
+            f"The model in {folder} is a {type(model).__name__}, not one of deepenough par: give "
+            "another folder."
+        )
+    return model
 
 
 def evaluate(config: ParEvalConfig) -> dict[str, float]:
     """Return quality, compute and rate of a model on one split of a text, with its tokenizer."""
     validate(config)
-    model, given = load_model(config.run), config.dataset
-    length = given.length or model.config.length
-    dataset = DatasetConfig(**asdict(given) | {"length": length})
+    model = load_model(config.run)
+    length = config.dataset.length or model.config.length
+    dataset = replace(_trained_on(config.run), **asdict(config.dataset) | {"length": length})
     if config.mem_len is not None:
         # With a memory of another length a token sees all of it and of its segment.
         model.config.mem_len, model.config.length = config.mem_len, length
-    ends_lines = _ends_lines(config.run) if given.end_of_line is None else given.end_of_line
-    tokenizer = load_tokenizer(str(model_folder(config.run)))
-    tokens, _ = split_tokens(config.data, dataset, config.split, tokenizer, ends_lines)
+    tokenizer = load_tokenizer(model_folder(config.run))
+    tokens, _ = split_tokens(config.data, dataset, config.split, tokenizer, dataset.ends_lines)
     started = time.perf_counter()
     values = evaluate_language(model, tokens, dataset)
     values["tokens_per_second"] = values["tokens"] / (time.perf_counter() - started)
     return values
 
 
-def _ends_lines(folder: str) -> bool:
-    """Return whether line ends were tokens when the model was trained; True where none knows."""
+def _trained_on(folder: str) -> DatasetConfig:
+    """Return how the text of a training was cut; the defaults where no run tells."""
     path = model_folder(folder)
-    if path.name != "model" or not RunFolder(path.parent).config.is_file():
-        return True
-    return _trained_on(folder).ends_lines
-
-
-def _trained_on(run: str) -> DatasetConfig:
-    """Return how the text of a training was cut."""
-    return resolve(DatasetConfig, overrides=read_section(run, "dataset"))
+    if path.name == "model" and RunFolder(path.parent).config.is_file():
+        return resolve(DatasetConfig, overrides=read_section(folder, "dataset"))
+    return DatasetConfig()
 
 
 def continue_text(config: ParGenerateConfig) -> str:
@@ -96,37 +83,28 @@ def continue_text(config: ParGenerateConfig) -> str:
     validate(config)
     if not config.prompt.strip():
         raise UserError("The prompt is empty: give at least one word to go on from.")
-    model = load_model(config.run).eval()
-    tokenizer = load_tokenizer(str(model_folder(config.run)))
+    model = load_model(config.run)
+    tokenizer = load_tokenizer(model_folder(config.run))
     # Where the model has learned line ends as a token of their own, prompts have them too.
-    end = tokenizer.eos_token_id if _ends_lines(config.run) else None
-    ids = torch.tensor([_encode(tokenizer, config.prompt, end)], dtype=torch.long)
+    end = tokenizer.eos_token_id if _trained_on(config.run).ends_lines else None
+    lines = [config.prompt] if end is None else config.prompt.split("\n")
+    first, *others = [tokenizer.encode(line, add_special_tokens=False) for line in lines]
+    ids = [*first, *(token for line in others for token in (end, *line))]
     torch.manual_seed(config.seed)
     sampling = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k}
     written = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
         max_new_tokens=config.tokens,
         **(sampling if config.temperature > COLDEST else {"do_sample": False}),
     )
-    return _decode(tokenizer, written[0].tolist(), end)
-
-
-def _encode(tokenizer: Any, text: str, end: int | None) -> list[int]:
-    if end is None:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    first, *others = (tokenizer.encode(line, add_special_tokens=False) for line in text.split("\n"))
-    return [*first, *(token for line in others for token in [end, *line])]
-
-
-def _decode(tokenizer: Any, ids: list[int], end: int | None) -> str:
-    lines: list[list[int]] = [[]]
-    for token in ids:
+    written_lines: list[list[int]] = [[]]
+    for token in written[0].tolist():
         if token == end:
-            lines.append([])
+            written_lines.append([])
         else:
-            lines[-1].append(token)
-    return "\n".join(tokenizer.decode(line, skip_special_tokens=True) for line in lines)
+            written_lines[-1].append(token)
+    return "\n".join(tokenizer.batch_decode(written_lines, skip_special_tokens=True))
 
 
 # -- comparison ------------------------------------------------------------------------------------
@@ -140,7 +118,7 @@ class ParCandidate:
     def __init__(self, entry: ComparedRun, name: str, data: ComparedData) -> None:
         self.name, self.entry = name, entry
         self.folder = _trained_pattern(entry.run)
-        self.model = load_model(self.folder).eval()
+        self.model = load_model(self.folder)
         self.own_mem_len = self.model.config.mem_len
         self.batches, self.task = _compared_text(self.folder, data)
 
@@ -149,12 +127,11 @@ class ParCandidate:
         validate(self.entry.grid)
         own = self.own_mem_len
         lengths = self.entry.grid.mem_len or sorted({own, own // 2, own // 4}, reverse=True)
-        pattern = self.model.config.pattern
         command = f"deepenough par eval {shlex.quote(self.folder)} --mem_len"
         return [
             OperatingPoint(
                 f"memory {length}",
-                {"mem_len": length, "pattern": pattern},
+                {"mem_len": length, "pattern": self.model.pattern},
                 command=f"{command} {length}",
             )
             for length in lengths

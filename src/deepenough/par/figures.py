@@ -131,16 +131,16 @@ def pattern_figure(
 
 
 def _pattern(run: Run) -> tuple[str, str]:
-    """Return the pattern of a run, or nothing, and where it comes from."""
+    """Return the pattern of a run and where it comes from, or nothing where no block computes."""
     model = run.config.get("model")
     given = model.get("pattern") if isinstance(model, Mapping) else None
-    for pattern, what in ((last_value(run, "pattern"), "derived"), (given, "as given")):
+    patterns = [(last_value(run, "pattern"), "derived"), (given, "as given")]
+    for state in block_states(run)[-1:]:
+        patterns.append((state.pattern, f"most probable at step {state.step:,}"))
+    for pattern, what in patterns:
         if isinstance(pattern, str) and set(pattern) <= set(BRANCHES) and set(pattern) - {IDENTITY}:
             return pattern, what
-    states = block_states(run)
-    if not states:
-        return "", ""
-    return states[-1].pattern, f"most probable at step {states[-1].step:,}"
+    return "", ""
 
 
 def _counts(pattern: str) -> list[str]:
@@ -161,8 +161,8 @@ def section(run: Run) -> Section | None:
     figures = build_figures(run, FIGURES)
     states = block_states(run)
     findings = []
-    if states:
-        pattern, what = _pattern(run)
+    pattern, what = _pattern(run)
+    if states and pattern:
         start = "The search chose" if what == "derived" else "So far the most probable pattern is"
         least = float(states[-1].pi.max(axis=1).min())
         findings.append(

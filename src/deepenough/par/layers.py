@@ -174,19 +174,20 @@ def gumbel_noise(
 
 
 class BranchChoice(nn.Module):
-    """The scores `alpha` of a SuperNet's branches, and the weights drawn from them."""
+    """The scores `alpha` of a SuperNet's branches, and the weights drawn from them.
+
+    A block that the pattern gives has no choice: its probability of that branch is 1.
+    """
 
     tau: Tensor
-    decided: Tensor
 
-    def __init__(self, num_blocks: int, straight_through: bool, learn_tau: bool) -> None:
+    def __init__(self, pattern: str, straight_through: bool, learn_tau: bool) -> None:
         super().__init__()
+        self.pattern = pattern
         self.straight_through = straight_through
-        self.alpha = nn.Parameter(torch.zeros(num_blocks, len(BRANCHES)))
+        self.alpha = nn.Parameter(torch.zeros(len(pattern), len(BRANCHES)))
         self.log_tau = nn.Parameter(torch.zeros(())) if learn_tau else None
         self.register_buffer("tau", torch.ones(()))
-        # Index of the branch of a block that has been closed, -1 while it is open.
-        self.register_buffer("decided", torch.full((num_blocks,), -1))
 
     @property
     def temperature(self) -> Tensor:
@@ -200,14 +201,19 @@ class BranchChoice(nn.Module):
         if self.log_tau is not None:
             self.log_tau.fill_(math.log(tau))
 
+    def scores(self) -> Tensor:
+        """Return `alpha`, `[N, 3]`, with those of given blocks far apart and without gradient."""
+        given = [[30.0 * (kind == branch) for branch in BRANCHES] for kind in self.pattern]
+        is_open = torch.tensor([[kind == OPEN] for kind in self.pattern], device=self.alpha.device)
+        return torch.where(is_open, self.alpha, self.alpha.new_tensor(given))
+
     def probabilities(self) -> Tensor:
-        """Return `pi`, `[N, 3]`; a closed block has no gradient, for nothing is left to choose."""
-        pi = self.alpha.softmax(-1)
-        return torch.where((self.decided >= 0)[:, None], pi.detach(), pi)
+        """Return `pi`, `[N, 3]`."""
+        return self.scores().softmax(-1)
 
     def forward(self, num_streams: int, noise: Tensor | None) -> Tensor:
         """Return the weights of the branches, `[N, B, 3]`; `noise` replaces an own draw."""
-        logits = self.alpha.log_softmax(-1)[:, None, :]
+        logits = self.scores().log_softmax(-1)[:, None, :]
         if self.training:
             if noise is None:
                 noise = gumbel_noise(len(self.alpha), num_streams)

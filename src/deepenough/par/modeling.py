@@ -34,7 +34,7 @@ from deepenough.errors import UserError
 from deepenough.hf.generation import CheckedGenerationMixin
 from deepenough.nn.layers import Dropout
 from deepenough.nn.relative_attention import RelativeAttention
-from deepenough.par.config import BRANCHES, IDENTITY, OPEN, ParModelConfig, check_pattern
+from deepenough.par.config import IDENTITY, OPEN, ParModelConfig, check_pattern
 from deepenough.par.layers import (
     BranchChoice,
     ParBlock,
@@ -69,6 +69,7 @@ class ParConfig(PreTrainedConfig, ParModelConfig):
     }
     keys_to_ignore_at_inference = ["memories", "past_key_values", "trace"]  # noqa: RUF012
     pattern: str
+    initializer_range: float
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
     config_class = ParConfig
     config: ParConfig
     base_model_prefix = ""
-    main_input_name = "input_ids"
+    _input_embed_layer = "embedding"
     takes_tokens_back = False  # blocks without attention leave layers of a cache empty
     _supports_sdpa = True
     accepts_loss_kwargs = False  # the loss is a mean, which a trainer divides when it accumulates
@@ -155,7 +156,7 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.choice = None
         if OPEN in config.pattern:
-            self.choice = BranchChoice(config.num_blocks, config.straight_through, config.learn_tau)
+            self.choice = BranchChoice(config.pattern, config.straight_through, config.learn_tau)
         self.post_init()
 
     # -- what transformers asks of a model ---------------------------------------------------
@@ -177,11 +178,6 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
             init.ones_(module.tau)
             if module.log_tau is not None:
                 init.zeros_(module.log_tau)
-            init.constant_(module.decided, -1)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the table of embeddings."""
-        return self.embedding
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output layer; None where it is an adaptive softmax."""
@@ -329,27 +325,8 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
 
     @property
     def pattern(self) -> str:
-        """The blocks as they are now; stars are still open."""
-        return "".join(block.kind for block in self.blocks)  # type: ignore[misc]
-
-    def decide(self, block: int, kind: str) -> None:
-        """Close one block of the search: from now on only its branch `kind` is computed.
-
-        The last block stays open rather than leave a model of identities alone.
-        """
-        assert self.choice is not None
-        others = self.pattern[:block] + self.pattern[block + 1 :]
-        if kind == IDENTITY and not set(others) - {IDENTITY}:
-            return
-        self.choice.decided[block] = BRANCHES.index(kind)
-        self.apply_decisions()
-
-    def apply_decisions(self) -> None:
-        """Close the blocks that a loaded state says are closed."""
-        assert self.choice is not None
-        for block, branch in zip(self.blocks, self.choice.decided.tolist(), strict=True):
-            if branch >= 0:
-                block.kind = BRANCHES[branch]  # type: ignore[assignment]
+        """The blocks; stars are open."""
+        return self.config.pattern
 
     def with_pattern(self, pattern: str) -> ParForCausalLM:
         """Return a model of the given pattern with this one's weights.
@@ -358,27 +335,13 @@ class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
             UserError: The pattern needs weights that this model does not have.
         """
         other = ParForCausalLM(self.config.with_pattern(pattern))
-        own, wanted = self.state_dict(), other.state_dict()
-        missing = [name for name in wanted if name not in own]
+        missing, _ = other.load_state_dict(self.state_dict(), strict=False)
         if missing:
             raise UserError(
-                f"The pattern {pattern} cannot be taken out of {self.config.pattern}: "
-                f"there are no weights {missing[0]}."
+                f"The pattern {pattern} cannot be taken out of {self.pattern}: there are no "
+                f"weights {missing[0]}."
             )
-        other.load_state_dict({name: own[name] for name in wanted})
         return other.to(device=self.device, dtype=self.dtype).train(self.training)  # type: ignore[call-arg]
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model without the branches of closed blocks, which are computed no more."""
-        model = self if self.pattern == self.config.pattern else self.with_pattern(self.pattern)
-        model.generation_config = self.generation_config
-        super(ParForCausalLM, model).save_pretrained(*args, **kwargs)
-
-    def probabilities(self) -> Tensor:
-        """Return `pi` over attention, dense and identity for every block, closed ones included."""
-        if self.choice is None:
-            raise ValueError(f"the pattern {self.pattern} has no open block")
-        return self.choice.probabilities().detach()
 
 
 AutoConfig.register("par", ParConfig)

@@ -6,13 +6,11 @@ on one part of the training text, and every few steps the choices on a part that
 The pattern is the likeliest one, within a budget if one is given:
 
     maximise  sum_b log pi_b(kind_b)
-    subject to  spend * budget * cost(interleaved) <= cost(pattern) <= budget * cost(interleaved)
+    subject to  cost(pattern) <= budget * cost(interleaved)
 
 All blocks have one shape, so a pattern's cost depends only on how many blocks of each kind it has.
 That makes the constrained optimum exact and cheap: the best patterns for every pair of counts
 (attention, dense) are found block by block, and the best pair that fits the budget is taken.
-`spend` asks that the budget be used: attention learns more slowly than dense blocks, so a short
-search finds it less likely than it deserves, while *which* blocks it prefers is seen early.
 
 Costs are FLOPs in closed form, or seconds on this machine at the shape the model will really have.
 Timings of a shared machine are noisy upwards only, so the best of several rounds is taken.
@@ -25,7 +23,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch
@@ -37,7 +35,6 @@ from deepenough.data.tokens import Prepared
 from deepenough.errors import UserError
 from deepenough.par.config import (
     ATTENTION,
-    BRANCH_NAMES,
     BRANCHES,
     DENSE,
     IDENTITY,
@@ -45,12 +42,7 @@ from deepenough.par.config import (
     SearchConfig,
     interleaved,
 )
-from deepenough.par.layers import (
-    BranchChoice,
-    branch_flops,
-    gumbel_noise,
-    head_flops,
-)
+from deepenough.par.layers import BranchChoice, branch_flops, gumbel_noise, head_flops
 from deepenough.par.modeling import Memories, ParConfig, ParForCausalLM
 from deepenough.training.config import TrainingConfig, seed_at, tau_at
 from deepenough.training.language import LanguageTask
@@ -77,12 +69,8 @@ class BlockCosts:
     def of(self, pattern: str) -> float:
         """Return the cost of a whole forward pass."""
         # By counts, so that patterns with equal counts cost the same to the last bit.
-        return self.rest + sum(pattern.count(kind) * self.of_block(kind) for kind in BRANCHES)
-
-    def of_block(self, kind: str) -> float:
-        """Return the cost of one block."""
-        cost: float = getattr(self, BRANCH_NAMES[kind])
-        return cost
+        each = zip(BRANCHES, astuple(self), strict=False)
+        return self.rest + sum(pattern.count(kind) * cost for kind, cost in each)
 
     def relative(self, pattern: str) -> float:
         """Return the cost as a share of the interleaved baseline's with as many blocks."""
@@ -93,20 +81,18 @@ def derive(
     probabilities: Sequence[Sequence[float]],
     costs: BlockCosts | None = None,
     budget: float | None = None,
-    spend: float = 0.0,
     fixed: str | None = None,
 ) -> str:
-    """Return the likeliest pattern; with a budget, the likeliest that keeps (and spends) it.
+    """Return the likeliest pattern; with a budget, the likeliest that keeps it.
 
     Args:
         probabilities: `pi` of every block, in the order of `BRANCHES`.
         costs: Cost of each kind of block; a budget needs them.
         budget: Largest cost, as a share of the interleaved baseline's.
-        spend: Least share of the budget to use.
         fixed: The pattern that the search began with: what it leaves no choice stays as it is.
 
     Raises:
-        UserError: No pattern keeps the budget, or none spends enough of it.
+        UserError: No pattern keeps the budget.
     """
     if budget is not None and costs is None:
         raise ValueError("a budget needs the costs of the blocks")
@@ -126,35 +112,26 @@ def derive(
     patterns = [found for counts, found in best.items() if counts != (0, 0)]
     if budget is not None:
         assert costs is not None
-        fitting = [found for found in patterns if costs.relative(found[1]) <= budget]
-        if not fitting:
-            cheapest = min((pattern for _, pattern in patterns), key=costs.relative)
+        cheapest = min((pattern for _, pattern in patterns), key=costs.relative)
+        patterns = [found for found in patterns if costs.relative(found[1]) <= budget]
+        if not patterns:
             share = math.ceil(1000 * costs.relative(cheapest)) / 1000
             raise UserError(
                 f"No pattern of {num_blocks} blocks costs at most {budget:g} of the interleaved "
                 f"baseline: the cheapest, {cheapest}, needs a budget of {share:g}."
             )
-        patterns = [found for found in fitting if costs.relative(found[1]) >= spend * budget]
-        if not patterns:
-            costliest = max((pattern for _, pattern in fitting), key=costs.relative)
-            raise UserError(
-                f"No pattern of {num_blocks} blocks costs between {spend * budget:.3g} and "
-                f"{budget:g} of the interleaved baseline: the most expensive within the budget, "
-                f"{costliest}, costs {costs.relative(costliest):.3g}; lower spend."
-            )
     return max(patterns)[1]
 
 
 def derive_ref(
-    probabilities: Sequence[Sequence[float]], costs: BlockCosts, budget: float, spend: float = 0.0
+    probabilities: Sequence[Sequence[float]], costs: BlockCosts, budget: float
 ) -> tuple[str, float] | None:
     """Return what `derive` does and its log-likelihood, by trying all patterns."""
     found: tuple[str, float] | None = None
     for kinds in itertools.product(range(len(BRANCHES)), repeat=len(probabilities)):
         pattern = "".join(BRANCHES[kind] for kind in kinds)
         score = sum(_log(row[kind]) for row, kind in zip(probabilities, kinds, strict=True))
-        some_block = pattern.count(IDENTITY) < len(pattern)
-        fits = some_block and spend * budget <= costs.relative(pattern) <= budget
+        fits = bool(set(pattern) - {IDENTITY}) and costs.relative(pattern) <= budget
         if fits and (found is None or score > found[1]):
             found = pattern, score
     return found
@@ -194,9 +171,8 @@ def _seconds_now(device: torch.device) -> float:
 def measure_block_costs(config: ParConfig, streams: int, rounds: int = 15) -> BlockCosts:
     """Return the seconds of each kind of block and of the rest, at the real shape.
 
-    Blocks of every kind are timed one by one within whole passes, where they find caches as they
-    will find them in use, and the best round of each counts. Were the parts slowed by something
-    else in every round, their sum would stay below the best whole pass: then it is said.
+    Blocks are timed within whole passes, where they find caches as in use, and the best round of
+    each counts. A best whole pass that takes much longer than these together tells a busy machine.
     """
     pattern = interleaved(max(2, config.num_blocks)) + IDENTITY
     model = ParForCausalLM(config.with_pattern(pattern)).eval()
@@ -211,8 +187,8 @@ def measure_block_costs(config: ParConfig, streams: int, rounds: int = 15) -> Bl
             busy,
         )
     kinds = torch.tensor([BRANCHES.index(kind) for kind in pattern])
-    each = [float(in_blocks[kinds == branch].mean()) for branch in range(len(BRANCHES))]
-    return BlockCosts(*each, rest)
+    attention, dense, identity = (float(in_blocks[kinds == branch].mean()) for branch in range(3))
+    return BlockCosts(attention, dense, identity, rest)
 
 
 @torch.inference_mode()
@@ -237,10 +213,10 @@ def _time_blocks(model: ParForCausalLM, streams: int, rounds: int) -> Tensor:
 def count_block_costs(config: ParConfig, streams: int) -> BlockCosts:
     """Return the FLOPs of each kind of block and of the rest; tokens follow Zipf's law."""
     ids = _tokens(config, streams)
-    keys = config.mem_len + config.length
-    each = [float(branch_flops(config, kind, streams, config.length, keys)) for kind in BRANCHES]
+    sizes = (streams, config.length, config.mem_len + config.length)
+    attention, dense, identity = (float(branch_flops(config, k, *sizes)) for k in BRANCHES)
     rest = float(head_flops(config, ids.numel(), ids).sum())
-    return BlockCosts(*each, rest)
+    return BlockCosts(attention, dense, identity, rest)
 
 
 # -- the task --------------------------------------------------------------------------------------
@@ -250,8 +226,6 @@ class SearchTask(LanguageTask):
     """Language modelling with a SuperNet: its weights, and the choices between branches."""
 
     model: ParForCausalLM
-    costs: BlockCosts | None = None
-    """What the blocks cost, for the term that makes expensive ones unlikely."""
 
     def __init__(
         self,
@@ -261,21 +235,14 @@ class SearchTask(LanguageTask):
         train: TrainingConfig,
         accelerator: Accelerator,
         search: SearchConfig,
+        costs: BlockCosts,
     ) -> None:
         super().__init__(model, prepared, data, train, accelerator)
         assert model.choice is not None
-        self.search = search
+        self.search, self.costs = search, costs
         self.choice: BranchChoice = model.choice
         self.choice.set_tau(search.tau_start)
         self.progress = 0.0
-        self._closed: dict[int, Tensor] = {}
-        """Scores of the closed blocks, as they were when each one was closed."""
-        for block, kind in enumerate(model.config.pattern):
-            if kind != OPEN:  # the given pattern leaves no choice
-                scores = torch.full((len(BRANCHES),), -30.0)
-                scores[BRANCHES.index(kind)] = 0.0
-                self.choice.alpha.data[block] = scores
-                self._close(block, kind)
         for parameter in self.choice.parameters():
             parameter.register_hook(self._hold)
         if search.optimise == "alternating":
@@ -312,14 +279,11 @@ class SearchTask(LanguageTask):
         return gradient if choosing else torch.zeros_like(gradient)
 
     def begin_step(self, step: int) -> None:
-        """Anneal the temperature and close the blocks that have made up their mind."""
+        """Anneal the temperature."""
         self.progress = step / max(1, self.train.steps - 1)
-        settings = self.search
-        if settings.tau != "learned":
-            tau = tau_at(settings.tau, settings.tau_start, settings.tau_end, self.progress)
-            self.choice.set_tau(tau)
-        if settings.decide_at < 1.0 and self.progress >= settings.decide_after:
-            self._decide()
+        search = self.search
+        if search.tau != "learned":
+            self.choice.set_tau(tau_at(search.tau, search.tau_start, search.tau_end, self.progress))
 
     def phases(self, step: int) -> Sequence[str]:
         """Return the optimisers of this step: the weights', and when due the choices'."""
@@ -327,7 +291,6 @@ class SearchTask(LanguageTask):
             self.search.optimise == "alternating"
             and (step + 1) % self.search.alternate_every == 0
             and self.progress >= self.search.choose_after
-            and OPEN in self.model.pattern
         )
         return (WEIGHTS, CHOICES) if due else (WEIGHTS,)
 
@@ -344,7 +307,7 @@ class SearchTask(LanguageTask):
         """Return the loss, with the expected cost and the budget in the objective."""
         batch = super().loss(model, phase, step, micro)
         search = self.search
-        if self.costs is None or not (search.cost_weight or search.budget_weight):
+        if not (search.cost_weight or search.budget_weight):
             return batch
         cost = self.expected_cost()
         objective = batch.objective + search.cost_weight * cost
@@ -356,68 +319,33 @@ class SearchTask(LanguageTask):
 
     def expected_cost(self) -> Tensor:
         """Return `sum_b pi_b . cost` as a share of the interleaved baseline's whole cost."""
-        assert self.costs is not None
-        kinds = torch.tensor([self.costs.of_block(kind) for kind in BRANCHES])
-        total = (self.choice.probabilities() @ kinds.to(self.model.device)).sum()
-        if OPEN not in self.model.pattern:  # and nothing else gives the choices a gradient
-            total = total.detach()
+        kinds = torch.tensor(astuple(self.costs)[: len(BRANCHES)], device=self.model.device)
+        total = (self.choice.probabilities() @ kinds).sum()
         return total / self.costs.of(interleaved(len(self.model.blocks)))
-
-    @torch.no_grad()
-    def end_step(self) -> None:
-        """Put the scores of closed blocks back."""
-        # Momentum would carry the scores of a closed block on, even to another kind.
-        for block, scores in self._closed.items():
-            self.choice.alpha[block] = scores
-
-    # -- closing blocks ----------------------------------------------------------------------
-
-    def _decide(self) -> None:
-        """Close the blocks that have made up their mind."""
-        rows = self.model.probabilities()
-        for block, kind in enumerate(self.model.pattern):
-            if kind == OPEN and float(rows[block].max()) >= self.search.decide_at:
-                self._close(block, BRANCHES[int(rows[block].argmax())])
-
-    def _close(self, block: int, kind: str) -> None:
-        self.model.decide(block, kind)
-        if self.model.pattern[block] != OPEN:
-            self._closed[block] = self.choice.alpha[block].detach().clone()
 
     # -- records and state -------------------------------------------------------------------
 
     @torch.no_grad()
     def train_values(self) -> dict[str, Any]:
         """Return temperature, entropy, probabilities and expected cost, for the record."""
-        rows = self.model.probabilities()
-        still_open = (self.choice.decided < 0)[:, None]  # a closed block is decided: no entropy
-        values = {
+        rows = self.choice.probabilities()
+        return {
             "tau": float(self.choice.temperature),
-            "entropy": entropy(rows * still_open),
+            "entropy": entropy(rows),
             # So many digits, not places: how unlikely a choice is matters where a budget cuts.
             "pi": [[float(f"{value:.6g}") for value in row] for row in rows.tolist()],
+            "expected_cost": float(self.expected_cost()),
         }
-        if self.costs is not None:
-            values["expected_cost"] = float(self.expected_cost())
-        return values
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take up memories, and which blocks are closed."""
-        super().load_state(state)
-        self.model.apply_decisions()
-        alpha = self.choice.alpha.detach()
-        decided = self.choice.decided.tolist()
-        self._closed = {b: alpha[b].clone() for b, branch in enumerate(decided) if branch >= 0}
 
     def identity(self) -> dict[str, Any]:
         """Return what must be the same in a run that goes on from a checkpoint."""
         # What happens after the search may change its mind.
-        later = ("spend", "retrain", *(() if self.search.budget_weight else ("budget",)))
+        later = ("retrain", *(() if self.search.budget_weight else ("budget",)))
         search = {k: v for k, v in asdict(self.search).items() if k not in later}
         return super().identity() | {"search": search}
 
 
 def entropy(probabilities: Tensor) -> float:
     """Return how undecided the search is: mean entropy over its maximum, from 1 to 0."""
-    terms = torch.special.entr(probabilities.double()).sum(-1) / math.log(probabilities.shape[-1])
-    return float(terms.mean()) if len(terms) else 0.0
+    entropies = torch.special.entr(probabilities.double()).sum(-1)
+    return float(entropies.mean()) / math.log(probabilities.shape[-1])

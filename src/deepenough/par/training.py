@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from deepenough.errors import UserError
 from deepenough.par.config import (
     OPEN,
     ParDeriveConfig,
+    ParRunConfig,
     ParSearchConfig,
     ParTrainConfig,
     check_pattern,
@@ -65,8 +66,7 @@ def search(config: ParSearchConfig) -> DerivedPattern:
             f"The pattern {config.model.pattern} leaves nothing to search: use "
             "`deepenough par train` for it, or leave the pattern out."
         )
-    closes_blocks = config.search.decide_at < 1.0
-    accelerator = make_accelerator(config.train, closes_blocks or bool(config.model.cutoffs))
+    accelerator = make_accelerator(config.train, bool(config.model.cutoffs))
     check_folder(config, accelerator)
     prepared = _prepare(config.data, config.dataset, accelerator)
     model_config = ParConfig(
@@ -78,40 +78,32 @@ def search(config: ParSearchConfig) -> DerivedPattern:
     )
     torch.manual_seed(config.train.seed)
     model = ParForCausalLM(model_config)
-    task = SearchTask(model, prepared, config.dataset, config.train, accelerator, config.search)
-    task.costs = costs = block_costs(model_config, config, accelerator)
-    budget, spend = config.search.budget, config.search.spend
+    costs = block_costs(model_config, config, accelerator)
+    task = SearchTask(
+        model, prepared, config.dataset, config.train, accelerator, config.search, costs
+    )
+    budget = config.search.budget
     if budget is not None:  # one that no pattern keeps is refused now
         equal = [[1.0, 1.0, 1.0]] * model_config.num_blocks
-        derive(equal, costs, budget, spend, config.model.pattern)
+        derive(equal, costs, budget, config.model.pattern)
     with training(config, task, accelerator) as trainer:
         if trainer.first == 0:
             trainer.recorder.record(0, "cost", asdict(costs) | {"unit": config.search.cost})
         trainer.fit()
     run = trainer.run
-    found = derive_run(run, budget, spend)
+    found = derive_run(run, budget)
     if config.search.retrain != "none":
-        retrain = ParTrainConfig(
-            out=str(run.derived),
-            resume=config.resume,
-            overwrite=config.overwrite,
-            data=config.data,
-            dataset=config.dataset,
-            model=replace(config.model, pattern=found.pattern),
-            train=config.train,
-            start=str(run.path) if config.search.retrain == "supernet" else None,
-        )
+        shared = {option.name: getattr(config, option.name) for option in fields(ParRunConfig)}
+        retrain = ParTrainConfig(**shared)
+        retrain.out = str(run.derived)
+        retrain.model = replace(config.model, pattern=found.pattern)
+        retrain.start = str(run.path) if config.search.retrain == "supernet" else None
         train(retrain, prepared)
     return found
 
 
 def train(config: ParTrainConfig, prepared: Prepared | None = None) -> RunFolder:
-    """Train a model with the given pattern, or the interleaved one, and return its run folder.
-
-    Args:
-        config: The settings.
-        prepared: The text, where a caller has prepared it already.
-    """
+    """Train a model with the given pattern, or the interleaved one, and return its run folder."""
     validate(config)
     pattern = check_pattern(config.model.pattern or interleaved(config.model.num_blocks))
     model_settings = replace(config.model, pattern=pattern, num_blocks=len(pattern))
@@ -132,9 +124,9 @@ def train(config: ParTrainConfig, prepared: Prepared | None = None) -> RunFolder
     return trainer.run
 
 
-def derive_run(run: RunFolder, budget: float | None = None, spend: float = 0.0) -> DerivedPattern:
+def derive_run(run: RunFolder, budget: float | None = None) -> DerivedPattern:
     """Read the pattern out of a search's records, record it there, and return it."""
-    validate(ParDeriveConfig(str(run.path), budget, spend))
+    validate(ParDeriveConfig(str(run.path), budget))
     records, _ = read_records(run.metrics)
     rows = [record.values["pi"] for record in records if "pi" in record.values]
     if not rows:
@@ -143,7 +135,7 @@ def derive_run(run: RunFolder, budget: float | None = None, spend: float = 0.0) 
     if budget is not None and costs is None:
         raise UserError(f"{run.path} has no record of block costs, which a budget needs.")
     given = resolve(ParSearchConfig, run.config).model.pattern if run.config.is_file() else None
-    pattern = derive(rows[-1], costs, budget, spend, given)
+    pattern = derive(rows[-1], costs, budget, given)
     values: dict[str, Any] = {"pattern": pattern, "pi": rows[-1]}
     if costs is not None:
         values["relative_cost"] = costs.relative(pattern)
