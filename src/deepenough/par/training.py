@@ -1,7 +1,6 @@
 """Search, derive, train: the three steps of PAR on a text, each leaving a run folder.
 
-A run folder is made, overwritten or changed only when all settings have been found good: the data
-is prepared, the model built and a checkpoint compared first.
+A run folder is changed only when the data is prepared, the model built and a checkpoint compared.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from deepenough.config import resolve, validate
+from deepenough.config import validate
 from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.tokens import Prepared, prepare, tokenizer_fingerprint
@@ -39,7 +38,7 @@ from deepenough.par.search import (
     derive,
     measure_block_costs,
 )
-from deepenough.runs import Record, RunFolder, append_record, model_folder, read_records
+from deepenough.runs import Record, RunFolder, append_record, read_config, read_records
 from deepenough.training.checkpoint import list_names
 from deepenough.training.distributed import is_main_process, make_accelerator, on_main
 from deepenough.training.language import LanguageTask
@@ -134,7 +133,8 @@ def derive_run(run: RunFolder, budget: float | None = None) -> DerivedPattern:
     costs = recorded_costs(records)
     if budget is not None and costs is None:
         raise UserError(f"{run.path} has no record of block costs, which a budget needs.")
-    given = resolve(ParSearchConfig, run.config).model.pattern if run.config.is_file() else None
+    settings = read_config(str(run.path)) if run.config.is_file() else {}
+    given = settings.get("model", {}).get("pattern")
     pattern = derive(rows[-1], costs, budget, given)
     values: dict[str, Any] = {"pattern": pattern, "pi": rows[-1]}
     if costs is not None:
@@ -192,13 +192,13 @@ def take_weights(model: ParForCausalLM, tokenizer: PreTrainedTokenizerBase, orig
     A block of a kind that is not there keeps its new weights. That happens where a budget asks for
     another branch than the search had settled on.
     """
-    folder = model_folder(origin)
+    source = load_model(origin)
+    folder = str(source.name_or_path)
     if tokenizer_fingerprint(load_tokenizer(folder)) != tokenizer_fingerprint(tokenizer):
         raise UserError(
             f"The model in {origin} has another tokenizer, so its weights mean other tokens: give "
             f"--dataset.tokenizer {folder}."
         )
-    source = load_model(origin)
     for name in ("d_model", "num_heads", "d_ff", "cutoffs", "div_value"):
         there, here = getattr(source.config, name), getattr(model.config, name)
         if there != here:
