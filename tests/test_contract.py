@@ -48,7 +48,7 @@ from deepenough.config import options
 from deepenough.decoding.drafters import Proposal
 from deepenough.hf.adapter import adapt
 from deepenough.lazy.equilibrium import run_with_halting_ref
-from deepenough.lazy.layers import EncoderMemory, PaddedContext, padding_mask
+from deepenough.lazy.layers import EncoderMemory, PaddedContext, causal_mask, padding_mask
 from deepenough.par.config import BRANCHES
 from deepenough.ponder.halting import FixedExit, HaltingPolicy, QuantileExit
 from deepenough.ponder.inference import run_batch_ref
@@ -290,14 +290,14 @@ class LazyTranslator(Lazy):
         target = torch.stack([target[row, :5].roll(row) for row in rows])
         encoder, decoder = self.model.encoder, self.model.decoder
         state = encoder.embed(ids)
-        context = PaddedContext(2, padding_mask(mask, state))
+        context = PaddedContext(2, padding_mask(mask))
         positions = encoder.stack.encoding.positions(0, state)
         source = run_with_halting_ref(
             encoder.stack, state, positions, context, NUM_LAYERS, setting, 1
         )
         embedded = decoder.embed(target)
-        memory = EncoderMemory(source.state, padding_mask(mask, source.state), 2)
-        context = PaddedContext(2, causal=True, memory=memory)
+        memory = EncoderMemory(source.state, padding_mask(mask), 2)
+        context = PaddedContext(2, causal_mask(None, 5, 5, state.device), memory=memory)
         positions = decoder.stack.encoding.positions(0, embedded)
         found = run_with_halting_ref(
             decoder.stack, embedded, positions, context, NUM_LAYERS, setting, 1
@@ -339,8 +339,9 @@ class LazyCausalLM(Lazy):
         state = decoder.embed(ids)
         positions = decoder.stack.encoding.positions(0, state)
         # Padding stands behind the text, where a causal mask hides it.
+        context = PaddedContext(2, causal_mask(None, *ids.shape[1:] * 2, state.device))
         found = run_with_halting_ref(
-            decoder.stack, state, positions, PaddedContext(2, causal=True), NUM_LAYERS, setting, 1
+            decoder.stack, state, positions, context, NUM_LAYERS, setting, 1
         )
         return self.real(self.model.output(found.state), found.depth, list(mask.bool()), [])
 

@@ -7,7 +7,7 @@ import torch
 
 from deepenough.errors import UserError
 from deepenough.lazy.equilibrium import run_with_halting, run_with_halting_ref
-from deepenough.lazy.layers import EncoderMemory, PaddedContext, padding_mask
+from deepenough.lazy.layers import EncoderMemory, PaddedContext, causal_mask, padding_mask
 from deepenough.lazy.transition import step_similarity
 
 STEPS = 6
@@ -41,7 +41,7 @@ def test_equal_to_the_reference(make_translator, sources, form, patience):
     stack, mask = model.encoder.stack, sources["attention_mask"]
     state = model.encoder.embed(sources["input_ids"]).detach()
     positions = stack.encoding.positions(0, state)
-    context = PaddedContext(2, padding_mask(mask, state))
+    context = PaddedContext(2, padding_mask(mask))
     epsilon = (median_angle if "halt_on" in form else median_gate)(model, sources)
     with torch.no_grad():
         args = (stack, state, positions, context, STEPS, epsilon, patience)
@@ -64,8 +64,8 @@ def test_the_decoders_too(make_translator, sources, patience):
         states = model.encoder(**sources).last_hidden_state
         state = model.decoder.embed(ids)
         positions = stack.encoding.positions(0, state)
-        memory = EncoderMemory(states, padding_mask(sources["attention_mask"], states), 2)
-        context = PaddedContext(2, causal=True, memory=memory)
+        memory = EncoderMemory(states, padding_mask(sources["attention_mask"]), 2)
+        context = PaddedContext(2, causal_mask(None, 6, 6, state.device), memory=memory)
         epsilon = float(stack(state, positions, context, STEPS).gates.median())
         args = (stack, state, positions, context, STEPS, epsilon, patience)
         fast, slow = run_with_halting(*args), run_with_halting_ref(*args)

@@ -7,120 +7,60 @@ angle by which a step has turned the state is measured instead: gates that compa
 update need not fall when states come to rest, as updates may be new and small. The keys and values
 that a token had in its last step stay visible to the others.
 
-What is computed afterwards is a flat list of the active tokens: fewer rows in every matrix product,
-fewer queries, and nothing at all for a sentence without active tokens. With `epsilon` 0 no token
-halts, as no gate and no angle is below 0.
+What is computed afterwards is a flat list of the active tokens: fewer rows in every matrix product
+and fewer queries. With `epsilon` 0 no token halts, as no gate and no angle is below 0.
 
-Shapes: B sentences, T tokens, D width, N steps, R active tokens, K tokens attended to.
+Shapes: B sentences, T tokens, D width, N steps, R active tokens, Q most active tokens of a
+sentence, K tokens attended to.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepenough.lazy.config import ANGLE
-from deepenough.lazy.layers import (
-    LazyBlock,
-    PaddedContext,
-    StackOutput,
-    StepStack,
-    join_heads,
-    split_heads,
-    update_cache,
-)
+from deepenough.lazy.layers import PaddedContext, StackOutput, StepStack
 from deepenough.lazy.transition import squared_sine
 
 
-class ActiveContext:
+class ActiveContext(PaddedContext):
     """Attention of active tokens, rows `[R, D]`, to all tokens of their sentences."""
 
     def __init__(self, batch: PaddedContext, state_BTD: Tensor) -> None:
-        self.batch = batch
-        self.shape = state_BTD.shape
+        super().__init__(batch.num_heads, batch.mask, batch.cache, batch.memory)
         self.keys = torch.zeros_like(state_BTD)
         self.values = torch.zeros_like(state_BTD)
-        self.mask = _full_mask(batch, state_BTD)
-        # Halted sentences are dropped, except with a cache, which keeps all of them.
-        self.kept = torch.arange(self.shape[0], device=state_BTD.device)
 
     def set_active(self, rows: Tensor) -> None:
         """From now on compute only these tokens, given as sorted indices of the flattened batch."""
-        length = self.shape[1]
-        sentence, self.token = rows // length, rows % length
-        if self.batch.cache is None:
-            active = sentence.unique_consecutive()
-            if len(active) < len(self.kept):
-                self._keep(active)
-        self.sentence = torch.searchsorted(self.kept, sentence)
-        counts = torch.bincount(self.sentence, minlength=len(self.kept))
-        self.num_queries = int(counts.max())
+        num_sentences, length, _ = self.keys.shape
+        self.rows, self.sentence, self.token = rows, rows // length, rows % length
+        counts = torch.bincount(self.sentence, minlength=num_sentences)
+        self.shape = num_sentences, int(counts.max())  # [B, Q]
         first = counts.cumsum(0) - counts
         rank = torch.arange(len(rows), device=rows.device) - first[self.sentence]
-        # Index of a row among the keys, and among the queries, which have no gaps in a sentence
-        self.key_row = self.sentence * length + self.token
-        self.query_row = self.sentence * self.num_queries + rank
-        # If no token has halted, the rows are a padded batch as they are.
-        self.is_whole = len(rows) == len(self.kept) * length
-
-    def _keep(self, sentences: Tensor) -> None:
-        chosen = torch.searchsorted(self.kept, sentences)
-        self.keys, self.values = self.keys[chosen], self.values[chosen]
-        if self.mask is not None and len(self.mask) > 1:
-            self.mask = self.mask[chosen]
-        self.kept = sentences
+        self.query_rows = self.sentence * self.shape[1] + rank
 
     def self_attention(self, query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:
         """Attend to all tokens of the same sentence, halted ones by their last keys and values."""
-        if self.is_whole:
-            self.keys, self.values = (
-                part.unflatten(0, (len(self.kept), -1)) for part in (key, value)
-            )
-        else:
-            self.keys.flatten(0, 1).index_copy_(0, self.key_row, key)
-            self.values.flatten(0, 1).index_copy_(0, self.key_row, value)
-        keys, values = self._keys_values(step)
+        self.keys.flatten(0, 1).index_copy_(0, self.rows, key)
+        self.values.flatten(0, 1).index_copy_(0, self.rows, value)
         mask = self.mask
         if mask is not None and mask.shape[2] > 1:  # every query has a mask of its own
-            visible = mask.expand(len(self.kept), -1, -1, -1)[self.sentence, 0, self.token]
-            mask = mask.new_zeros(len(self.kept), self.num_queries, mask.shape[3])
-            mask = mask.flatten(0, 1).index_copy_(0, self.query_row, visible).view_as(mask)[:, None]
-        return self._attend(query, keys, values, mask)
+            visible = mask.expand(self.shape[0], -1, -1, -1)[self.sentence, 0, self.token]
+            mask = self._padded(visible).unsqueeze(1)
+        return self.attend(query, *self.all_keys_values(self.keys, self.values, step), mask)
 
-    def cross_attention(self, query: Tensor, block: LazyBlock) -> Tensor:
-        """Attend to the encoder's output."""
-        memory = self.batch.memory
-        assert memory is not None
-        keys, values = memory.keys_values(block)
-        mask = memory.mask
-        if len(self.kept) < self.shape[0]:
-            keys, values = keys[self.kept], values[self.kept]
-            mask = None if mask is None else mask[self.kept]
-        return self._attend(query, keys, values, mask)
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Return what the active tokens take from the values, `[R, D]`."""
+        attended = super().attend(self._padded(query), keys, values, mask)
+        return attended.flatten(0, 1).index_select(0, self.query_rows)
 
-    def fill_cache(self, step: int) -> None:
-        """Cache the last keys and values for a step that no token makes, for later tokens."""
-        if self.batch.cache is not None:
-            self._keys_values(step)
-
-    def _keys_values(self, step: int) -> tuple[Tensor, Tensor]:
-        heads = self.batch.num_heads
-        keys, values = split_heads(self.keys, heads), split_heads(self.values, heads)
-        if self.batch.cache is None:
-            return keys, values
-        return update_cache(self.batch.cache, keys, values, step)
-
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        shape = (len(self.kept), self.num_queries)
-        if self.is_whole:
-            queries = query
-        else:
-            queries = query.new_zeros(shape[0] * shape[1], self.shape[2])
-            queries.index_copy_(0, self.query_row, query)
-        heads = split_heads(queries.unflatten(0, shape), self.batch.num_heads)
-        rows = join_heads(F.scaled_dot_product_attention(heads, keys, values, mask)).flatten(0, 1)
-        return rows if self.is_whole else rows.index_select(0, self.query_row)
+    def _padded(self, rows: Tensor) -> Tensor:
+        """Return rows of the active tokens sentence by sentence, `[B, Q, ...]`."""
+        padded = rows.new_zeros(self.shape[0] * self.shape[1], rows.shape[1])
+        return padded.index_copy_(0, self.query_rows, rows).unflatten(0, self.shape)
 
 
 @torch.no_grad()
@@ -184,8 +124,8 @@ def run_with_halting(
                 )
                 if len(rows):
                     context.set_active(rows)
-        else:
-            context.fill_cache(step)
+        elif batch.cache is not None:  # later tokens attend to the last keys and values
+            context.all_keys_values(context.keys, context.values, step)
         if keep_states:
             states.append(state.index_copy(0, rows, active).view_as(state_BTD))
     state.index_copy_(0, rows, active)
@@ -209,7 +149,7 @@ def run_with_halting_ref(
     patience: int,
 ) -> StackOutput:
     """Compute all tokens in every step and put back those that have halted, for tests."""
-    context = _FrozenContext(batch)
+    context = _FrozenContext(batch.num_heads, batch.mask, batch.cache, batch.memory)
     state = state_BTD
     is_active = torch.ones(state.shape[:2], dtype=torch.bool)
     num_calm = torch.zeros(state.shape[:2], dtype=torch.long)
@@ -229,30 +169,15 @@ def run_with_halting_ref(
     return StackOutput(normed, torch.stack(gates, -1), all_ran, all_ran.sum(-1), None, None)
 
 
-class _FrozenContext:
+class _FrozenContext(PaddedContext):
     """A padded batch in which halted tokens keep their keys and values."""
 
-    def __init__(self, batch: PaddedContext) -> None:
-        self.batch = batch
-        self.is_active = torch.tensor(True)
-        self.last: tuple[Tensor, Tensor] | None = None
+    is_active: Tensor
+    last: tuple[Tensor, Tensor] | None = None
 
     def self_attention(self, query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:
         if self.last is not None:
             key = torch.where(self.is_active[..., None], key, self.last[0])
             value = torch.where(self.is_active[..., None], value, self.last[1])
         self.last = key, value
-        return self.batch.self_attention(query, key, value, step)
-
-    def cross_attention(self, query: Tensor, block: LazyBlock) -> Tensor:
-        return self.batch.cross_attention(query, block)
-
-
-def _full_mask(batch: PaddedContext, state_BTD: Tensor) -> Tensor | None:
-    """Return the batch's mask with four axes, also where torch would apply a causal one itself."""
-    if batch.causal:
-        length = state_BTD.shape[1]
-        later = torch.full((length, length), float("-inf"), device=state_BTD.device).triu(1)
-        return later.to(state_BTD.dtype)[None, None]
-    mask = batch.mask
-    return mask[None, None] if mask is not None and mask.dim() == 2 else mask
+        return super().self_attention(query, key, value, step)

@@ -1,9 +1,9 @@
 """Layers of a Lazy Transformer: attention, positional encodings, the block, the stack, the loss.
 
-A block asks its `AttentionContext` for attention and so does not need to know whether its tokens
-form a padded batch or a flat list, nor where keys and values are kept. Self-attention keys and
-values belong to a step, hence one cache layer per step. Cross-attention keys and values belong to a
-block, whose projections they come from: a block that is applied repeatedly computes them once.
+A block asks a context for attention and so does not need to know whether its tokens form a padded
+batch or a flat list, nor where keys and values are kept. Self-attention keys and values belong to a
+step, hence one cache layer per step. Cross-attention keys and values belong to a block, whose
+projections they come from: a block that is applied repeatedly computes them once.
 
 A stack applies one block again and again or, for the ordinary Transformer, one block after another.
 `transformer` and `universal` apply every update in full; `lazy` applies the share that is new;
@@ -17,14 +17,15 @@ steps, V vocabulary, R predicted tokens.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache
-from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from deepenough.errors import UserError
 from deepenough.lazy.config import ACT, LAZY, TRANSFORMER, LazyTransformerConfig
@@ -37,51 +38,33 @@ LONGEST_WAVE = 10_000.0
 # -- attention -------------------------------------------------------------------------------------
 
 
-class AttentionContext(Protocol):
-    """What the tokens of a block may attend to; rows `[..., D]` in and out."""
-
-    def self_attention(self, query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:
-        """Attend to the tokens of the same sequence."""
-        ...
-
-    def cross_attention(self, query: Tensor, block: LazyBlock) -> Tensor:
-        """Attend to the encoder's output through the block's own key and value projection."""
-        ...
-
-
 class EncoderMemory:
-    """The encoder's output as cross-attention keys and values, computed once per block."""
+    """The encoder's output as cross-attention keys and values, computed once per block.
+
+    Args:
+        states_BSD: The encoder's output.
+        mask: Which source tokens are visible, `[B, 1, 1, S]`; None for all.
+        num_heads: Number of attention heads.
+        cache: Keys and values of an earlier call, a layer for every block.
+    """
 
     def __init__(
         self, states_BSD: Tensor, mask: Tensor | None, num_heads: int, cache: Cache | None = None
     ) -> None:
         self.states, self.mask, self.num_heads = states_BSD, mask, num_heads
-        self.cache = cache if isinstance(cache, EncoderDecoderCache) else None
-        self._computed: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def is_cached(self) -> bool:
+        self.cache = DynamicCache() if cache is None else cache
+        self.is_cached = self.cache.get_seq_length() > 0
         """Whether an earlier call has left keys and values in the cache."""
-        return self.cache is not None and any(self.cache.is_updated.values())
 
     def keys_values(self, block: LazyBlock) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a block, `[B, H, S, D/H]` each."""
-        if block.index not in self._computed:
-            self._computed[block.index] = self._cached_keys_values(block)
-        return self._computed[block.index]
-
-    def _cached_keys_values(self, block: LazyBlock) -> tuple[Tensor, Tensor]:
-        if self.cache is None:
-            return self._project(block)
-        cache: Any = self.cache.cross_attention_cache
-        if self.cache.is_updated.get(block.index):
-            return cache.layers[block.index].keys, cache.layers[block.index].values
-        self.cache.is_updated[block.index] = True
-        return update_cache(cache, *self._project(block), block.index)
-
-    def _project(self, block: LazyBlock) -> tuple[Tensor, Tensor]:
-        key, value = block.cross_kv_proj(self.states).chunk(2, -1)
-        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
+        if self.cache.get_seq_length(block.index) == 0:
+            key, value = block.cross_kv_proj(self.states).chunk(2, -1)
+            heads = split_heads(key, self.num_heads), split_heads(value, self.num_heads)
+            return update_cache(self.cache, *heads, block.index)
+        layer = self.cache.layers[block.index]
+        assert layer.keys is not None and layer.values is not None
+        return layer.keys, layer.values
 
 
 class PaddedContext:
@@ -89,9 +72,8 @@ class PaddedContext:
 
     Args:
         num_heads: Number of attention heads.
-        mask: Added to the attention scores.
-        causal: Use torch's own causal mask, which needs no memory.
-        cache: Keys and values of earlier tokens.
+        mask: Which tokens are visible, `[1 or B, 1, 1 or T, K]`; None for all.
+        cache: Keys and values of earlier tokens, a layer for every step.
         memory: The encoder's output, for a decoder.
     """
 
@@ -99,45 +81,34 @@ class PaddedContext:
         self,
         num_heads: int,
         mask: Tensor | None = None,
-        causal: bool = False,
         cache: Cache | None = None,
         memory: EncoderMemory | None = None,
     ) -> None:
-        self.num_heads, self.mask, self.causal = num_heads, mask, causal
-        self.cache = self_attention_cache(cache)
-        self.memory = memory
+        self.num_heads, self.mask, self.cache, self.memory = num_heads, mask, cache, memory
 
     def self_attention(self, query: Tensor, key: Tensor, value: Tensor, step: int) -> Tensor:
         """Attend to the tokens of the same sequence, those in the cache included."""
-        query, key, value = (split_heads(part, self.num_heads) for part in (query, key, value))
-        if self.cache is not None:
-            key, value = update_cache(self.cache, key, value, step)
-        attended = F.scaled_dot_product_attention(
-            query, key, value, self.mask, is_causal=self.causal
-        )
-        return join_heads(attended)
+        return self.attend(query, *self.all_keys_values(key, value, step), self.mask)
 
     def cross_attention(self, query: Tensor, block: LazyBlock) -> Tensor:
-        """Attend to the encoder's output."""
+        """Attend to the encoder's output through the block's own key and value projection."""
         assert self.memory is not None
-        key, value = self.memory.keys_values(block)
-        query = split_heads(query, self.num_heads)
-        return join_heads(F.scaled_dot_product_attention(query, key, value, self.memory.mask))
+        return self.attend(query, *self.memory.keys_values(block), self.memory.mask)
+
+    def all_keys_values(self, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of cached and new tokens, `[B, H, K, D/H]` each."""
+        key, value = split_heads(key, self.num_heads), split_heads(value, self.num_heads)
+        return (key, value) if self.cache is None else update_cache(self.cache, key, value, step)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Return what the rows of `query` take from the values, in the form of the rows."""
+        heads = split_heads(query, self.num_heads)
+        return F.scaled_dot_product_attention(heads, keys, values, mask).transpose(1, 2).flatten(2)
 
 
 def split_heads(rows_BTD: Tensor, num_heads: int) -> Tensor:
     """Return a view `[B, H, T, D/H]`."""
     return rows_BTD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-
-
-def join_heads(heads: Tensor) -> Tensor:
-    """Return `[B, T, D]` from `[B, H, T, D/H]`."""
-    return heads.transpose(1, 2).flatten(2)
-
-
-def self_attention_cache(cache: Cache | None) -> Cache | None:
-    """Return the part of a cache that belongs to self-attention."""
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def update_cache(cache: Cache, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -149,50 +120,37 @@ def update_cache(cache: Cache, key: Tensor, value: Tensor, layer: int) -> tuple[
     return updated
 
 
-def padding_mask(attention_mask_BK: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return an additive mask `[B, 1, 1, K]`, or None if there is no padding."""
+def padding_mask(attention_mask_BK: Tensor | None) -> Tensor | None:
+    """Return which tokens are visible, `[B, 1, 1, K]`; None if there is no padding."""
     if attention_mask_BK is None or bool(attention_mask_BK.all()):
         return None
-    return _additive(attention_mask_BK.bool()[:, None, None, :], like)
+    return attention_mask_BK.bool()[:, None, None, :]
 
 
-def causal_mask(attention_mask_BK: Tensor | None, num_new: int, like: Tensor) -> Tensor | None:
-    """Return an additive mask `[B, 1, T, K]` for the last `num_new` tokens, None without padding.
+def causal_mask(
+    attention_mask_BK: Tensor | None, num_new: int, num_keys: int, device: torch.device
+) -> Tensor | None:
+    """Return which tokens the last `num_new` see, `[1 or B, 1, T, K]`; None if they see all.
 
     A token always sees itself: a padding token has nothing else to attend to.
     """
-    if attention_mask_BK is None or bool(attention_mask_BK.all()):
+    padding = padding_mask(attention_mask_BK)
+    if padding is None and num_new == 1:
         return None
-    num_keys = attention_mask_BK.shape[1]
-    before = _lower_triangle(num_new, num_keys, like.device)
-    itself = torch.eye(num_keys, dtype=torch.bool, device=like.device)[-num_new:]
-    visible = (attention_mask_BK.bool()[:, None, :] & before) | itself
-    return _additive(visible[:, None], like)
-
-
-def cached_causal_mask(num_new: int, num_keys: int, like: Tensor) -> Tensor | None:
-    """Return an additive mask `[T, K]` for new tokens behind cached ones, None for a single one."""
-    if num_new == 1:
-        return None
-    return _additive(_lower_triangle(num_new, num_keys, like.device), like)
-
-
-def _lower_triangle(num_new: int, num_keys: int, device: torch.device) -> Tensor:
-    return torch.ones(num_new, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_new)
-
-
-def _additive(visible: Tensor, like: Tensor) -> Tensor:
-    return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, float("-inf"))
+    itself = torch.eye(num_keys, dtype=torch.bool, device=device)[-num_new:]
+    earlier = torch.ones_like(itself).tril(num_keys - num_new)
+    return earlier[None, None] if padding is None else (padding & earlier) | itself
 
 
 # -- positional encodings --------------------------------------------------------------------------
 
 
-def sinusoids(num: int, width: int) -> Tensor:
+@functools.lru_cache(8)
+def sinusoids(num: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return `[num, width]`: sines in the first half of the channels, cosines in the second."""
     rates = torch.exp(-math.log(LONGEST_WAVE) * torch.arange(0, width, 2) / width)
     angles = torch.arange(num)[:, None] * rates
-    return torch.cat([angles.sin(), angles.cos()], 1)
+    return torch.cat([angles.sin(), angles.cos()], 1).to(device, dtype)
 
 
 class PositionalEncoding(nn.Module):
@@ -209,8 +167,6 @@ class PositionalEncoding(nn.Module):
         self.steps: nn.Embedding | None = None
         if config.step_encoding == "learned":
             self.steps = nn.Embedding(config.max_steps, config.d_model)
-        # Not buffers: they follow from the config, and loading a model leaves buffers unfilled.
-        self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def positions(
         self, num_past: int, state_BTD: Tensor, attention_mask_BK: Tensor | None = None
@@ -219,13 +175,13 @@ class PositionalEncoding(nn.Module):
 
         The shape is `[T, D]`, or `[B, T, D]` where padding comes first.
         """
-        length = state_BTD.shape[1]
-        if num_past + length > self.config.max_positions:
+        length, limit = state_BTD.shape[1], self.config.max_positions
+        if num_past + length > limit:
             raise UserError(
-                f"A sequence of {num_past + length} tokens is longer than the model's "
-                f"{self.config.max_positions} positions: cut it, or raise max_positions."
+                f"A sequence of {num_past + length} tokens is longer than the model's {limit} "
+                "positions: cut it, or raise max_positions."
             )
-        table = self._table(state_BTD)
+        table = self._table(limit, state_BTD)
         if attention_mask_BK is None or bool(attention_mask_BK[:, 0].all()):
             return table[num_past : num_past + length]
         indices = attention_mask_BK.long().cumsum(1).sub_(1).clamp_(min=0)[:, -length:]
@@ -236,15 +192,11 @@ class PositionalEncoding(nn.Module):
         if self.steps is not None:
             return positions + self.steps.weight[step]
         if self.config.step_encoding == "sinusoid":
-            return positions + self._table(positions)[step]
+            return positions + self._table(self.config.max_steps, positions)[step]
         return positions
 
-    def _table(self, like: Tensor) -> Tensor:
-        key = (like.device, like.dtype)
-        if key not in self._tables:
-            num = max(self.config.max_positions, self.config.max_steps)
-            self._tables[key] = sinusoids(num, self.config.d_model).to(like)
-        return self._tables[key]
+    def _table(self, num: int, like: Tensor) -> Tensor:
+        return sinusoids(num, self.config.d_model, like.device, like.dtype)
 
 
 # -- block and stack -------------------------------------------------------------------------------
@@ -277,9 +229,7 @@ class LazyBlock(nn.Module):
         self.ff_out = nn.Linear(config.d_ff, d)
         self.ff_dropout = Dropout(config.ff_dropout)
 
-    def forward(
-        self, state: Tensor, encoding: Tensor, context: AttentionContext, step: int
-    ) -> Tensor:
+    def forward(self, state: Tensor, encoding: Tensor, context: PaddedContext, step: int) -> Tensor:
         """Return the update of every token, the residual not added."""
         query, key, value = self.qkv_proj(self.attention_norm(state) + encoding).chunk(3, -1)
         update: Tensor = self.o_proj(context.self_attention(query, key, value, step))
@@ -334,7 +284,7 @@ class StepStack(nn.Module):
         self,
         state: Tensor,
         positions: Tensor,
-        context: AttentionContext,
+        context: PaddedContext,
         num_steps: int,
         keep_states: bool = False,
     ) -> StackOutput:
@@ -350,7 +300,9 @@ class StepStack(nn.Module):
         self.check_steps(num_steps)
         gates: list[Tensor] = []
         states = [state]
-        noise = self._embedding_noise(state)
+        noise = None
+        if self.training and self.config.clean_gates and self.config.mechanism == LAZY:
+            noise = dropout_noise(state, self.config.dropout)
         for step in range(num_steps):
             encoding = self.encoding.add_step(positions, step)
             state, gate, noise = self.transition(step).step(
@@ -389,12 +341,6 @@ class StepStack(nn.Module):
                 f"{len(self.transitions)}: ask for as many or fewer."
             )
 
-    def _embedding_noise(self, state: Tensor) -> Tensor | None:
-        """Return the noise that dropout put into the embeddings, if gates are to be freed of it."""
-        if self.training and self.config.clean_gates and self.config.mechanism == LAZY:
-            return dropout_noise(state, self.config.dropout)
-        return None
-
     def _halt(self, states: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return ACT's mean state, number of steps and cost, per token."""
         assert self.halting is not None
@@ -414,42 +360,15 @@ def smoothed_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the mean label-smoothed loss, and the mean plain one without a gradient.
 
-    With a share `s` of the target's probability spread over all `V` tokens, target included,
+    A share `smoothing` of the target's probability is spread over all V tokens, target included:
 
-        loss = logsumexp(z) - (1 - s) * z_target - s * mean(z)
-        d loss / d z = softmax(z) - (1 - s) * onehot(target) - s / V
+        loss = -(1 - smoothing) * log p(target) - smoothing * mean(log p)
 
-    as `torch.nn.functional.cross_entropy(..., label_smoothing=s)`, which holds several tensors of
-    the logits' size at once; here the gradient is computed in one.
+    Both follow from one softmax; two calls of `F.cross_entropy` would compute two.
     """
-    logits = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
-    smoothed, plain = _SmoothedCrossEntropy.apply(logits, targets_R, smoothing)
-    return smoothed, plain
-
-
-class _SmoothedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, smoothing: float
-    ) -> tuple[Tensor, Tensor]:
-        total = logits.logsumexp(-1)
-        picked = logits.gather(1, targets[:, None]).squeeze(1)
-        plain = (total - picked).mean()
-        smoothed = (1.0 - smoothing) * plain
-        if smoothing:
-            smoothed += smoothing * (total.mean() - logits.mean())
-        ctx.save_for_backward(logits, total, targets)
-        ctx.smoothing = smoothing
-        ctx.mark_non_differentiable(plain)
-        return smoothed, plain
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, total, targets = ctx.saved_tensors
-        num_rows, vocab_size = logits.shape
-        grad = torch.sub(logits, total[:, None]).exp_()
-        if ctx.smoothing:
-            grad.sub_(ctx.smoothing / vocab_size)
-        rows = torch.arange(num_rows, device=grad.device)
-        grad[rows, targets] -= 1.0 - ctx.smoothing
-        return grad.mul_(grads[0] / num_rows), None, None
+    dtype = torch.promote_types(logits_RV.dtype, torch.float32)
+    log_probs = logits_RV.log_softmax(-1, dtype=dtype)
+    plain = F.nll_loss(log_probs, targets_R)
+    if not smoothing:
+        return plain, plain.detach()
+    return (1.0 - smoothing) * plain - smoothing * log_probs.mean(), plain.detach()

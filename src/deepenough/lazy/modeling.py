@@ -41,7 +41,6 @@ from deepenough.lazy.layers import (
     PaddedContext,
     StackOutput,
     StepStack,
-    cached_causal_mask,
     causal_mask,
     padding_mask,
     smoothed_cross_entropy,
@@ -109,18 +108,18 @@ class LazyOutput(ModelOutput):
 class _Side(nn.Module):
     """What encoder and decoder share: embeddings and a stack of steps."""
 
+    steps_option: str
+    """Option of the config that says how many steps are made."""
+    epsilon_option: str
+
     def __init__(
-        self,
-        config: LazyTransformerConfig,
-        embedding: nn.Embedding,
-        num_steps: int,
-        cross_attention: bool,
+        self, config: LazyTransformerConfig, embedding: nn.Embedding, cross_attention: bool = False
     ) -> None:
         super().__init__()
         self.config = config
         self.embedding = embedding
         self.dropout = Dropout(config.dropout)
-        self.stack = StepStack(config, num_steps, cross_attention)
+        self.stack = StepStack(config, getattr(config, self.steps_option), cross_attention)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return embeddings of unit variance `[B, T, D]`: the tied table's variance is 1 / D."""
@@ -131,19 +130,23 @@ class _Side(nn.Module):
     def run(
         self,
         state: Tensor,
-        context: PaddedContext,
         positions: Tensor,
-        num_steps: int,
-        epsilon: float,
+        context: PaddedContext,
+        steps: int | None,
+        epsilon: float | None,
         patience: int | None,
         real_BT: Tensor | None,
         keep_states: bool,
     ) -> StackOutput:
         """Apply the steps; tokens halt in equilibrium if `epsilon` is above 0, outside training."""
+        config = self.config
+        num_steps = getattr(config, self.steps_option) if steps is None else steps
+        epsilon = getattr(config, self.epsilon_option) if epsilon is None else epsilon
+        config.check_epsilon(epsilon, self.epsilon_option)
         if epsilon == 0.0 or self.training:
             output: StackOutput = self.stack(state, positions, context, num_steps, keep_states)
             return output
-        patience = self.config.patience if patience is None else patience
+        patience = config.patience if patience is None else patience
         return run_with_halting(
             self.stack, state, positions, context, num_steps, epsilon, patience, real_BT,
             keep_states,
@@ -154,9 +157,7 @@ class LazyEncoder(_Side):
     """Update source tokens, which all attend to one another, step by step."""
 
     main_input_name = "input_ids"
-
-    def __init__(self, config: LazyTransformerConfig, embedding: nn.Embedding) -> None:
-        super().__init__(config, embedding, config.encoder_steps, cross_attention=False)
+    steps_option, epsilon_option = "encoder_steps", "epsilon"
 
     def forward(
         self,
@@ -170,45 +171,35 @@ class LazyEncoder(_Side):
         return_dict: bool | None = None,
     ) -> LazyEncoderOutput | tuple[Any, ...]:
         """Encode a batch; steps, `epsilon` and `patience` are the config's unless given."""
-        config = self.config
-        num_steps = config.encoder_steps if encoder_steps is None else encoder_steps
-        epsilon = config.epsilon if epsilon is None else epsilon
-        config.check_epsilon(epsilon, "epsilon")
         state = self.embed(input_ids)
         positions = self.stack.encoding.positions(0, state, attention_mask)
-        context = PaddedContext(config.num_heads, padding_mask(attention_mask, state))
+        context = PaddedContext(self.config.num_heads, padding_mask(attention_mask))
         steps = self.run(
-            state, context, positions, num_steps, epsilon, patience, attention_mask,
+            state, positions, context, encoder_steps, epsilon, patience, attention_mask,
             bool(output_hidden_states),
         )  # fmt: skip
         trace = None
         if not self.training:
-            trace = _trace(steps, step_flops(config, state.shape[1]), 0.0, attention_mask)
+            each = step_flops(self.config, state.shape[1])
+            trace = _trace(steps, each, torch.zeros(()), attention_mask)
         output = LazyEncoderOutput(steps.state, steps.states, steps.gates, steps.ponder_cost, trace)
         return output if return_dict is not False else output.to_tuple()
 
 
 class DecoderOutput(NamedTuple):
-    """Output of the decoder, with what its trace needs to know."""
+    """Output of the decoder."""
 
     steps: StackOutput
-    num_keys: int
-    """Tokens that the new ones may attend to, themselves included."""
-    num_source: int | None
-    """Length of the source; None without an encoder."""
     real_BT: Tensor | None
     """Which new tokens are not padding; None if all are real."""
-    projected_source: bool
-    """Whether cross-attention keys and values were computed in this call."""
+    trace: DepthTrace | None
+    """One unit per new token; in evaluation only."""
 
 
 class LazyDecoder(_Side):
     """Update target tokens, which attend to earlier ones and, if there is one, to the source."""
 
-    def __init__(
-        self, config: LazyTransformerConfig, embedding: nn.Embedding, cross_attention: bool
-    ) -> None:
-        super().__init__(config, embedding, config.decoder_steps, cross_attention)
+    steps_option, epsilon_option = "decoder_steps", "decoder_epsilon"
 
     def forward(
         self,
@@ -220,44 +211,33 @@ class LazyDecoder(_Side):
         epsilon: float | None = None,
         patience: int | None = None,
         keep_states: bool = False,
+        logits_to_keep: int = 0,
     ) -> DecoderOutput:
         """Decode new tokens; `attention_mask` covers cached tokens too, `[B, K]`."""
         config = self.config
-        num_steps = config.decoder_steps if steps is None else steps
-        epsilon = config.decoder_epsilon if epsilon is None else epsilon
-        config.check_epsilon(epsilon, "decoder_epsilon")
         num_past = cache.get_seq_length() if cache is not None else 0
         num_new = input_ids.shape[1]
+        num_keys = num_past + num_new
         state = self.embed(input_ids)
         positions = self.stack.encoding.positions(num_past, state, attention_mask)
-        mask, causal = causal_mask(attention_mask, num_new, state), False
-        if mask is None and num_past == 0:
-            causal = num_new > 1
-        elif mask is None:
-            mask = cached_causal_mask(num_new, num_past + num_new, state)
-        context = PaddedContext(config.num_heads, mask, causal, cache, memory)
-        projects_source = memory is not None and not memory.is_cached
+        mask = causal_mask(attention_mask, num_new, num_keys, state.device)
+        context = PaddedContext(config.num_heads, mask, cache, memory)
         real = None if attention_mask is None else attention_mask[:, -num_new:]
-        output = self.run(
-            state, context, positions, num_steps, epsilon, patience, real, keep_states
-        )
-        num_source = None if memory is None else memory.states.shape[1]
-        return DecoderOutput(output, num_past + num_new, num_source, real, projects_source)
-
-    def trace(self, decoded: DecoderOutput, num_scored: int) -> DepthTrace:
-        """Return the trace of a call in which the last `num_scored` tokens got logits.
-
-        The cost of cross-attention keys and values is shared by the target tokens.
-        """
-        config = self.config
-        batch_size, length, num_steps = decoded.steps.ran.shape
-        is_scored = torch.arange(length).expand(batch_size, length) >= length - num_scored
-        extra = is_scored.double() * (2 * config.d_model * config.vocab_size)
-        if decoded.projected_source and decoded.num_source is not None:
-            num_blocks = num_steps if config.mechanism == TRANSFORMER else 1
-            extra = extra + 4 * num_blocks * decoded.num_source * config.d_model**2 / length
-        each = step_flops(config, decoded.num_keys, decoded.num_source)
-        return _trace(decoded.steps, each, extra, decoded.real_BT)
+        output = self.run(state, positions, context, steps, epsilon, patience, real, keep_states)
+        trace = None
+        if not self.training:
+            num_scored = min(logits_to_keep or num_new, num_new)
+            is_scored = torch.arange(num_new) >= num_new - num_scored
+            extra = is_scored.double() * (2 * config.d_model * config.vocab_size)
+            if memory is not None and not memory.is_cached:
+                # The cost of cross-attention keys and values is shared by the target tokens.
+                num_blocks = output.ran.shape[-1] if config.mechanism == TRANSFORMER else 1
+                num_values = num_blocks * memory.states.shape[1] * config.d_model
+                extra = extra + 4 * num_values * config.d_model / num_new
+            num_source = None if memory is None else memory.states.shape[1]
+            each = step_flops(config, num_keys, num_source)
+            trace = _trace(output, each, extra, real)
+        return DecoderOutput(output, real, trace)
 
 
 def step_flops(config: LazyTransformerConfig, num_keys: int, num_source: int | None = None) -> int:
@@ -272,11 +252,11 @@ def step_flops(config: LazyTransformerConfig, num_keys: int, num_source: int | N
 
 
 def _trace(
-    steps: StackOutput, flops_per_step: int, extra: Tensor | float, real_BT: Tensor | None
+    steps: StackOutput, flops_per_step: int, extra: Tensor, real_BT: Tensor | None
 ) -> DepthTrace:
     ran, depth = steps.ran, steps.depth
     flops = ran.sum(-1).double() * flops_per_step
-    flops = flops + (extra.to(ran.device) if isinstance(extra, Tensor) else extra)
+    flops = flops + extra.to(ran.device)
     if real_BT is not None:
         real = real_BT.bool()
         ran, depth, flops = ran & real[..., None], depth * real, flops * real
@@ -293,6 +273,7 @@ class LazyPreTrainedModel(PreTrainedModel):
     config: LazyTransformerConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
+    _input_embed_layer = "embedding"
     _supports_sdpa = True
     accepts_loss_kwargs = False  # the loss is a mean, which a trainer divides when it accumulates
 
@@ -313,10 +294,6 @@ class LazyPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding table."""
-        return self.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the embedding table in every part that reads tokens."""
@@ -348,35 +325,27 @@ class LazyPreTrainedModel(PreTrainedModel):
 
         Without logits, scores are computed only for tokens that have a target.
         """
-        steps = decoded.steps
-        logits = self.output(steps.state[:, -logits_to_keep:]) if with_logits else None
-        loss = plain = trace = None
+        state_BTD = decoded.steps.state
+        logits = self.output(state_BTD[:, -logits_to_keep:]) if with_logits else None
+        loss = plain = None
         if targets is not None:
-            loss, plain = self._losses(steps.state, targets, logits)
-        if not self.training:
-            num_scored = steps.state.shape[1] if logits is None else logits.shape[1]
-            trace = self.decoder.trace(decoded, num_scored)
+            flat = targets.flatten()
+            kept = (flat != IGNORE_INDEX).nonzero().squeeze(1)
+            if logits is None:
+                scores = self.output(state_BTD.flatten(0, 1).index_select(0, kept))
+            else:
+                scores = logits.flatten(0, 1).index_select(0, kept)
+            smoothing = self.config.label_smoothing if self.training else 0.0
+            loss, plain = smoothed_cross_entropy(scores, flat[kept], smoothing)
         return LazyOutput(
             loss=loss,
             logits=logits,
             plain_loss=plain,
             past_key_values=cache,
-            decoder_hidden_states=steps.states,
-            decoder_gates=steps.gates,
-            trace=trace,
+            decoder_hidden_states=decoded.steps.states,
+            decoder_gates=decoded.steps.gates,
+            trace=decoded.trace,
         )
-
-    def _losses(
-        self, hidden_BTD: Tensor, targets_BT: Tensor, logits_BTV: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        targets = targets_BT.flatten()
-        kept = (targets != IGNORE_INDEX).nonzero().squeeze(1)
-        if logits_BTV is None:
-            logits = self.output(hidden_BTD.flatten(0, 1).index_select(0, kept))
-        else:
-            logits = logits_BTV.flatten(0, 1).index_select(0, kept)
-        smoothing = self.config.label_smoothing if self.training else 0.0
-        return smoothed_cross_entropy(logits, targets[kept], smoothing)
 
     def _add_ponder_cost(
         self, output: LazyOutput, cost: Tensor | None, real: Tensor | None
@@ -415,7 +384,7 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
         labels: Tensor | None = None,
         targets: Tensor | None = None,
         encoder_outputs: LazyEncoderOutput | None = None,
-        past_key_values: Cache | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
         use_cache: bool | None = None,
         encoder_steps: int | None = None,
         decoder_steps: int | None = None,
@@ -451,16 +420,19 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
         cache = past_key_values
         if cache is None and use_cache:
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        mask = padding_mask(attention_mask, states)
+        own, cross = None, None
+        if cache is not None:
+            own, cross = cache.self_attention_cache, cache.cross_attention_cache
         decoded = self.decoder(
             decoder_input_ids,
             decoder_attention_mask,
-            EncoderMemory(states, mask, self.config.num_heads, cache),
-            cache,
+            EncoderMemory(states, padding_mask(attention_mask), self.config.num_heads, cross),
+            own,
             decoder_steps,
             decoder_epsilon,
             patience,
             bool(output_hidden_states),
+            logits_to_keep,
         )
         output = self._output(decoded, wanted, targets is None, logits_to_keep, cache)
         if wanted is not None:
@@ -484,9 +456,8 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
         return shifted.masked_fill(shifted == IGNORE_INDEX, self.config.pad_token_id)
 
     @staticmethod
-    def _reorder_cache(cache: Cache, beam_idx: Any) -> Cache:
+    def _reorder_cache(cache: EncoderDecoderCache, beam_idx: Any) -> Cache:
         """Reorder beams; cross-attention is the same for all beams of a sentence."""
-        assert isinstance(cache, EncoderDecoderCache)
         cache.self_attention_cache.reorder_cache(beam_idx)
         return cache
 
@@ -540,6 +511,7 @@ class LazyTransformerForCausalLM(LazyPreTrainedModel, CheckedGenerationMixin):
             decoder_epsilon,
             patience,
             bool(output_hidden_states),
+            logits_to_keep,
         )
         wanted = targets
         if labels is not None:
