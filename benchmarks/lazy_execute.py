@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepenough.config import resolve
-from deepenough.lazy.config import ProgramConfig, ProgramEvalConfig, ProgramTrainConfig
+from deepenough.lazy.config import LazyEvalConfig, ProgramConfig, ProgramTrainConfig
 from deepenough.lazy.evaluation import load_translator
 from deepenough.lazy.programs import evaluate_programs, train_programs
 from deepenough.training.config import TrainingConfig
@@ -74,7 +74,7 @@ def settings_of(folder: Path, mechanism: Mechanism, seed: int, steps: int) -> Pr
 def figures(folder: Path) -> dict[str, Any]:
     """Return parameters, and exact match by kind and by difficulty."""
     settings = resolve(ProgramTrainConfig, folder / "config.yaml")
-    values = evaluate_programs(ProgramEvalConfig(str(folder)))
+    values = evaluate_programs(LazyEvalConfig(str(folder)))
     shown = {
         name: value
         for name, value in values.items()

@@ -30,7 +30,7 @@ from sacrebleu.significance import PairedTest
 
 from benchmarks.figures import Figure, Unavailable, interleaved, spread
 from deepenough.data.translation import IGNORE_INDEX, EncodedPairs
-from deepenough.lazy.config import BeamSearchConfig, TranslationEvalConfig
+from deepenough.lazy.config import BeamSearchConfig, LazyEvalConfig
 from deepenough.lazy.evaluation import (
     Translator,
     bleu,
@@ -325,9 +325,9 @@ class Measured:
         if name not in self.pairs:
             run = str(self.folder)
             if name in TESTS:
-                settings = TranslationEvalConfig(run, split="test", test=name)
+                settings = LazyEvalConfig(run, split="test", test=name)
             else:
-                settings = TranslationEvalConfig(run, split=name)
+                settings = LazyEvalConfig(run, split=name)
             self.pairs[name] = measured_pairs(settings, self.translator)
         return self.pairs[name]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deepenough.errors import UserError
-from deepenough.lazy.config import BeamSearchConfig, TranslationEvalConfig
+from deepenough.lazy.config import BeamSearchConfig, LazyEvalConfig
 from deepenough.lazy.evaluation import (
     evaluate_translation,
     load_translator,
@@ -73,12 +73,12 @@ def test_a_model_without_a_run_folder_translates(run):
 
 
 def test_evaluation_tells_bleu_depth_and_cost_and_is_recorded(run):
-    values = evaluate_translation(TranslationEvalConfig(str(run), search=BeamSearchConfig(beams=1)))
+    values = evaluate_translation(LazyEvalConfig(str(run), search=BeamSearchConfig(beams=1)))
     assert values["sentences"] == 40
     assert values["encoder_depth"] == 3.0
     assert "tok:13a" in values["signature"]
     stopping = BeamSearchConfig(beams=1, epsilon=1.0, patience=2)
-    sooner = evaluate_translation(TranslationEvalConfig(str(run), test="test_b", search=stopping))
+    sooner = evaluate_translation(LazyEvalConfig(str(run), test="test_b", search=stopping))
     assert sooner["encoder_depth"] == 2.0
     assert sooner["encoder_flops"] == pytest.approx(values["encoder_flops"] * 2 / 3)
     records, _ = read_records(run / "metrics.jsonl")
@@ -87,7 +87,7 @@ def test_evaluation_tells_bleu_depth_and_cost_and_is_recorded(run):
 
 def test_the_fastest_round_of_the_encoder_counts(run, monkeypatch):
     translator = load_translator(str(run))
-    pairs = measured_pairs(TranslationEvalConfig(str(run)), translator)
+    pairs = measured_pairs(LazyEvalConfig(str(run)), translator)
     clock = iter([0.0, 5.0, 5.0, 7.0, 7.0, 10.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     values = measure_encoder(translator.model, pairs, BeamSearchConfig(), 8, num_timings=3)
@@ -137,11 +137,11 @@ def test_what_is_missing_is_said(run, tmp_path):
     with pytest.raises(UserError, match="There is no model in"):
         load_translator(str(tmp_path))
     with pytest.raises(UserError, match="batch_size must be at least 1: got 0"):
-        evaluate_translation(TranslationEvalConfig(str(run), batch_size=0))
+        evaluate_translation(LazyEvalConfig(str(run), batch_size=0))
     with pytest.raises(UserError, match="the valid split was asked for: leave one of them out"):
-        evaluate_translation(TranslationEvalConfig(str(run), split="valid", test="test_b"))
+        evaluate_translation(LazyEvalConfig(str(run), split="valid", test="test_b"))
     with pytest.raises(UserError, match="has no split 'train2'"):
-        evaluate_translation(TranslationEvalConfig(str(run), split="train2"))
+        evaluate_translation(LazyEvalConfig(str(run), split="train2"))
     with pytest.raises(UserError, match="rows must be at least 1"):
         list(translate_lines(load_translator(str(run)), ["a"], BeamSearchConfig(), at_once=0))
 

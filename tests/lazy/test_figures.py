@@ -7,7 +7,6 @@ import pytest
 from deepenough.figure import Run
 from deepenough.lazy.figures import (
     FIGURES,
-    depth_figure,
     epsilon_figure,
     epsilon_points,
     grid_figure,
@@ -47,8 +46,6 @@ def test_gates_and_similarities_are_shown_token_by_step() -> None:
     assert gates.framed == [(0, 1), (1, 0)] and not similarity.framed
     assert gates.texts == [[".40", ".10"], [".30", ".00"]]
     assert "with epsilon 0.2" in figure.caption
-    text = depth_figure(run_of(("lazy_tokens", PAIR)))
-    assert text is not None and list(text.panels[0].depth) == [2, 1]
 
 
 def test_a_model_without_gates_has_similarities_alone() -> None:
@@ -57,7 +54,6 @@ def test_a_model_without_gates_has_similarities_alone() -> None:
     run = run_of(("lazy_tokens", PAIR | sides | {"epsilon": None}))
     figure = tokens_figure(run)
     assert figure is not None and len(figure.panels) == 2
-    assert depth_figure(run) is None
     found = section(run)
     assert found is not None and "gate" not in found.about
 

@@ -12,8 +12,8 @@ from deepenough.lazy.config import ProgramConfig
 from deepenough.lazy.programs import (
     POOL,
     Program,
-    ProgramBatches,
     character_tokenizer,
+    draw_pool,
     exact_by_difficulty,
     held_out_programs,
     make_programs,
@@ -104,18 +104,16 @@ def test_every_character_is_a_token():
 
 def test_batches_follow_from_seed_and_place_and_never_come_again():
     data = ProgramConfig(ALL, batch_size=8)
-    tokenizer = character_tokenizer()
 
-    def texts(batches, index):
-        pairs, rows = batches.batch(index)
-        return tokenizer.batch_decode([pairs.source[row] for row in rows])
+    def texts(seed, number):
+        pairs, batches = draw_pool(data, character_tokenizer(), seed, number)
+        return [[pairs.pairs[row].source for row in rows] for rows in batches]
 
-    whole = ProgramBatches(data, tokenizer, seed=0)
-    seen = [texts(whole, index) for index in range(POOL + 2)]
-    assert all(len(batch) == 8 for batch in seen)
-    assert texts(ProgramBatches(data, tokenizer, seed=0), POOL + 1) == seen[POOL + 1]
-    assert texts(ProgramBatches(data, tokenizer, seed=1), 3) != seen[3]
-    assert sorted(seen[0]) != sorted(seen[POOL])
+    first, second = texts(0, 0), texts(0, 1)
+    assert len(first) == len(second) == POOL
+    assert all(len(batch) == 8 for batch in first + second)
+    assert texts(0, 1) == second
+    assert texts(1, 0) != first != second
 
 
 @pytest.mark.parametrize(
@@ -238,12 +236,10 @@ def test_an_unknown_task_and_a_task_of_other_options_are_refused(lazy):
         lazy("train", "--task=programs", "--dataset.kinds", "[]")
 
 
-def test_the_run_decides_the_options_of_eval(lazy, programs_run, capsys):
+def test_options_of_another_task_than_the_runs_are_refused(lazy, programs_run, make_run):
     with pytest.raises(UserError, match="Option --run must be given; folder of a finished"):
         lazy("eval")
-    assert lazy("eval", "--task", "language", "--help") == 0
-    assert "--decoder_epsilon" in capsys.readouterr().out
-    assert lazy("eval", programs_run, "--help") == 0
-    assert "--nesting" in capsys.readouterr().out
-    with pytest.raises(UserError, match="was trained on programs, not on language: leave out"):
-        lazy("eval", programs_run, "--task", "language")
+    with pytest.raises(UserError, match="was trained on programs, but test is an option of transl"):
+        lazy("eval", programs_run, "--test", "test_b")
+    with pytest.raises(UserError, match="was trained on translation, but nesting is an option of"):
+        lazy("eval", make_run(), "--nesting", "2")

@@ -16,8 +16,8 @@ from deepenough.data.translation import joint_tokenizer, open_parallel
 from deepenough.errors import UserError
 from deepenough.lazy.config import (
     BeamSearchConfig,
+    LazyEvalConfig,
     LazyModelConfig,
-    TranslationEvalConfig,
     TranslationTrainConfig,
 )
 from deepenough.lazy.evaluation import bleu, evaluate_translation, load_translator
@@ -198,9 +198,7 @@ def test_a_model_without_capitals_is_measured_without_them(tiny, tmp_path):
     assert measured.score == pytest.approx(100.0) and "case:lc" in measured.signature
     settings = tiny(tmp_path / "run", dataset__lowercase=True, train__steps=1)
     train_translation(settings)
-    values = evaluate_translation(
-        TranslationEvalConfig(settings.out, search=BeamSearchConfig(beams=1))
-    )
+    values = evaluate_translation(LazyEvalConfig(settings.out, search=BeamSearchConfig(beams=1)))
     assert "case:lc" in values["signature"]
 
 
@@ -272,6 +270,8 @@ def test_a_split_or_steps_that_cannot_be_are_refused(lazy, language_run):
         lazy("eval", language_run, "--decoder_steps", "0")
     with pytest.raises(UserError, match="patience must be at least 1: got 0"):
         lazy("eval", language_run, "--decoder_epsilon", "0.5", "--patience", "0")
+    with pytest.raises(UserError, match="which a language model does not have: give decoder_eps"):
+        lazy("eval", language_run, "--epsilon", "0.5")
 
 
 def test_a_language_model_does_not_translate(language_run):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 from collections.abc import Callable
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from deepenough.config import Command
-from deepenough.errors import UserError
 from deepenough.runs import RunFolder
 
 if TYPE_CHECKING:
-    from deepenough.lazy.config import LazyPlotConfig, SweepConfig, TranslateConfig
+    from deepenough.lazy.config import LazyEvalConfig, LazyPlotConfig, SweepConfig, TranslateConfig
 
 
 def train(config: Any) -> None:
@@ -34,16 +34,18 @@ def train(config: Any) -> None:
         print(f"model in {run.model}; next: deepenough lazy {verb} {run.path}{sentences}")
 
 
-def evaluate(config: Any) -> None:
+def evaluate(config: LazyEvalConfig) -> None:
     """Measure a model at the task it was trained for and print the figures."""
     from deepenough.lazy import evaluation, programs
 
-    evaluations: dict[str, Callable[[Any], dict[str, Any]]] = {
+    evaluations: dict[str, Callable[[LazyEvalConfig], dict[str, Any]]] = {
         "translation": evaluation.evaluate_translation,
         "programs": programs.evaluate_programs,
         "language": evaluation.evaluate_language,
     }
-    for name, value in evaluations[config.task](config).items():
+    task = evaluation.task_of(config.run)
+    config.check_task(task)
+    for name, value in evaluations[task](config).items():
         if isinstance(value, list):  # a table: one line per row
             for row in value:
                 print("  ".join(f"{key} {_number(part)}" for key, part in row.items()))
@@ -87,58 +89,22 @@ def inspect(config: LazyPlotConfig) -> None:
 
 
 # -- which task ------------------------------------------------------------------------------------
-# A task has options of its own, so it decides which settings `train` and `eval` take.
+# A task has options of its own, so it decides which settings `train` takes.
 
 
 def _train_config(argv: list[str]) -> type:
-    from deepenough.lazy.config import TRAIN_CONFIGS
+    from deepenough.lazy.config import train_config
 
-    task = _option(argv, "task")
-    if task is None and (file := _option(argv, "config")):
-        task = _content(Path(file)).get("task")
-    return _of_task(TRAIN_CONFIGS, task)
-
-
-def _eval_config(argv: list[str]) -> type:
-    from deepenough.lazy.config import EVAL_CONFIGS
-
-    run = argv[0] if argv and not argv[0].startswith("-") else _option(argv, "run")
-    if run is None and (file := _option(argv, "config")):
-        run = _content(Path(file)).get("run")
-    task = _option(argv, "task")
-    if isinstance(run, str):
-        path = Path(run)
-        folder = RunFolder(path.parent if (path / "config.json").is_file() else path)
-        trained = _content(folder.config).get("task", task)
-        if task not in (None, trained):
-            raise UserError(f"{run} was trained on {trained}, not on {task}: leave out --task.")
-        task = trained
-    return _of_task(EVAL_CONFIGS, task)
-
-
-def _of_task(configs: dict[str, type], task: Any) -> type:
-    name = "translation" if task is None else str(task)
-    if name not in configs:
-        raise UserError(f"There is no task {name!r}: choose {', '.join(configs)}.")
-    return configs[name]
-
-
-def _option(argv: list[str], name: str) -> str | None:
-    """Return the value of an option, looked for before the words are parsed."""
-    for word, following in zip_longest(argv, argv[1:], fillvalue=""):
-        flag, equals, value = word.partition("=")
-        if flag == f"--{name}":
-            return value if equals else following
-    return None
-
-
-def _content(file: Path) -> dict[str, Any]:
-    """Return a settings file; empty if it cannot be read, which its reader will say."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--task", "--config"):
+        finder.add_argument(name, nargs="?")
+    given, _ = finder.parse_known_args(argv)
+    task = given.task
+    if task is None and given.config is not None:
+        # A file that cannot be read is refused when its settings are.
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            task = yaml.safe_load(Path(given.config).read_text(encoding="utf-8"))["task"]
+    return train_config(task)
 
 
 COMMANDS = (
@@ -155,12 +121,11 @@ COMMANDS = (
     Command(
         name="eval",
         help="measure its quality, how deep its tokens go and what that costs",
-        config=_eval_config,
+        config="deepenough.lazy.config:LazyEvalConfig",
         run=evaluate,
         description="Measure a model at the task it was trained for: BLEU with its signature,\n"
         "encoder steps, FLOPs and seconds of a translator; exact match of a program executor;\n"
-        "perplexity of a language model. The options are those of the run's task:\n"
-        "deepenough lazy eval RUN --help.",
+        "perplexity of a language model.",
         example="deepenough lazy eval runs/lazy-multi30k --search.epsilon 0.005",
         positional=("run",),
     ),

@@ -36,6 +36,9 @@ STEPS_RECORD, EPSILON_RECORD = "steps", "epsilon"
 TOKENS_RECORD, REST_RECORD = "lazy_tokens", "lazy_rest"
 """Kinds of the records of one pair, and of many sentences, that `lazy plot` draws."""
 
+CALL_OPTIONS = ("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon", "patience")
+"""Options of a model that every call can give anew."""
+
 
 @dataclass
 class LazyModelConfig:
@@ -200,8 +203,8 @@ class LazyTransformerConfig(PreTrainedConfig, LazyModelConfig):
 class BeamSearchConfig:
     """Search for a translation."""
 
-    beams: int = bounded(4, ge=1)
-    """Number of beams; 1 for greedy search."""
+    beams: int | None = bounded(None, ge=1)
+    """Number of beams, 1 for greedy search; by default 4, and 1 for programs."""
 
     length_penalty: float = 0.6
     """Scores are divided by the length to this power: more favours longer translations."""
@@ -235,16 +238,20 @@ class BeamSearchConfig:
             if (epsilon := getattr(self, name)) is not None:
                 model.config.check_epsilon(epsilon, name)
 
+    @property
+    def num_beams(self) -> int:
+        """Number of beams, the default for translations resolved."""
+        return 4 if self.beams is None else self.beams
+
     def halting(self) -> dict[str, Any]:
         """Return the steps, epsilons and patience that are given, None left out."""
-        names = ("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon", "patience")
-        chosen = {name: getattr(self, name) for name in names}
+        chosen = {name: getattr(self, name) for name in CALL_OPTIONS}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def generation(self) -> dict[str, Any]:
         """Return arguments for `generate()`; what is not given is left to the model."""
-        search: dict[str, Any] = {"num_beams": self.beams, "do_sample": False}
-        if self.beams > 1:
+        search: dict[str, Any] = {"num_beams": self.num_beams, "do_sample": False}
+        if self.num_beams > 1:
             search["length_penalty"] = self.length_penalty
         return search | self.halting()
 
@@ -374,33 +381,44 @@ class LanguageTrainConfig(LazyTrainConfig):
     )
 
 
+def train_config(task: str | None) -> type[LazyTrainConfig]:
+    """Return the settings of a training for a task; None is translation."""
+    known = {
+        TRANSLATION: TranslationTrainConfig,
+        PROGRAMS: ProgramTrainConfig,
+        LANGUAGE: LanguageTrainConfig,
+    }
+    name = TRANSLATION if task is None else str(task)
+    if name not in known:
+        raise UserError(f"There is no task {name!r}: choose {', '.join(known)}.")
+    return known[name]
+
+
 # -- evaluation ------------------------------------------------------------------------------------
 
 
 @dataclass
 class LazyEvalConfig:
-    """Settings that the evaluations of all tasks share."""
+    """Measure a model at the task it was trained for."""
 
     run: str
     """Folder of a finished training."""
 
-    task: str = TRANSLATION
-    """What the run was trained for. Read from the run; without one, it chooses the options that
-    --help shows."""
-
     split: str = "test"
     """Split to measure on, test or valid: neither is ever trained on."""
 
-
-@dataclass
-class TranslationEvalConfig(LazyEvalConfig):
-    """Measure a translator."""
-
     test: str | None = None
-    """Other test files of the same folder, such as test_2017_flickr; by default the training's."""
+    """Translation: other test files of the same folder, such as test_2017_flickr; by default the
+    training's."""
 
     batch_size: int = bounded(32, ge=1)
-    """Sentences per batch when the encoder is timed."""
+    """Translation: sentences per batch when the encoder is timed."""
+
+    length: int | None = bounded(None, ge=1)
+    """Programs: most digits of a number; by default as in training. More measures extrapolation."""
+
+    nesting: int | None = bounded(None, ge=1, le=MAX_NESTING)
+    """Programs: most operations nested in one; by default as in training."""
 
     search: BeamSearchConfig = field(default_factory=BeamSearchConfig)
 
@@ -412,38 +430,24 @@ class TranslationEvalConfig(LazyEvalConfig):
                 "of them out."
             )
 
-
-@dataclass
-class ProgramEvalConfig(LazyEvalConfig):
-    """Measure a model that executes programs."""
-
-    task: str = PROGRAMS
-    length: int | None = bounded(None, ge=1)
-    """Most digits of a number; by default as in training. More measures extrapolation."""
-
-    nesting: int | None = bounded(None, ge=1, le=MAX_NESTING)
-    """Most operations nested in a program; by default as in training."""
-
-    search: BeamSearchConfig = field(default_factory=lambda: BeamSearchConfig(beams=1))
-
-
-@dataclass
-class LanguageEvalConfig(LazyEvalConfig):
-    """Measure a language model."""
-
-    task: str = LANGUAGE
-    decoder_steps: int | None = bounded(None, ge=1)
-    """Steps over the text; by default those of training."""
-
-    decoder_epsilon: float | None = bounded(None, ge=0, le=1)
-    """Gate (or angle, as the model's halt_on says) below which a token halts; 0 lets none halt."""
-
-    patience: int | None = bounded(None, ge=1)
-    """Steps in a row for which it must be below epsilon."""
+    def check_task(self, task: str) -> None:
+        """Raise UserError for an option of another task than the run's."""
+        for name, owner in (("test", TRANSLATION), ("length", PROGRAMS), ("nesting", PROGRAMS)):
+            if getattr(self, name) is not None and task != owner:
+                raise UserError(
+                    f"{self.run} was trained on {task}, but {name} is an option of {owner}: leave "
+                    "it out."
+                )
+        for name in ("encoder_steps", "epsilon"):
+            if getattr(self.search, name) is not None and task == LANGUAGE:
+                raise UserError(
+                    f"{name} is for the source, which a language model does not have: give "
+                    f"decoder_{name.removeprefix('encoder_')}."
+                )
 
 
 @dataclass
-class SweepConfig(TranslationEvalConfig):
+class SweepConfig(LazyEvalConfig):
     """Measure BLEU over steps and epsilons."""
 
     encoder_steps: list[int] = bounded(default_factory=lambda: [2, 4, 6, 8, 9], ge=1)
@@ -454,7 +458,7 @@ class SweepConfig(TranslationEvalConfig):
 
     epsilons: list[float] | None = bounded(None, ge=0, le=1)
     """Epsilons at which source tokens halt, each measured with the steps of training; by default
-    seven from 0 to 0.3 for lazy models and none for others, which have no gates."""
+    0 and three that suit the model's halt_on and compare, none for models without gates."""
 
     sentences: int | None = bounded(None, ge=1)
     """Sentences to measure on; by default all of the split."""
@@ -502,15 +506,6 @@ class LazyPlotConfig:
     """Gate (or angle, as the model's halt_on says) below which a source token is at rest; by
     default 0.1, where gates compare a state with its update 0.25, and of angles 0.008."""
 
-    patience: int = bounded(1, ge=1)
-    """Steps in a row for which it must be below epsilon."""
-
-    encoder_steps: int | None = bounded(None, ge=1)
-    """Steps over the source; by default those of training."""
-
-    decoder_steps: int | None = bounded(None, ge=1)
-    """Steps over the target; by default those of training."""
-
     out: str | None = None
     """Folder for the pictures; by default plots in the run."""
 
@@ -518,18 +513,6 @@ class LazyPlotConfig:
         """Check that a target comes with its source."""
         if self.target is not None and self.source is None:
             raise UserError("A target needs its source: give both, or neither.")
-
-
-TRAIN_CONFIGS: dict[str, type] = {
-    TRANSLATION: TranslationTrainConfig,
-    PROGRAMS: ProgramTrainConfig,
-    LANGUAGE: LanguageTrainConfig,
-}
-EVAL_CONFIGS: dict[str, type] = {
-    TRANSLATION: TranslationEvalConfig,
-    PROGRAMS: ProgramEvalConfig,
-    LANGUAGE: LanguageEvalConfig,
-}
 
 
 @dataclass

@@ -39,6 +39,7 @@ from deepenough.data.translation import (
 )
 from deepenough.errors import UserError
 from deepenough.lazy.config import (
+    CALL_OPTIONS,
     EPSILON_RECORD,
     LANGUAGE,
     LAZY,
@@ -46,12 +47,12 @@ from deepenough.lazy.config import (
     STEPS_RECORD,
     TRANSLATION,
     BeamSearchConfig,
-    LanguageEvalConfig,
     LanguageTrainConfig,
+    LazyEvalConfig,
     LazyTransformerConfig,
     SweepConfig,
-    TranslationEvalConfig,
     TranslationTrainConfig,
+    train_config,
 )
 from deepenough.lazy.modeling import (
     LazyTransformerForCausalLM,
@@ -76,7 +77,6 @@ C = TypeVar("C")
 
 NUM_TIMINGS = 3
 """How often the encoder is timed for a record."""
-SWEEP_EPSILONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 COMPARED_SENTENCES = 128
 BLEU_RESAMPLES = 1000
 
@@ -92,9 +92,8 @@ class Translator(NamedTuple):
 
 def load_translator(run: str) -> Translator:
     """Return the model of a finished run, or of a folder in Hugging Face form, ready for use."""
-    path = model_folder(run)
     model = _load(LazyTransformerForConditionalGeneration, run)
-    return Translator(model.eval(), load_tokenizer(str(path)))
+    return Translator(model, load_tokenizer(str(model_folder(run))))
 
 
 def _load(model_class: type, run: str) -> Any:
@@ -115,20 +114,23 @@ def _load(model_class: type, run: str) -> Any:
         raise UserError(f"The model in {run} cannot be loaded: {reason}.") from error
 
 
-def task_of(run: str) -> str:
-    """Return what a run was trained for; translation where nothing tells."""
-    folder = RunFolder(model_folder(run).parent)
-    return str(read_config(str(folder.path)).get("task", TRANSLATION)) if folder.is_run() else ""
-
-
-def trained_with(config_class: type[C], run: str) -> C:
-    """Return the settings that a run was trained with."""
+def _trained_folder(run: str) -> RunFolder:
     folder = RunFolder(model_folder(run).parent)
     if not folder.config.is_file():
         raise UserError(
             f"Nothing tells what the model in {run} was trained on: give the folder of a run."
         )
-    return resolve(config_class, folder.config)
+    return folder
+
+
+def task_of(run: str) -> str:
+    """Return what a run was trained for; translation where its settings do not tell."""
+    return train_config(read_config(str(_trained_folder(run).path)).get("task")).task
+
+
+def trained_with(config_class: type[C], run: str) -> C:
+    """Return the settings that a run was trained with."""
+    return resolve(config_class, _trained_folder(run).config)
 
 
 def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
@@ -144,6 +146,7 @@ def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
 # -- search and scores -----------------------------------------------------------------------------
 
 
+@torch.inference_mode()
 def translate_pairs(
     model: LazyTransformerForConditionalGeneration,
     tokenizer: Any,
@@ -165,33 +168,22 @@ def translate_pairs(
     lengths = pairs.source.lengths
     # Similar lengths together, longest first: memory that suffices at first suffices always.
     order = np.argsort(-lengths, kind="stable")
-    batches = cut_by_tokens(order, lengths, max(search.tokens, int(lengths.max())))
     translated: list[tuple[int, str]] = []
-    for rows in batches[rank::world]:
-        texts = _translate(model, tokenizer, pairs, rows.tolist(), search)
-        translated += zip(rows.tolist(), texts, strict=True)
-    translations = [""] * len(pairs)
-    for row, text in chain.from_iterable(from_all(accelerator, translated)):
-        translations[row] = text
-    return translations
-
-
-@torch.inference_mode()
-def _translate(
-    model: Any, tokenizer: Any, pairs: EncodedPairs, rows: list[int], search: BeamSearchConfig
-) -> list[str]:
-    batch = pairs.batch(rows, model.device)
-    # A translation may be longer than its source, but hardly twice as long.
-    limits = (2 * batch["attention_mask"].sum(1) + 10).clamp(max=model.config.max_positions - 1)
-    written = model.generate(
-        batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        max_new_tokens=int(limits.max()),
-        stopping_criteria=StoppingCriteriaList([_LengthLimits(limits)]),
-        **search.generation(),
-    )
-    texts: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
-    return [text.strip() for text in texts]
+    for rows in cut_by_tokens(order, lengths, max(search.tokens, int(lengths.max())))[rank::world]:
+        batch = pairs.batch(rows.tolist(), model.device)
+        # A translation may be longer than its source, but hardly twice as long.
+        limits = (2 * batch["attention_mask"].sum(1) + 10).clamp(max=model.config.max_positions - 1)
+        written = model.generate(
+            batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=int(limits.max()),
+            stopping_criteria=StoppingCriteriaList([_LengthLimits(limits)]),
+            **search.generation(),
+        )
+        texts: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
+        translated += zip(rows.tolist(), (text.strip() for text in texts), strict=True)
+    found = dict(chain.from_iterable(from_all(accelerator, translated)))
+    return [found[row] for row in range(len(pairs))]
 
 
 class _LengthLimits(StoppingCriteria):
@@ -278,27 +270,25 @@ def plain_loss(
 # -- translation -----------------------------------------------------------------------------------
 
 
-def evaluate_translation(config: TranslationEvalConfig) -> dict[str, Any]:
+def evaluate_translation(config: LazyEvalConfig) -> dict[str, Any]:
     """Measure BLEU, depth and cost on a split, record them in the run and return them."""
     validate(config)
     translator = load_translator(config.run)
     pairs = measured_pairs(config, translator)
-    values = measure(translator, pairs, config.search, config.batch_size)
-    values |= {"split": config.split, "test": config.test}
-    keep_record(config.run, TRANSLATION, values)
-    return values
+    return _measure_and_keep(config, TRANSLATION, translator, pairs, config.search)
 
 
 def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
     """Yield one measurement after another, each with its `kind`, and record it in the run."""
     validate(config)
-    if (task := task_of(config.run)) not in ("", TRANSLATION):
+    if (task := task_of(config.run)) != TRANSLATION:
         raise UserError(
             f"{config.run} was trained on {task}, but a sweep measures BLEU: give the run of a "
             "translator."
         )
     translator = load_translator(config.run)
-    default = SWEEP_EPSILONS if translator.model.config.mechanism == LAZY else ()
+    usual = translator.model.config.default_epsilons
+    default = [0.0, *usual] if usual else []
     epsilons = default if config.epsilons is None else config.epsilons
     searches = [
         (STEPS_RECORD, replace(config.search, encoder_steps=encoder, decoder_steps=decoder))
@@ -310,13 +300,23 @@ def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
         search.check_for(translator.model)
     pairs = measured_pairs(config, translator).head(config.sentences)
     for kind, search in searches:
-        values = measure(translator, pairs, search, config.batch_size)
-        values |= {"split": config.split, "test": config.test}
-        keep_record(config.run, kind, values)
-        yield {"kind": kind} | values
+        yield {"kind": kind} | _measure_and_keep(config, kind, translator, pairs, search)
 
 
-def measured_pairs(config: TranslationEvalConfig, translator: Translator) -> EncodedPairs:
+def _measure_and_keep(
+    config: LazyEvalConfig,
+    kind: str,
+    translator: Translator,
+    pairs: EncodedPairs,
+    search: BeamSearchConfig,
+) -> dict[str, Any]:
+    values = measure(translator, pairs, search, config.batch_size)
+    values |= {"split": config.split, "test": config.test}
+    keep_record(config.run, kind, values)
+    return values
+
+
+def measured_pairs(config: LazyEvalConfig, translator: Translator) -> EncodedPairs:
     """Return the pairs of the split, from the text that the model was trained on."""
     trained = trained_with(TranslationTrainConfig, config.run)
     dataset = trained.dataset
@@ -339,10 +339,9 @@ def measure(
     seconds = time.perf_counter() - started
     references = [pair.target for pair in pairs.pairs]
     score = bleu(translations, references, lowers_case(translator.tokenizer))
-    names = ("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon", "patience")
-    setting = {name: getattr(config, name) for name in names} | search.halting()
+    setting = {name: getattr(config, name) for name in CALL_OPTIONS} | search.halting()
     values: dict[str, Any] = {"bleu": score.score, "signature": score.signature}
-    values |= {"mechanism": config.mechanism, "beams": search.beams, **setting}
+    values |= {"mechanism": config.mechanism, "beams": search.num_beams, **setting}
     values |= {"sentences": len(pairs), "seconds": seconds}
     return values | measure_encoder(translator.model, pairs, search, batch_size, NUM_TIMINGS)
 
@@ -382,14 +381,12 @@ def measure_encoder(
 # -- language --------------------------------------------------------------------------------------
 
 
-def evaluate_language(config: LanguageEvalConfig) -> dict[str, Any]:
+def evaluate_language(config: LazyEvalConfig) -> dict[str, Any]:
     """Measure perplexity, bits per byte and FLOPs per token; record and return them."""
     validate(config)
     model: Any = _load(LazyTransformerForCausalLM, config.run)
-    names = ("decoder_steps", "decoder_epsilon", "patience")
-    for name in names:
-        if (value := getattr(config, name)) is not None:
-            setattr(model.config, name, value)
+    for name, value in config.search.halting().items():
+        setattr(model.config, name, value)
     trained = trained_with(LanguageTrainConfig, config.run)
     tokenizer = load_tokenizer(str(model_folder(config.run)))
     dataset = trained.dataset
@@ -398,6 +395,7 @@ def evaluate_language(config: LanguageEvalConfig) -> dict[str, Any]:
     values: dict[str, Any] = dict(language_quality(model, tokens, dataset))
     values["seconds"] = time.perf_counter() - started
     values |= {"split": config.split, "mechanism": model.config.mechanism}
+    names = ("decoder_steps", "decoder_epsilon", "patience")
     values |= {name: getattr(model.config, name) for name in names}
     keep_record(config.run, LANGUAGE, values)
     return values

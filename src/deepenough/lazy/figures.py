@@ -30,14 +30,12 @@ from deepenough.figure import (
     Rule,
     Run,
     Section,
-    TokenText,
     build_figures,
     number,
     numbers,
     shortened,
     visible,
 )
-from deepenough.runs import Record
 
 HEADING = "Lazy"
 TOKENS, STOPS, STEPS, EPSILON, PROGRAMS = (
@@ -89,101 +87,80 @@ class SideStates:
     """[N], the same of the mean state."""
     gates: np.ndarray | None
     """[T, N], of lazy models."""
-    depth: list[int] | None
-    """Steps that each token made with early stopping, where that was measured."""
+    last_steps: list[tuple[int, int]]
+    """Every token with the index of its last step, where early stopping was measured."""
 
 
-@dataclass(frozen=True)
-class PairStates:
-    """The inspected pair: a sentence and its translation, or a program and its output."""
-
-    source: str
-    target: str
-    sides: Sequence[SideStates]
-    epsilon: float | None
-    names: SideNames = TRANSLATION
-
-
-def last_pair(run: Run) -> PairStates | None:
-    """Return the pair that was inspected last; None if its record is incomplete."""
+def last_pair(run: Run) -> tuple[dict[str, Any], list[SideStates]] | None:
+    """Return the record of the pair that was inspected last and its two sides; None if broken."""
     values = _last(run, TOKENS)
-    if values is None:
-        return None
     names = side_names(values)
     try:
         sides = [_side(names.source, values["encoder"]), _side(names.target, values["decoder"])]
-        source, target = str(values["source"]), str(values["target"])
     except (KeyError, TypeError, ValueError):
         return None
-    return PairStates(source, target, sides, number(values.get("epsilon")), names)
+    return values, sides
 
 
 def _side(name: str, values: dict[str, Any]) -> SideStates:
     tokens = [str(token) for token in values["tokens"]]
-    similarity = np.array(values["similarity"], dtype=float)
     sentence = np.array(values["sentence"], dtype=float)
-    gates, depth = values.get("gates"), values.get("depth")
-    gates = None if gates is None else np.array(gates, dtype=float)
-    depth = None if depth is None else [int(steps) for steps in depth]
+    similarity, gates = (
+        None if values.get(key) is None else np.array(values[key], dtype=float)
+        for key in ("similarity", "gates")
+    )
+    last_steps = [(token, int(steps) - 1) for token, steps in enumerate(values.get("depth", ()))]
     shape = (len(tokens), len(sentence))
-    if 0 in shape or similarity.shape != shape or (gates is not None and gates.shape != shape):
-        raise ValueError("a table that does not fit its tokens")
-    if depth is not None and len(depth) != len(tokens):
-        raise ValueError("depths that do not fit their tokens")
-    return SideStates(name, tokens, similarity, sentence, gates, depth)
+    tables = [table for table in (similarity, gates) if table is not None]
+    fits = all(table.shape == shape for table in tables) and len(last_steps) in (0, shape[0])
+    if 0 in shape or similarity is None or not fits:
+        raise ValueError("a table that is missing or does not fit its tokens")
+    return SideStates(name, tokens, similarity, sentence, gates, last_steps)
 
 
 def last_summary(run: Run) -> dict[str, Any] | None:
     """Return what was measured last over many sentences; None if its record is incomplete."""
     values = _last(run, STOPS)
-    if values is None or numbers(values, "sentences") is None:
-        return None
     try:
         curves = np.array([values["similarity"], *values["quartiles"]], dtype=float)
         counts = np.array(values.get("tokens_by_steps", [1]), dtype=float)
     except (KeyError, TypeError, ValueError):
         return None
-    stops = "tokens_by_steps" not in values or numbers(values, "epsilon", "patience") is not None
+    needed = ("sentences", "epsilon", "patience")
+    has_numbers = numbers(values, *needed[: 3 if "tokens_by_steps" in values else 1]) is not None
     good = curves.shape[0] == 3 and curves.ndim == 2 and counts.ndim == 1 and counts.sum() > 0
-    return values if good and stops else None
+    return values if good and has_numbers else None
 
 
 def step_grid(run: Run) -> dict[tuple[int, int], float]:
     """Return BLEU by encoder and decoder steps, the latest of each."""
-    records = _with(run, STEPS, "encoder_steps", "decoder_steps", "bleu")
-    return {
-        (values["encoder_steps"], values["decoder_steps"]): values["bleu"]
-        for values in _comparable(records, "epsilon", "patience")
-    }
+    found = _comparable(run, STEPS, ("encoder_steps", "decoder_steps", "bleu"), ("epsilon",))
+    return {(point["encoder_steps"], point["decoder_steps"]): point["bleu"] for point in found}
 
 
 def epsilon_points(run: Run) -> list[dict[str, Any]]:
-    """Return the measurements of the sweep over epsilons, the latest of each, by epsilon."""
-    records = _with(run, EPSILON, "epsilon", "bleu", "encoder_flops", "encoder_seconds")
-    same = ("encoder_steps", "decoder_steps", "patience")
-    found = {values["epsilon"]: values for values in _comparable(records, *same)}
-    return [found[epsilon] for epsilon in sorted(found)]
+    """Return the sweep over epsilons, the latest measurement of each, by epsilon."""
+    names = ("epsilon", "bleu", "encoder_flops", "encoder_seconds")
+    found = _comparable(run, EPSILON, names, ("encoder_steps", "decoder_steps"))
+    latest = {point["epsilon"]: point for point in found}
+    return [latest[epsilon] for epsilon in sorted(latest)]
 
 
-def _comparable(records: Sequence[Record], *names: str) -> list[dict[str, Any]]:
-    """Return those measured on the same sentences in the same way as the last."""
-    same = ("split", "test", "sentences", "beams", "decoder_epsilon", *names)
-    ways = [tuple(record.values.get(name) for name in same) for record in records]
-    return [record.values for record, way in zip(records, ways, strict=True) if way == ways[-1]]
-
-
-def _with(run: Run, kind: str, *names: str) -> list[Record]:
-    """Return the records of a kind that have a number under each of the names."""
-    return [record for record in run.of_kind(kind) if numbers(record.values, *names) is not None]
+def _comparable(
+    run: Run, kind: str, names: tuple[str, ...], same: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Return the measurements with these numbers that were made in the same way as the last."""
+    same = ("split", "test", "sentences", "beams", "decoder_epsilon", "patience", *same)
+    found = [r.values for r in run.of_kind(kind) if numbers(r.values, *names) is not None]
+    ways = [[values.get(name) for name in same] for values in found]
+    return [values for values, way in zip(found, ways, strict=True) if way == ways[-1]]
 
 
 def exact_shares(run: Run) -> tuple[list[int], dict[str, list[float | None]]] | None:
     """Return lengths, and by kind of program the share executed exactly at each length."""
-    values = _last(run, PROGRAMS)
+    counts: dict[tuple[str, int], np.ndarray] = {}
     try:
-        rows = [] if values is None else list(values["exact_by"])
-        counts: dict[tuple[str, int], np.ndarray] = {}
-        for row in rows:
+        for row in _last(run, PROGRAMS).get("exact_by", ()):
             key = (str(row["kind"]), int(row["length"]))
             own = np.array([row["exact"] * row["programs"], row["programs"]], dtype=float)
             counts[key] = counts.get(key, np.zeros(2)) + own
@@ -197,9 +174,10 @@ def exact_shares(run: Run) -> tuple[list[int], dict[str, list[float | None]]] | 
     return (lengths, shares) if counts else None
 
 
-def _last(run: Run, kind: str) -> dict[str, Any] | None:
+def _last(run: Run, kind: str) -> dict[str, Any]:
+    """Return the values of the last record of a kind, none if there is no record."""
     found = run.of_kind(kind)
-    return found[-1].values if found else None
+    return found[-1].values if found else {}
 
 
 # -- figures ----------------------------------------------------------------------------------
@@ -207,36 +185,42 @@ def _last(run: Run, kind: str) -> dict[str, Any] | None:
 
 def tokens_figure(run: Run) -> FigureSpec | None:
     """Return gates and similarities of the inspected pair, token by step."""
-    pair = last_pair(run)
-    if pair is None:
+    found = last_pair(run)
+    if found is None:
         return None
+    pair, sides = found
     panels = []
-    for side in pair.sides:
+    for side in sides:
         if side.gates is not None:
             scale = Axis("gate", "root", low=0.0, high=1.0)
-            panels.append(_heat(side, side.gates, scale, "gate (share of the update taken)"))
+            title = "gate (share of the update taken)"
+            panels.append(_heat(side, side.gates, scale, title, side.last_steps[:MAX_TOKENS]))
         low = math.floor(10 * min(float(side.similarity.min()), 0.9)) / 10
         scale = Axis("similarity", "angle", low=max(low, 0.0), high=1.0)
         panels.append(_heat(side, side.similarity, scale, "similarity to the step before"))
-    caption = f"“{shortened(pair.source, 80)}” and “{shortened(pair.target, 80)}”."
-    if any(panel.framed for panel in panels):
-        caption += f" Frames: the last step of a token with epsilon {pair.epsilon:g}."
-    longest = max(len(side.tokens) for side in pair.sides)
+    source, target = (str(pair.get(name, "")) for name in ("source", "target"))
+    caption = f"“{shortened(source, 80)}” and “{shortened(target, 80)}”."
+    epsilon = number(pair.get("epsilon"))
+    if epsilon is not None and any(panel.framed for panel in panels):
+        caption += f" Frames: the last step of a token with epsilon {epsilon:g}."
+    longest = max(len(side.tokens) for side in sides)
     if longest > MAX_TOKENS:
         caption += f" The first {MAX_TOKENS} of {longest} tokens are shown."
-    columns = 2 if pair.sides[0].gates is not None else 1
-    command = _inspect_pair(run, pair)
+    command = _command(run, "plot", source=source, target=target, epsilon=epsilon)
     return FigureSpec(
         "lazy_tokens", "How much each token still changes", caption, panels, run.name, command,
-        columns=columns, wide=True,
+        columns=len(panels) // 2, wide=True,
     )  # fmt: skip
 
 
-def _heat(side: SideStates, values: np.ndarray, scale: Axis, title: str) -> HeatMap:
+def _heat(
+    side: SideStates,
+    values: np.ndarray,
+    scale: Axis,
+    title: str,
+    framed: Sequence[tuple[int, int]] = (),
+) -> HeatMap:
     shown = values[:MAX_TOKENS]
-    framed = []
-    if scale.label == "gate" and side.depth is not None:
-        framed = [(token, steps - 1) for token, steps in enumerate(side.depth[:MAX_TOKENS])]
     texts = [[_digits(value) for value in row] for row in shown]
     return HeatMap(
         [shortened(visible(token), 16) for token in side.tokens[:MAX_TOKENS]],
@@ -257,23 +241,6 @@ def _digits(value: float) -> str:
     return "1" if text == "1.00" else text.removeprefix("0")
 
 
-def depth_figure(run: Run) -> FigureSpec | None:
-    """Return the inspected source, every token shaded by the steps it made."""
-    pair = last_pair(run)
-    if pair is None or pair.sides[0].depth is None or pair.epsilon is None:
-        return None
-    side = pair.sides[0]
-    assert side.depth is not None
-    tokens = [visible(token) for token in side.tokens]
-    num_steps = side.similarity.shape[1]
-    panel = TokenText(tokens, [float(n) for n in side.depth], num_steps, "steps made")
-    caption = f"A dark token stopped early, a bright one made all {num_steps} steps; epsilon is "
-    caption += f"{pair.epsilon:g}."
-    title = f"Steps of each token of the {side.name}"
-    command = _inspect_pair(run, pair)
-    return FigureSpec("lazy_depth", title, caption, [panel], run.name, command, wide=True)
-
-
 def sentence_figure(run: Run) -> FigureSpec | None:
     """Return how much the mean state still changes from step to step."""
     pair, many = last_pair(run), last_summary(run)
@@ -285,19 +252,17 @@ def sentence_figure(run: Run) -> FigureSpec | None:
         name = f"mean of {many['sentences']} {side_names(many).sources}"
         lines.append(Line(name, _counted(mean), mean, BLUE, low=low, high=high))
         caption += " The band holds the middle half of them."
-    for side, color, style in zip(
-        pair.sides if pair else (), (BLACK, VERMILION), ("dashed", "dotted"), strict=False
-    ):
+    looks = ((BLACK, "dashed"), (VERMILION, "dotted"))
+    for side, look in zip(pair[1] if pair else (), looks, strict=False):
         own = side.sentence.tolist()
-        lines.append(Line(f"the inspected {side.name}", _counted(own), own, color, style))
+        lines.append(Line(f"the inspected {side.name}", _counted(own), own, *look))
     if not lines:
         return None
     lowest = min(min([*line.y, *line.low]) for line in lines)
     y = Axis("similarity to the step before", "angle", low=max(0.0, lowest - 0.05), high=1.0)
     chart = Chart(Axis("step", whole=True), y, lines)
-    command = _inspect_many(run, many)
     title = "How much a whole sentence still changes"
-    return FigureSpec("lazy_sentence", title, caption, [chart], run.name, command)
+    return FigureSpec("lazy_sentence", title, caption, [chart], run.name, _plot_command(run, many))
 
 
 def _counted(values: Sequence[float]) -> list[float]:
@@ -313,11 +278,8 @@ def stops_figure(run: Run) -> FigureSpec | None:
     counts = np.array(many["tokens_by_steps"], dtype=float)
     shares = counts / counts.sum()
     mean = float(shares @ np.arange(1, len(counts) + 1))
-    last = len(counts) - 1
-    bars = Bars(
-        names.sources, shares.tolist(), BLUE, texts=[f"{part:.0%}" for part in shares],
-        hatched=[last],
-    )  # fmt: skip
+    texts = [f"{part:.0%}" for part in shares]
+    bars = Bars(names.sources, shares.tolist(), BLUE, texts=texts, hatched=[len(counts) - 1])
     chart = Chart(
         Axis(f"steps that a token of the {names.source} makes"),
         Axis(f"tokens of {many['sentences']} {names.sources}", percent=True, low=0.0),
@@ -329,7 +291,7 @@ def stops_figure(run: Run) -> FigureSpec | None:
         f"With epsilon {many['epsilon']:g} and patience {many['patience']}. Tokens of the last "
         "step (hatched) may still be changing: there were no more steps."
     )
-    command = _inspect_many(run, many)
+    command = _plot_command(run, many)
     return FigureSpec("lazy_stops", "When tokens stop", caption, [chart], run.name, command)
 
 
@@ -341,7 +303,9 @@ def grid_figure(run: Run) -> FigureSpec | None:
     encoder, decoder = (sorted({key[side] for key in found}) for side in (0, 1))
     caption = "The same weights, run for more or fewer steps than they were trained with."
     framed: list[tuple[int, int]] = []
-    trained = _trained_steps(run)
+    model = run.config.get("model")
+    names = ("encoder_steps", "decoder_steps")
+    trained = tuple(numbers(model, *names) or ()) if isinstance(model, dict) else ()
     if trained in found:
         framed = [(decoder.index(trained[1]), encoder.index(trained[0]))]
         caption += " Framed: the steps of training."
@@ -357,25 +321,17 @@ def grid_figure(run: Run) -> FigureSpec | None:
         framed=framed,
         upwards=True,
     )
-    command = _sweep(run, encoder_steps=encoder, decoder_steps=decoder, epsilons=[])
+    command = _command(run, "sweep", encoder_steps=encoder, decoder_steps=decoder, epsilons=[])
     title = "BLEU by number of steps"
     return FigureSpec("lazy_steps", title, caption, [panel], run.name, command)
-
-
-def _trained_steps(run: Run) -> tuple[int, int]:
-    model = run.config.get("model", {})
-    try:
-        return int(model["encoder_steps"]), int(model["decoder_steps"])
-    except (KeyError, TypeError, ValueError):
-        return (-1, -1)
 
 
 def epsilon_figure(run: Run) -> FigureSpec | None:
     """Return BLEU against the encoder's FLOPs and seconds; None without a sweep from epsilon 0."""
     points = epsilon_points(run)
-    full = next((point for point in points if point["epsilon"] == 0.0), None)
-    if full is None or len(points) < 2:
+    if len(points) < 2 or points[0]["epsilon"] != 0.0:
         return None
+    full = points[0]
     panels: list[Panel] = []
     labels = [f"{point['epsilon']:g}" for point in points]
     scores = [float(point["bleu"]) for point in points]
@@ -388,7 +344,8 @@ def epsilon_figure(run: Run) -> FigureSpec | None:
         x = Axis(f"{name}, relative to epsilon 0", percent=True)
         panels.append(Chart(x, Axis("BLEU"), [line], title=name))
     caption = "A token stops when its change falls below epsilon, the number at each point."
-    command = _sweep(run, encoder_steps=[], epsilons=[point["epsilon"] for point in points])
+    epsilons = [point["epsilon"] for point in points]
+    command = _command(run, "sweep", encoder_steps=[], epsilons=epsilons)
     return FigureSpec(
         "lazy_epsilon", "BLEU against the encoder's cost", caption, panels, run.name, command,
         columns=2, wide=True,
@@ -408,14 +365,13 @@ def programs_figure(run: Run) -> FigureSpec | None:
         categories=[str(length) for length in lengths],
     )
     caption = "On programs that were never trained on."
-    command = f"deepenough lazy eval {shlex.quote(run.path)}"
     title = "Programs executed correctly"
+    command = _command(run, "eval")
     return FigureSpec("lazy_programs", title, caption, [chart], run.name, command)
 
 
 FIGURES: tuple[FigureBuilder, ...] = (
     tokens_figure,
-    depth_figure,
     sentence_figure,
     stops_figure,
     grid_figure,
@@ -424,25 +380,20 @@ FIGURES: tuple[FigureBuilder, ...] = (
 )
 
 
-def _inspect_pair(run: Run, pair: PairStates) -> str:
-    words = [run.path, "--source", pair.source, "--target", pair.target]
-    words += [] if pair.epsilon is None else ["--epsilon", f"{pair.epsilon:g}"]
-    return f"deepenough lazy plot {shlex.join(words)}"
+def _plot_command(run: Run, many: dict[str, Any] | None) -> str:
+    values = many or {}
+    return _command(run, "plot", sentences=values.get("sentences"), epsilon=values.get("epsilon"))
 
 
-def _inspect_many(run: Run, many: dict[str, Any] | None) -> str:
+def _command(run: Run, verb: str, **options: Any) -> str:
+    """Return a command line without the options that are None; lists become `[1,2]`."""
     words = [run.path]
-    if many is not None:
-        words += ["--sentences", str(many["sentences"])]
-        words += [] if "epsilon" not in many else ["--epsilon", f"{many['epsilon']:g}"]
-    return f"deepenough lazy plot {shlex.join(words)}"
-
-
-def _sweep(run: Run, **lists: list[Any]) -> str:
-    words = [run.path]
-    for name, values in lists.items():
-        words += [f"--{name}", f"[{','.join(f'{value:g}' for value in values)}]"]
-    return f"deepenough lazy sweep {shlex.join(words)}"
+    for name, value in options.items():
+        if isinstance(value, list):
+            words += [f"--{name}", f"[{','.join(f'{item:g}' for item in value)}]"]
+        elif value is not None:
+            words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return f"deepenough lazy {verb} {shlex.join(words)}"
 
 
 def training_command(run: Run) -> str:
@@ -456,15 +407,20 @@ def training_command(run: Run) -> str:
 def section(run: Run) -> Section | None:
     """Return what a Lazy Transformer or its baselines have recorded, or None if nothing."""
     figures = build_figures(run, FIGURES)
-    findings = [*_epsilon_findings(run), *_exact_findings(run), *_change_findings(run)]
-    perplexities = [number(record.values.get("perplexity")) for record in run.of_kind("test")]
-    if run.method == "lazy" and perplexities and perplexities[-1] is not None:
-        findings.append(f"Perplexity on the test text: {perplexities[-1]:.4g}.")
+    findings = _epsilon_findings(run)
+    exact = number(_last(run, PROGRAMS).get("exact"))
+    if exact is not None:
+        findings.append(
+            f"{100 * exact:.1f} % of programs never trained on are executed without an error."
+        )
+    perplexity = number(_last(run, "test").get("perplexity"))
+    if run.method == "lazy" and perplexity is not None:
+        findings.append(f"Perplexity on the test text: {perplexity:.4g}.")
     if not figures and not findings:
         return None
     about = "One block is applied several times."
     pair = last_pair(run)
-    if pair is not None and pair.sides[0].gates is not None:
+    if pair is not None and pair[1][0].gates is not None:
         about += " A gate decides how much of each update a token takes, and a token whose gate "
         about += "stays below epsilon is not computed any further."
     return Section(HEADING, about, findings, figures)
@@ -472,9 +428,9 @@ def section(run: Run) -> Section | None:
 
 def _epsilon_findings(run: Run) -> list[str]:
     points = epsilon_points(run)
-    full = next((point for point in points if point["epsilon"] == 0.0), None)
-    if full is None or len(points) < 2:
+    if len(points) < 2 or points[0]["epsilon"] != 0.0:
         return []
+    full = points[0]
     alike = [p for p in points if p["bleu"] >= full["bleu"] - NO_LOSS]
     least = min(alike, key=lambda p: p["encoder_flops"])
     found = f"BLEU {full['bleu']:.1f} with all steps"
@@ -485,19 +441,3 @@ def _epsilon_findings(run: Run) -> list[str]:
         f"{found}; {least['bleu']:.1f} at epsilon {least['epsilon']:g}, with {part:.0f} % of the "
         "encoder's FLOPs."
     ]
-
-
-def _exact_findings(run: Run) -> list[str]:
-    exact = number((_last(run, PROGRAMS) or {}).get("exact"))
-    if exact is None:
-        return []
-    return [f"{100 * exact:.1f} % of programs never trained on are executed without an error."]
-
-
-def _change_findings(run: Run) -> list[str]:
-    pair = last_pair(run)
-    if pair is None:
-        return []
-    last = float(np.mean([side.similarity[:, -1].mean() for side in pair.sides]))
-    start = "States hardly change in" if last > 0.98 else "States still change in"
-    return [f"{start} the last step: their mean similarity to the step before is {last:.3f}."]

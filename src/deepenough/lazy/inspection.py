@@ -8,9 +8,7 @@ rest at `epsilon`. All of it is recorded in the run, from which `lazy plot` draw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,9 +23,8 @@ from deepenough.lazy.config import (
     REST_RECORD,
     TOKENS_RECORD,
     BeamSearchConfig,
+    LazyEvalConfig,
     LazyPlotConfig,
-    ProgramTrainConfig,
-    TranslationEvalConfig,
 )
 from deepenough.lazy.evaluation import (
     Translator,
@@ -36,10 +33,9 @@ from deepenough.lazy.evaluation import (
     load_translator,
     measured_pairs,
     task_of,
-    trained_with,
     translate_pairs,
 )
-from deepenough.lazy.programs import encode_programs, held_out_programs
+from deepenough.lazy.programs import encode_programs, measured_programs
 from deepenough.lazy.transition import sentence_similarity, step_similarity
 
 BATCH_SIZE = 32
@@ -50,25 +46,21 @@ def inspect_run(config: LazyPlotConfig) -> None:
     validate(config)
     translator = load_translator(config.run)
     model_config = translator.model.config
-    for name in ("encoder_steps", "decoder_steps"):
-        chosen = getattr(config, name)
-        model_config.check_steps(getattr(model_config, name) if chosen is None else chosen, name)
     if config.epsilon is None and model_config.mechanism == LAZY:
         config = replace(config, epsilon=model_config.default_epsilons[-1])
     task = task_of(config.run)
-    pairs = _pairs(config, translator, task)
-    pair = inspect_pair(translator, _chosen(config, translator, pairs), config)
-    many = inspect_many(translator, pairs.head(config.sentences), config)
-    keep_record(config.run, TOKENS_RECORD, {"task": task, **pair})
-    keep_record(config.run, REST_RECORD, {"task": task, **many})
-
-
-def _pairs(config: LazyPlotConfig, translator: Translator, task: str) -> EncodedPairs:
+    measured = LazyEvalConfig(config.run, config.split)
     if task == PROGRAMS:
-        trained = trained_with(ProgramTrainConfig, config.run)
-        programs = held_out_programs(trained.dataset, config.split, trained.train.seed)
-        return encode_programs(programs, translator.tokenizer)
-    return measured_pairs(TranslationEvalConfig(config.run, split=config.split), translator)
+        pairs = encode_programs(measured_programs(measured)[0], translator.tokenizer)
+    else:
+        pairs = measured_pairs(measured, translator)
+    about: dict[str, Any] = {"task": task, "mechanism": model_config.mechanism}
+    if model_config.mechanism == LAZY:
+        about |= {"epsilon": config.epsilon, "patience": model_config.patience}
+    pair = inspect_pair(translator, _chosen(config, translator, pairs), config.epsilon)
+    many = inspect_many(translator, pairs.head(config.sentences), config.epsilon)
+    keep_record(config.run, TOKENS_RECORD, about | pair)
+    keep_record(config.run, REST_RECORD, about | {"split": config.split} | many)
 
 
 def _chosen(config: LazyPlotConfig, translator: Translator, pairs: EncodedPairs) -> Pair:
@@ -84,22 +76,17 @@ def _chosen(config: LazyPlotConfig, translator: Translator, pairs: EncodedPairs)
         raise UserError("The source is empty: give a sentence, or a program.")
     if config.target is not None:
         return Pair(config.source, config.target)
-    search = BeamSearchConfig(
-        encoder_steps=config.encoder_steps, decoder_steps=config.decoder_steps
-    )
     encoded = encode_input(translator, [Pair(config.source, "")])
-    return Pair(config.source, translate_pairs(*translator, encoded, search)[0])
+    return Pair(config.source, translate_pairs(*translator, encoded, BeamSearchConfig())[0])
 
 
 @torch.inference_mode()
-def inspect_pair(translator: Translator, pair: Pair, config: LazyPlotConfig) -> dict[str, Any]:
+def inspect_pair(translator: Translator, pair: Pair, epsilon: float | None) -> dict[str, Any]:
     """Return gates and similarities of all tokens and steps, of both sides."""
     model, tokenizer = translator
     batch = encode_input(translator, [pair]).batch([0], model.device)
-    steps = {name: getattr(config, name) for name in ("encoder_steps", "decoder_steps")}
-    output = model(**batch, **steps, epsilon=0.0, decoder_epsilon=0.0, output_hidden_states=True)
+    output = model(**batch, epsilon=0.0, decoder_epsilon=0.0, output_hidden_states=True)
     values: dict[str, Any] = {"source": pair.source, "target": pair.target}
-    values |= {"mechanism": model.config.mechanism}
     decoder_ids = model.prepare_decoder_input_ids_from_labels(batch["targets"])
     for side, ids in (("encoder", batch["input_ids"]), ("decoder", decoder_ids)):
         states, gates = output[f"{side}_hidden_states"], getattr(output, f"{side}_gates")
@@ -107,68 +94,49 @@ def inspect_pair(translator: Translator, pair: Pair, config: LazyPlotConfig) -> 
         values[side] = {
             "tokens": [_readable(piece) for piece in pieces],
             "similarity": step_similarity(states)[0].tolist(),
-            "sentence": _sentence_curve(states, None)[0].tolist(),
+            "sentence": sentence_similarity(states)[0].tolist(),
         }
         if gates is not None:
             values[side]["gates"] = gates[0].tolist()
-    if model.config.mechanism == LAZY:
-        depth = _halting_depth(model, batch, config)
-        values |= {"epsilon": config.epsilon, "patience": config.patience}
-        values["encoder"]["depth"] = depth[0].tolist()
+    if epsilon is not None:
+        values["encoder"]["depth"] = _halting_depth(model, batch, epsilon)[0].tolist()
     return values
 
 
 @torch.inference_mode()
 def inspect_many(
-    translator: Translator, pairs: EncodedPairs, config: LazyPlotConfig
+    translator: Translator, pairs: EncodedPairs, epsilon: float | None
 ) -> dict[str, Any]:
     """Return mean and quartiles of the sentences' similarity, and tokens by steps until rest."""
     model = translator.model
-    num_steps = config.encoder_steps or model.config.encoder_steps
-    order = pairs.source.lengths.argsort(kind="stable")
     curves: list[Tensor] = []
-    counts = torch.zeros(num_steps + 1, dtype=torch.long)
+    depths: list[Tensor] = []
+    order = pairs.source.lengths.argsort(kind="stable")
     for start in range(0, len(order), BATCH_SIZE):
         batch = pairs.batch(order[start : start + BATCH_SIZE].tolist(), model.device)
-        mask = batch["attention_mask"]
-        full = model.encoder(
-            batch["input_ids"], mask, num_steps, epsilon=0.0, output_hidden_states=True
-        )
-        curves.append(_sentence_curve(full.hidden_states, mask))
-        if model.config.mechanism == LAZY:
-            depth = _halting_depth(model, batch, config)[mask.bool()]
-            counts += torch.bincount(depth.cpu(), minlength=num_steps + 1)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        states = model.encoder(ids, mask, epsilon=0.0, output_hidden_states=True).hidden_states
+        curves.append(sentence_similarity(states, mask))
+        if epsilon is not None:
+            depths.append(_halting_depth(model, batch, epsilon)[mask.bool()])
     each = torch.cat(curves).double()
     values: dict[str, Any] = {
-        "mechanism": model.config.mechanism,
-        "split": config.split,
         "sentences": len(pairs),
         "similarity": each.mean(0).tolist(),
         "quartiles": [each.quantile(share, 0).tolist() for share in (0.25, 0.75)],
     }
-    if model.config.mechanism == LAZY:
+    if depths:
         # Tokens that made the last step and were still above epsilon are counted there as well.
-        values |= {"epsilon": config.epsilon, "patience": config.patience}
-        values |= {"tokens_by_steps": counts[1:].tolist()}
+        counts = torch.bincount(torch.cat(depths), minlength=each.shape[1] + 1)
+        values["tokens_by_steps"] = counts[1:].tolist()
     return values
 
 
-def _halting_depth(model: Any, batch: dict[str, Tensor], config: LazyPlotConfig) -> Tensor:
+def _halting_depth(model: Any, batch: dict[str, Tensor], epsilon: float) -> Tensor:
     """Return the steps that each source token makes with equilibrium exit, `[B, S]`."""
-    output = model.encoder(
-        batch["input_ids"],
-        batch["attention_mask"],
-        config.encoder_steps,
-        epsilon=config.epsilon,
-        patience=config.patience,
-    )
+    output = model.encoder(batch["input_ids"], batch["attention_mask"], epsilon=epsilon)
     depth: Tensor = output.trace.depth
     return depth
-
-
-def _sentence_curve(states: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-    """Return the similarity of whole sentences from step to step, `[B, N]`."""
-    return torch.stack([sentence_similarity(*pair, mask) for pair in pairwise(states)], -1)
 
 
 def _readable(piece: str) -> str:

@@ -7,26 +7,26 @@ Three kinds of programs, of chosen difficulty, drawn from a seed:
 - `program`: assignments, sums, products with a small number, conditions and loops, nested up to
   `nesting` deep; the numbers in them have up to `length` digits.
 
-As in the paper, a program has one statement per line and ends in `print(...)`; here lines are
-joined by `;`, so that a program is one line of text, and a loop of `k` rounds is written as
-`for x in range(k):v+=c`. What a program prints is computed along with its text, never by `eval`.
-Difficulty is mixed as in the paper's best curriculum: length and nesting of each sample are drawn
-up to the limits, not fixed at them. Programs are read character by character.
+Lines are joined by `;`, a loop of `k` rounds is `for x in range(k):v+=c`, and what a program prints
+is computed along with its text, never by `eval`. Difficulty is mixed as in the paper's best
+curriculum: length and nesting of each sample are drawn up to the limits. Programs are read
+character by character.
 
 The text of a program alone decides its split, by a hash, so that no program of the valid or test
-split is ever met in training, however many are drawn. Every training batch is drawn anew, as a
-function of seed and index; programs of several batches are drawn together and sorted by length, so
-that padding costs little.
+split is ever met in training. Every training batch is drawn anew, as a function of seed and index;
+programs of several batches are drawn together and sorted by length, so that padding costs little.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import string
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +42,8 @@ from deepenough.lazy.config import (
     MAX_NESTING,
     PROGRAMS,
     BeamSearchConfig,
+    LazyEvalConfig,
     ProgramConfig,
-    ProgramEvalConfig,
     ProgramTrainConfig,
 )
 from deepenough.lazy.evaluation import (
@@ -59,7 +59,7 @@ from deepenough.lazy.modeling import LazyTransformerForConditionalGeneration
 from deepenough.lazy.training import PairsTask, model_identity, new_translator
 from deepenough.measurement import ComparedData, ComparedTask, Interval, share_interval
 from deepenough.runs import RunFolder
-from deepenough.training.config import TrainingConfig, seed_at
+from deepenough.training.config import seed_at
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.trainer import check_folder, training
 
@@ -68,6 +68,7 @@ MAX_FACTOR = 9
 NAMES = "abcdefghijklmnopqrstuvwyz"
 """Names of variables; x counts the rounds of loops."""
 assert len(NAMES) == MAX_NESTING
+OPERATIONS = ("+", "-", "times", "choose", "loop", "name")
 CHARACTERS = string.digits + string.ascii_lowercase + "()+-*=;:.> "
 """All characters that programs are written in."""
 HELD_OUT = ("valid", "test")
@@ -155,58 +156,39 @@ def make_program(dataset: ProgramConfig, draw: random.Random) -> Program:
         pair = Pair(f"print({first}+{second}).", str(first + second))
     else:
         nesting = dataset.nesting if dataset.fixed else draw.randint(1, dataset.nesting)
-        pair = _ProgramWriter(draw, length).write(nesting)
+        pair = _write_program(draw, length, nesting)
     answer = pair.target[::-1] if dataset.reverse else pair.target
     return Program(pair.source, f"{answer}.", kind, length, nesting)
 
 
-class _ProgramWriter:
-    """Writes one program: its lines so far, and an expression whose value is known."""
-
-    def __init__(self, draw: random.Random, length: int) -> None:
-        self.draw, self.length = draw, length
-        self.lines: list[str] = []
-        self.names = iter(draw.sample(NAMES, len(NAMES)))
-
-    def write(self, nesting: int) -> Pair:
-        text, value = self._constant()
-        for _ in range(nesting):
-            operation = self.draw.choice((self._add, self._subtract, self._times,
-                                          self._choose, self._loop, self._name))  # fmt: skip
-            text, value = operation(text, value)
-        return Pair(";".join([*self.lines, f"print({text})."]), str(value))
-
-    def _constant(self) -> tuple[str, int]:
-        value = _number(self.draw, self.length)
-        return str(value), value
-
-    def _add(self, text: str, value: int) -> tuple[str, int]:
-        other, amount = self._constant()
-        return f"({text}+{other})", value + amount
-
-    def _subtract(self, text: str, value: int) -> tuple[str, int]:
-        other, amount = self._constant()
-        return f"({text}-{other})", value - amount
-
-    def _times(self, text: str, value: int) -> tuple[str, int]:
-        factor = self.draw.randint(2, MAX_FACTOR)
-        return f"({text}*{factor})", value * factor
-
-    def _choose(self, text: str, value: int) -> tuple[str, int]:
-        (left, a), (right, b), (other, c) = (self._constant() for _ in range(3))
-        return f"({text} if {left}>{right} else {other})", value if a > b else c
-
-    def _name(self, text: str, value: int) -> tuple[str, int]:
-        name = next(self.names)
-        self.lines.append(f"{name}={text}")
-        return name, value
-
-    def _loop(self, text: str, value: int) -> tuple[str, int]:
-        name, _ = self._name(text, value)
-        rounds = self.draw.randint(1, MAX_ROUNDS)
-        constant, amount = self._constant()
-        self.lines.append(f"for x in range({rounds}):{name}+={constant}")
-        return name, value + rounds * amount
+def _write_program(draw: random.Random, length: int, nesting: int) -> Pair:
+    """Return a program of so many nested operations: lines, then an expression of known value."""
+    lines: list[str] = []
+    names = iter(draw.sample(NAMES, len(NAMES)))
+    value = _number(draw, length)
+    text = str(value)
+    for _ in range(nesting):
+        operation = draw.choice(OPERATIONS)
+        if operation in ("loop", "name"):
+            name = next(names)
+            lines.append(f"{name}={text}")
+            text = name
+        if operation == "loop":
+            rounds, step = draw.randint(1, MAX_ROUNDS), _number(draw, length)
+            lines.append(f"for x in range({rounds}):{name}+={step}")
+            value += rounds * step
+        elif operation == "times":
+            factor = draw.randint(2, MAX_FACTOR)
+            text, value = f"({text}*{factor})", value * factor
+        elif operation == "choose":
+            left, right, other = (_number(draw, length) for _ in range(3))
+            text = f"({text} if {left}>{right} else {other})"
+            value = value if left > right else other
+        elif operation in ("+", "-"):
+            other = _number(draw, length)
+            text = f"({text}{operation}{other})"
+            value = value + other if operation == "+" else value - other
+    return Pair(";".join([*lines, f"print({text})."]), str(value))
 
 
 def _number(draw: random.Random, length: int) -> int:
@@ -242,34 +224,17 @@ def encode_programs(programs: Sequence[Program], tokenizer: Any) -> EncodedPairs
     return encode_pairs(pairs, tokenizer, longest, "programs", truncate=True)
 
 
-class ProgramBatches:
-    """Training batches of programs, each a function of seed and index."""
-
-    def __init__(self, dataset: ProgramConfig, tokenizer: Any, seed: int) -> None:
-        self.dataset, self.tokenizer, self.seed = dataset, tokenizer, seed
-        self._pool: tuple[int, EncodedPairs, list[list[int]]] | None = None
-
-    def batch(self, index: int) -> tuple[EncodedPairs, list[int]]:
-        """Return the programs of batch `index`: encoded programs, and rows of them."""
-        number, position = divmod(index, POOL)
-        if self._pool is None or self._pool[0] != number:
-            self._pool = number, *self._draw(number)
-        return self._pool[1], self._pool[2][position]
-
-    def _draw(self, number: int) -> tuple[EncodedPairs, list[list[int]]]:
-        size = self.dataset.batch_size
-        seed = f"{self.seed} pool {number}"
-        pairs = (
-            Pair(program.source, program.target)
-            for program in make_programs(self.dataset, POOL * size, seed)
-        )
-        encoded = encode_pairs(
-            pairs, self.tokenizer, self.dataset.max_length, "programs", truncate=False
-        )
-        order = encoded.source.lengths.argsort(kind="stable").tolist()
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
-        random.Random(seed).shuffle(batches)
-        return encoded, batches
+def draw_pool(
+    dataset: ProgramConfig, tokenizer: Any, seed: int, number: int
+) -> tuple[EncodedPairs, list[list[int]]]:
+    """Return the programs of pool `number`, and the rows of them that form each of its batches."""
+    size = dataset.batch_size
+    pool_seed = f"{seed} pool {number}"
+    encoded = encode_programs(list(make_programs(dataset, POOL * size, pool_seed)), tokenizer)
+    order = encoded.source.lengths.argsort(kind="stable").tolist()
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    random.Random(pool_seed).shuffle(batches)
+    return encoded, batches
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -283,7 +248,7 @@ def train_programs(config: ProgramTrainConfig) -> RunFolder:
     tokenizer = character_tokenizer()
     torch.manual_seed(config.train.seed)
     model = new_translator(config.model, tokenizer, config.dataset.max_length)
-    task = ProgramTask(model, tokenizer, config.dataset, config.train, accelerator)
+    task = ProgramTask(config, model, tokenizer, accelerator)
     with training(config, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
@@ -294,20 +259,23 @@ class ProgramTask(PairsTask):
 
     def __init__(
         self,
+        config: ProgramTrainConfig,
         model: LazyTransformerForConditionalGeneration,
         tokenizer: Any,
-        dataset: ProgramConfig,
-        train: TrainingConfig,
         accelerator: Accelerator,
     ) -> None:
-        super().__init__(model, tokenizer, train, accelerator)
-        self.dataset = dataset
-        self.batches = ProgramBatches(dataset, tokenizer, train.seed)
-        self.held_out = {split: held_out_programs(dataset, split, train.seed) for split in HELD_OUT}
+        super().__init__(model, tokenizer, config.train, accelerator)
+        self.dataset = config.dataset
+        seed = config.train.seed
+        self.held_out = {split: held_out_programs(self.dataset, split, seed) for split in HELD_OUT}
+        self.pool = functools.lru_cache(1)(
+            functools.partial(draw_pool, self.dataset, tokenizer, seed)
+        )
 
     def pairs_of(self, index: int) -> tuple[EncodedPairs, list[int]]:
-        """Return the programs of batch `index`."""
-        return self.batches.batch(index)
+        """Return the programs of batch `index`: encoded programs, and rows of them."""
+        encoded, batches = self.pool(index // POOL)
+        return encoded, batches[index % POOL]
 
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return the plain loss and the share of right answers, of all and of each kind."""
@@ -333,25 +301,31 @@ class ProgramTask(PairsTask):
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-def evaluate_programs(config: ProgramEvalConfig) -> dict[str, Any]:
+def evaluate_programs(config: LazyEvalConfig) -> dict[str, Any]:
     """Measure exact match on held-out programs, also by difficulty; record and return it."""
     validate(config)
     translator = load_translator(config.run)
-    trained = trained_with(ProgramTrainConfig, config.run)
-    dataset = replace(
-        trained.dataset,
-        length=trained.dataset.length if config.length is None else config.length,
-        nesting=trained.dataset.nesting if config.nesting is None else config.nesting,
-    )
-    programs = held_out_programs(dataset, config.split, trained.train.seed)
+    programs, dataset = measured_programs(config)
     # Longer programs than in training need only more of the same position encodings.
     model_config = translator.model.config
     model_config.max_positions = max(model_config.max_positions, 2 * dataset.max_length + 16)
-    values = measure_programs(*translator, programs, config.search)
+    search = replace(config.search, beams=config.search.beams or 1)
+    values = measure_programs(*translator, programs, search)
     values |= {"split": config.split, "length": dataset.length, "nesting": dataset.nesting}
     values |= {"programs": len(programs), "mechanism": model_config.mechanism}
     keep_record(config.run, PROGRAMS, values)
     return values
+
+
+def measured_programs(config: LazyEvalConfig) -> tuple[list[Program], ProgramConfig]:
+    """Return held-out programs as a run was trained on, or of another difficulty, and its data."""
+    trained = trained_with(ProgramTrainConfig, config.run)
+    dataset = replace(
+        trained.dataset,
+        length=config.length or trained.dataset.length,
+        nesting=config.nesting or trained.dataset.nesting,
+    )
+    return held_out_programs(dataset, config.split, trained.train.seed), dataset
 
 
 def measure_programs(
@@ -367,11 +341,10 @@ def measure_programs(
     values: dict[str, Any] = plain_loss(model, pairs, max(EVAL_TOKENS, longest), accelerator)
     answers = translate_pairs(model, tokenizer, pairs, search, accelerator=accelerator)
     right = [answer == program.target for answer, program in zip(answers, programs, strict=True)]
-    values["exact"] = _share(right)
-    by_kind: dict[str, list[bool]] = defaultdict(list)
-    for program, is_right in zip(programs, right, strict=True):
-        by_kind[program.kind].append(is_right)
-    values |= {f"exact_{kind}": _share(by_kind[kind]) for kind in sorted(by_kind)}
+    values["exact"] = fmean(right)
+    for kind in sorted({program.kind for program in programs}):
+        own = [hit for hit, program in zip(right, programs, strict=True) if program.kind == kind]
+        values[f"exact_{kind}"] = fmean(own)
     return values | {"exact_by": exact_by_difficulty(programs, right)}
 
 
@@ -381,14 +354,10 @@ def exact_by_difficulty(programs: Iterable[Program], right: Iterable[bool]) -> l
     for program, is_right in zip(programs, right, strict=True):
         groups[program.kind, program.nesting, program.length].append(is_right)
     return [
-        {"kind": kind, "nesting": nesting, "length": length, "exact": _share(hits),
+        {"kind": kind, "nesting": nesting, "length": length, "exact": fmean(hits),
          "programs": len(hits)}
         for (kind, nesting, length), hits in sorted(groups.items())
     ]  # fmt: skip
-
-
-def _share(hits: Sequence[bool]) -> float:
-    return sum(hits) / len(hits)
 
 
 class ProgramCandidate(TranslationCandidate):

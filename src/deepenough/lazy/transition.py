@@ -14,25 +14,21 @@ Linear CKA of two vectors, channels taken as samples and not centred, is the squ
 angle between them: the Gram matrices are `x x^T` and `y y^T`, their inner product is `(x.y)^2`.
 
 `norm` is the paper's; a block that normalises its input needs none here, but one after the last
-step (as in the authors' later code). Departures from that code: its block returns `x + update`,
-which counts the residual twice, so a block here returns the update alone; and sigma is computed
-before dropout, whose noise would make every update look newer than it is.
+step (as in the authors' later code). Departures from that code: a block returns the update alone,
+since `x + update` would count the residual twice; and sigma is computed before dropout, whose noise
+would make every update look newer than it is.
 
-What the state is compared with is an option. `update` is the formula above. It does not see how
-large an update is: one that is tiny but orthogonal counts as new. `state` compares `x` with the
-state that the whole update would produce, as the paper's block does, whose output includes the
-residual:
+With `compare` "state", `x` is compared with the state that the whole update would produce:
 
     sigma = stop_gradient(CKA(x, x + y)),   new x = sigma * x + (1 - sigma) * (x + y)
 
-Then a gate is the squared sine of the angle by which the state would turn, and in equilibrium that
-angle is zero.
+Then a gate is the squared sine of the angle by which the state would turn, which in equilibrium is
+zero; "update", the formula above, counts an update that is tiny but orthogonal as new.
 
-Dropout biases gates. A state that has been through it is `x + e`, with zero-mean noise `e` that is
-orthogonal to everything else; it lengthens both vectors that are compared and makes them less
-similar than they are without it, so that a model makes larger updates in training than in
-inference. Where `noise`, the expected `|e|^2`, is given, it is subtracted from the three products
-before they are divided: `x.(x + y)`, `x.x` and `(x + y).(x + y)` all contain `|e|^2` once.
+A state that has been through dropout is `x + e`, with zero-mean noise `e` that is orthogonal to
+everything else and makes the vectors less similar than they are without it. Where `noise`, the
+expected `|e|^2`, is given, it is subtracted before the products are divided: `x.(x + y)`, `x.x` and
+`(x + y).(x + y)` all contain `|e|^2` once.
 """
 
 from __future__ import annotations
@@ -113,12 +109,12 @@ class LazyTransition(nn.Module):
             moved = state + dropped
         if noise is not None:
             noise = noise + gate.square() * dropout_noise(dropped, self.dropout.probability)
-        if self.norm is None:
-            return TransitionOutput(moved, gate, noise)
-        normed = self.norm(moved)
-        if noise is not None:
-            noise = _rescale_noise(noise, moved, normed)
-        return TransitionOutput(normed, gate, noise)
+        if self.norm is not None:
+            before, moved = moved, self.norm(moved)
+            if noise is not None:  # scaled as the norm has scaled the states
+                old, new = (torch.linalg.vecdot(x, x) for x in (before.detach(), moved.detach()))
+                noise = noise * (new / old.clamp(min=torch.finfo(old.dtype).tiny))
+        return TransitionOutput(moved, gate, noise)
 
 
 @torch.no_grad()
@@ -138,13 +134,6 @@ def dropout_noise(dropped: Tensor, probability: float) -> Tensor:
     With `d = m x / (1 - p)`, m a mask: `E|d - x|^2 = p / (1 - p) |x|^2 = p E|d|^2`.
     """
     return probability * torch.linalg.vecdot(dropped, dropped)
-
-
-@torch.no_grad()
-def _rescale_noise(noise: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Scale the noise as a norm has scaled the states."""
-    old, new = (torch.linalg.vecdot(x, x) for x in (before, after))
-    return noise * (new / old.clamp(min=torch.finfo(old.dtype).tiny))
 
 
 def squared_cosine(
@@ -170,21 +159,18 @@ def squared_sine(x: Tensor, y: Tensor) -> Tensor:
     return 1.0 - squared_cosine(x, y)
 
 
-def sentence_similarity(x_BTD: Tensor, y_BTD: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-    """Return the squared cosine of each sentence's mean token, padding excluded, `[B]`."""
-    return squared_cosine(_mean_token(x_BTD, mask_BT), _mean_token(y_BTD, mask_BT))
-
-
-def _mean_token(x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
-    if mask_BT is None:
-        return x_BTD.mean(1)
-    weights = mask_BT.to(x_BTD.dtype).unsqueeze(-1)
-    return (x_BTD * weights).sum(1) / weights.sum(1).clamp(min=1.0)
-
-
 def step_similarity(states: Sequence[Tensor]) -> Tensor:
     """Return the squared cosine of each token's consecutive states, `[B, T, N]` of N + 1 states."""
     return torch.stack([squared_cosine(*pair) for pair in pairwise(states)], -1)
+
+
+def sentence_similarity(states: Sequence[Tensor], mask_BT: Tensor | None = None) -> Tensor:
+    """Return the same of each sentence's mean token, padding excluded, `[B, N]`."""
+    if mask_BT is None:
+        return step_similarity([state.mean(1) for state in states])
+    weights = mask_BT.to(states[0].dtype).unsqueeze(-1)
+    num_tokens = weights.sum(1).clamp(min=1.0)
+    return step_similarity([(state * weights).sum(1) / num_tokens for state in states])
 
 
 def linear_cka_ref(x: Tensor, y: Tensor) -> Tensor:
