@@ -97,9 +97,9 @@ def test_the_fastest_round_of_the_encoder_counts(run, monkeypatch):
 
 def test_a_sweep_prints_and_records_every_point(lazy, run, capsys):
     words = ["--beams", "1", "--sentences", "8", "--encoder_steps", "[2,5]"]
-    words += ["--search.epsilon", "0.0", "--decoder_steps", "[2,3]", "--epsilons", "[0.0,1.0]"]
+    words += ["--decoder_steps", "[2,3]"]
     assert lazy("sweep", run, *words) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1 + 4 + 2
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 4
     records, _ = read_records(run / "metrics.jsonl")
     grid = [r.values for r in records if r.kind == "steps"]
     assert [(v["encoder_steps"], v["decoder_steps"]) for v in grid] == [
@@ -108,8 +108,7 @@ def test_a_sweep_prints_and_records_every_point(lazy, run, capsys):
         (5, 2),
         (5, 3),
     ]
-    curve = [r.values for r in records if r.kind == "epsilon"]
-    assert curve[1]["encoder_depth"] == 1.0 < curve[0]["encoder_depth"]
+    assert [v["encoder_depth"] for v in grid] == [2.0, 2.0, 5.0, 5.0]
     assert grid[0]["sentences"] == 8
 
 
@@ -122,7 +121,7 @@ def test_the_eval_command(lazy, run, capsys):
     ("words", "sentence"),
     [
         (["--encoder_steps", "[0]"], "encoder_steps must be at least 1"),
-        (["--epsilons", "[3.0]"], "each of epsilons must be at least 0 and at most 1: got 3.0"),
+        (["--epsilon", "3.0"], "search.epsilon must be at least 0 and at most 1: got 3.0"),
         (["--encoder_steps", "[2,0]"], "encoder_steps must be at least 1"),
         (["--sentences", "0"], "sentences must be at least 1"),
         (["--batch_size", "0"], "batch_size must be at least 1"),
@@ -146,7 +145,7 @@ def test_what_is_missing_is_said(run, tmp_path):
         list(translate_lines(load_translator(str(run)), ["a"], BeamSearchConfig(), at_once=0))
 
 
-def test_a_baseline_is_swept_without_epsilons(lazy, make_run, capsys):
+def test_baselines_are_swept_as_far_as_they_have_blocks(lazy, make_run, capsys):
     words = ["--beams", "1", "--sentences", "2", "--decoder_steps", "[1]"]
     assert lazy("sweep", make_run(mechanism="universal"), *words, "--encoder_steps", "[2]") == 0
     assert len(capsys.readouterr().out.splitlines()) == 2

@@ -7,13 +7,11 @@ import pytest
 from deepenough.figure import Run
 from deepenough.lazy.figures import (
     FIGURES,
-    epsilon_figure,
-    epsilon_points,
     grid_figure,
     programs_figure,
     section,
     sentence_figure,
-    stops_figure,
+    step_grid,
     tokens_figure,
 )
 from deepenough.runs import Record
@@ -23,10 +21,6 @@ PAIR = {
     "source": "a dog", "target": "ein Hund", "epsilon": 0.2,
     "encoder": {"tokens": ["a", " dog"], "sentence": [0.5, 0.9], "depth": [2, 1], **SIDE},
     "decoder": {"tokens": ["ein", " Hund"], "sentence": [0.4, 1.0], **SIDE},
-}  # fmt: skip
-MANY = {
-    "sentences": 9, "similarity": [0.4, 0.9], "quartiles": [[0.3, 0.8], [0.5, 1.0]],
-    "epsilon": 0.2, "patience": 1, "tokens_by_steps": [3, 9],
 }  # fmt: skip
 
 
@@ -38,7 +32,7 @@ def test_gates_and_similarities_are_shown_token_by_step() -> None:
     figure = tokens_figure(run_of(("lazy_tokens", PAIR)))
     assert figure is not None
     assert [panel.title.partition(":")[0] for panel in figure.panels] == [
-        "source", "source", "translation", "translation",
+        "source", "source", "target", "target",
     ]  # fmt: skip
     gates, similarity = figure.panels[:2]
     assert gates.values == SIDE["gates"] and similarity.values == SIDE["similarity"]
@@ -58,18 +52,13 @@ def test_a_model_without_gates_has_similarities_alone() -> None:
     assert found is not None and "gate" not in found.about
 
 
-def test_whole_sentences_and_when_tokens_stop() -> None:
-    run = run_of(("lazy_tokens", PAIR), ("lazy_rest", MANY | {"task": "programs"}))
-    figure = sentence_figure(run)
+def test_whole_sentences() -> None:
+    figure = sentence_figure(run_of(("lazy_tokens", PAIR)))
     assert figure is not None
-    names = [line.name for line in figure.panels[0].lines]
-    assert names == ["mean of 9 programs", "the inspected source", "the inspected translation"]
-    assert figure.panels[0].lines[0].low == [0.3, 0.8]
-    figure = stops_figure(run)
-    assert figure is not None
-    (bars,) = figure.panels[0].bars
-    assert bars.values == [0.25, 0.75] and bars.hatched == [1]
-    assert figure.panels[0].rules[0].name == "mean: 1.8 of 2 steps"
+    lines = figure.panels[0].lines
+    assert [(line.name, line.x, line.y) for line in lines] == [
+        ("source", [1.0, 2.0], [0.5, 0.9]), ("target", [1.0, 2.0], [0.4, 1.0]),
+    ]  # fmt: skip
 
 
 def test_the_steps_of_training_are_framed_in_the_grid() -> None:
@@ -87,44 +76,15 @@ def test_the_steps_of_training_are_framed_in_the_grid() -> None:
     assert other is not None and "Framed" not in other.caption
 
 
-def sweep(*points: tuple[float, float, float]) -> Run:
-    return run_of(
-        *(
-            ("epsilon", {"epsilon": e, "bleu": b, "encoder_flops": f, "encoder_seconds": f / 2})
-            for e, b, f in points
-        )
-    )
-
-
-def test_costs_are_relative_to_epsilon_0() -> None:
-    run = sweep((0.0, 30.0, 100.0), (0.1, 29.9, 60.0), (0.5, 20.0, 30.0))
-    figure = epsilon_figure(run)
-    assert figure is not None
-    (line,) = figure.panels[0].lines
-    assert (line.x, line.y, line.labels) == (
-        [1.0, 0.6, 0.3],
-        [30.0, 29.9, 20.0],
-        ["0", "0.1", "0.5"],
-    )
-    found = section(run)
-    assert found is not None
-    assert found.findings == [
-        "BLEU 30.0 with all steps; 29.9 at epsilon 0.1, with 60 % of the encoder's FLOPs."
-    ]
-    found = section(sweep((0.0, 30.0, 100.0), (0.5, 20.0, 30.0)))
-    assert found is not None and "no epsilon that was measured saves FLOPs" in found.findings[0]
-    assert epsilon_figure(sweep((0.1, 30.0, 100.0), (0.5, 20.0, 30.0))) is None
-
-
 def test_sweeps_that_do_not_compare_are_not_shown_together() -> None:
-    def point(epsilon: float, sentences: int) -> tuple[str, dict[str, Any]]:
-        values = {"epsilon": epsilon, "bleu": 30.0, "encoder_flops": 1.0, "encoder_seconds": 1.0}
-        return "epsilon", values | {"sentences": sentences}
+    def point(steps: int, sentences: int) -> tuple[str, dict[str, Any]]:
+        values = {"encoder_steps": steps, "decoder_steps": 1, "bleu": 30.0}
+        return "steps", values | {"sentences": sentences}
 
-    points = [point(0.0, 4), point(1.0, 4), point(0.5, 2)]
-    assert [p["epsilon"] for p in epsilon_points(run_of(*points))] == [0.5]
-    points.append(point(0.5, 4))
-    assert [p["epsilon"] for p in epsilon_points(run_of(*points))] == [0.0, 0.5, 1.0]
+    points = [point(1, 4), point(2, 4), point(3, 2)]
+    assert set(step_grid(run_of(*points))) == {(3, 1)}
+    points.append(point(3, 4))
+    assert set(step_grid(run_of(*points))) == {(1, 1), (2, 1), (3, 1)}
 
 
 def test_programs_by_kind_and_length() -> None:
@@ -148,14 +108,7 @@ def test_programs_by_kind_and_length() -> None:
     ("kind", "values"),
     [
         ("lazy_tokens", {"source": "a", "target": "b", "encoder": {"tokens": ["a"]}}),
-        ("lazy_tokens", PAIR | {"decoder": PAIR["encoder"] | {"depth": [1]}}),
-        ("lazy_tokens", PAIR | {"encoder": PAIR["encoder"] | {"gates": [[1.0]]}}),
-        ("lazy_rest", {"sentences": 3}),
-        ("lazy_rest", MANY | {"quartiles": [[0.1]]}),
-        ("lazy_rest", MANY | {"tokens_by_steps": "many"}),
-        ("lazy_rest", MANY | {"epsilon": None}),
         ("steps", {"encoder_steps": 2}),
-        ("epsilon", {"epsilon": "all"}),
         ("programs", {"exact_by": [{"kind": "a"}]}),
         ("programs", {"exact_by": 3}),
     ],
@@ -164,3 +117,9 @@ def test_damaged_records_are_left_out(kind: str, values: dict[str, Any]) -> None
     run = run_of((kind, values))
     assert [build(run) for build in FIGURES] == [None] * len(FIGURES)
     assert section(run) is None
+
+
+@pytest.mark.parametrize("damage", [{"depth": [1]}, {"gates": [[1.0]]}, {"similarity": 3}])
+def test_tables_that_do_not_fit_their_tokens_are_left_out(damage: dict[str, Any]) -> None:
+    pair = PAIR | {"encoder": PAIR["encoder"] | damage}
+    assert tokens_figure(run_of(("lazy_tokens", pair))) is None

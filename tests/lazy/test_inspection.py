@@ -22,13 +22,13 @@ def last(run: Path, kind: str) -> dict:
 
 
 def test_a_sentence_of_the_split_is_drawn_with_all_its_numbers(lazy, run, lines, capsys):
-    words = ["--beams", "1", "--sentences", "4", "--encoder_steps", "[2,4]", "--epsilons"]
-    lazy("sweep", run, *words, "[0.0,0.5,1.0]", "--decoder_steps", "[2,3]")
+    words = ["--beams", "1", "--sentences", "4", "--encoder_steps", "[2,4]"]
+    lazy("sweep", run, *words, "--decoder_steps", "[2,3]")
     capsys.readouterr()
     assert lazy("plot", run, "--sentence", "1", "--epsilon", "0.5") == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
     names = {path.stem for path in written}
-    assert {"lazy_tokens", "lazy_sentence", "lazy_stops", "lazy_steps", "lazy_epsilon"} <= names
+    assert {"lazy_tokens", "lazy_sentence", "lazy_steps"} <= names
     assert {path.suffix for path in written} == {".png", ".pdf", ".svg", ".json"}
     assert all(path.parent == run / "plots" and path.stat().st_size > 100 for path in written)
     tokens = last(run, "lazy_tokens")
@@ -44,23 +44,20 @@ def test_a_sentence_of_the_split_is_drawn_with_all_its_numbers(lazy, run, lines,
     assert data["panels"][0]["values"] == [pytest.approx(row, rel=1e-4) for row in gates]
 
 
-def test_the_distribution_counts_every_token_once(lazy, run, capsys):
+def test_frames_are_the_steps_that_tokens_make(lazy, run, capsys):
     assert lazy("plot", run, "--epsilon", "1.0") == 0
-    rest = last(run, "lazy_rest")
-    assert rest["tokens_by_steps"][0] == sum(rest["tokens_by_steps"]) > 0
-    assert rest["sentences"] == 40 and len(rest["similarity"]) == 4
+    assert set(last(run, "lazy_tokens")["encoder"]["depth"]) == {1}
 
 
 @pytest.mark.parametrize(("compare", "epsilon"), [("state", 0.1), ("update", 0.25)])
 def test_without_an_epsilon_it_is_one_that_fits_the_gates(lazy, make_run, capsys, compare, epsilon):
     run = make_run(compare=compare)
-    assert lazy("plot", run, "--sentences", "4") == 0
-    assert last(run, "lazy_rest")["epsilon"] == last(run, "lazy_tokens")["epsilon"] == epsilon
+    assert lazy("plot", run) == 0
+    assert last(run, "lazy_tokens")["epsilon"] == epsilon
 
 
 def test_a_sentence_that_is_given_is_translated(lazy, run, tmp_path, capsys):
-    words = ["--source", "two red dogs", "--sentences", "4"]
-    assert lazy("plot", run, *words, "--out", str(tmp_path / "pictures")) == 0
+    assert lazy("plot", run, "--source", "two red dogs", "--out", str(tmp_path / "pictures")) == 0
     tokens = last(run, "lazy_tokens")
     assert tokens["source"] == "two red dogs" and isinstance(tokens["target"], str)
     assert (tmp_path / "pictures" / "lazy_tokens.svg").is_file()
@@ -68,9 +65,9 @@ def test_a_sentence_that_is_given_is_translated(lazy, run, tmp_path, capsys):
 
 def test_a_model_without_gates_has_similarities(lazy, make_run, capsys):
     run = make_run(mechanism="universal")
-    assert lazy("plot", run, "--sentences", "4") == 0
+    assert lazy("plot", run) == 0
     names = {Path(line).stem for line in capsys.readouterr().out.splitlines()}
-    assert {"lazy_tokens", "lazy_sentence"} <= names and "lazy_stops" not in names
+    assert {"lazy_tokens", "lazy_sentence"} <= names
     assert "gates" not in last(run, "lazy_tokens")["encoder"]
 
 
@@ -80,7 +77,6 @@ def test_a_model_without_gates_has_similarities(lazy, make_run, capsys):
         (["--epsilon", "0"], "epsilon must be above 0"),
         (["--sentence", "40"], "has 40 pairs, counted from 0: got 40"),
         (["--sentence=-1"], "sentence must be at least 0: got -1"),
-        (["--sentences", "0"], "sentences must be at least 1"),
         (["--source", " "], "The source is empty"),
         (["--target", "zwei"], "A target needs its source"),
         (["--split", "dev"], "has no split 'dev'"),
@@ -94,14 +90,11 @@ def test_what_cannot_be_looked_at_is_refused(lazy, run, words, sentence):
 def test_programs_are_looked_at_as_sentences_are(lazy, programs_run, capsys):
     assert lazy("plot", programs_run, "--sentence", "2") == 0
     names = {Path(line).stem for line in capsys.readouterr().out.splitlines()}
-    assert {"lazy_tokens", "lazy_sentence", "lazy_stops"} <= names
+    assert {"lazy_tokens", "lazy_sentence"} <= names
     expected = held_out_programs(ProgramConfig(length=2, eval_size=12), "test", 0)
-    tokens, many = last(programs_run, "lazy_tokens"), last(programs_run, "lazy_rest")
+    tokens = last(programs_run, "lazy_tokens")
     assert (tokens["source"], tokens["target"]) == (expected[2].source, expected[2].target)
     assert "".join(tokens["encoder"]["tokens"][:-1]) == tokens["source"]
-    assert tokens["task"] == many["task"] == "programs"
-    assert many["sentences"] == 12
-    assert sum(many["tokens_by_steps"]) == sum(len(each.source) + 1 for each in expected)
 
 
 def test_another_program_is_executed_by_the_model_itself(lazy, programs_run, capsys):

@@ -12,7 +12,6 @@ from deepenough.lazy.transition import (
     LazyTransition,
     dropout_noise,
     linear_cka_ref,
-    sentence_similarity,
     squared_cosine,
     step_similarity,
     update_gate,
@@ -109,14 +108,6 @@ def test_dropout_acts_on_the_update_and_not_on_the_gate():
     assert 400 < int((moved > 1).sum()) < 600
     transition.eval()
     assert torch.allclose(transition(start), start + gate)
-
-
-def test_sentence_similarity_is_of_mean_tokens_without_padding():
-    x = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 99.0]]])
-    y = torch.tensor([[[1.0, 2.0], [1.0, 0.0], [50.0, 0.0]]])
-    masked = sentence_similarity([x, y], torch.tensor([[1, 1, 0]]))
-    assert masked.tolist() == [pytest.approx([0.5])]  # (2, 0) and (1, 1)
-    assert torch.allclose(masked, sentence_similarity([x[:, :2], y[:, :2]]))
 
 
 def test_step_similarity_is_of_consecutive_states():

@@ -157,21 +157,17 @@ def write_ponder(folder: Path) -> Path:
 
 
 def write_lazy(folder: Path) -> Path:
-    """A look at a program, and at many."""
+    """A look at a program, and what share of programs is executed exactly."""
     side = {"similarity": [[0.5, 0.9], [0.6, 1.0]], "gates": [[0.4, 0.1], [0.3, 0.0]]}
     look = {
-        "task": "programs", "source": f"print({EVIL})", "target": "3.", "epsilon": 0.2,
+        "source": f"print({EVIL})", "target": "3.", "epsilon": 0.2,
         "encoder": {"tokens": ["1", EVIL], "sentence": [0.5, 0.9], "depth": [2, 1], **side},
         "decoder": {"tokens": ["3", "."], "sentence": [0.4, 1.0], **side},
     }  # fmt: skip
-    many = {
-        "task": "programs", "sentences": 9, "similarity": [0.4, 0.9], "epsilon": 0.2,
-        "quartiles": [[0.3, 0.8], [0.5, 1.0]], "patience": 1, "tokens_by_steps": [3, 6],
-    }  # fmt: skip
     exact = {"exact": 0.5, "exact_by": [{"kind": "addition", "length": 1, "exact": 0.5,
                                          "programs": 4}]}  # fmt: skip
-    records = [Record(5, "lazy_tokens", look), Record(5, "lazy_rest", many)]
-    return write_records(folder, [*records, Record(5, "programs", exact)], "method: lazy\n")
+    records = [Record(5, "lazy_tokens", look), Record(5, "programs", exact)]
+    return write_records(folder, records, "method: lazy\n")
 
 
 def write_comparison(folder: Path, about: Path) -> Path:

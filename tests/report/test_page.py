@@ -159,7 +159,14 @@ def test_markdown_with_pictures(folders, tmp_path):
     assert main(["report", *map(str, folders), "--out", str(file)]) == 0
     content = file.read_text()
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", content)
-    drawn = ("1-frontier_layers", "2-blocks", "4-r2", "5-passes", "6-lazy_tokens", "6-lazy_stops")
+    drawn = (
+        "1-frontier_layers",
+        "2-blocks",
+        "4-r2",
+        "5-passes",
+        "6-lazy_tokens",
+        "6-lazy_sentence",
+    )
     assert {f"report-figures/{name}.png" for name in drawn} <= set(pictures)
     assert all((tmp_path / picture).stat().st_size > 1000 for picture in pictures)
     assert "## " in content

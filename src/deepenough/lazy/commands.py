@@ -72,18 +72,16 @@ def sweep(config: SweepConfig) -> None:
     """Print a table of BLEU, depth and cost, one line per measurement."""
     from deepenough.lazy.evaluation import sweep as measurements
 
-    print(f"{'sweep':8}{'encoder':>8}{'decoder':>8}{'epsilon':>8}{'BLEU':>8}", end="")
-    print(f"{'depth':>8}{'GFLOPs':>10}{'seconds':>9}")
+    print(f"{'encoder':>8}{'decoder':>8}{'BLEU':>8}{'depth':>8}{'GFLOPs':>10}{'seconds':>9}")
     for point in measurements(config):
-        steps = f"{point['kind']:8}{point['encoder_steps']:8}{point['decoder_steps']:8}"
-        quality = f"{point['epsilon']:8.3g}{point['bleu']:8.2f}{point['encoder_depth']:8.2f}"
+        steps = f"{point['encoder_steps']:8}{point['decoder_steps']:8}{point['bleu']:8.2f}"
         cost = f"{point['encoder_flops'] / 1e9:10.2f}{point['encoder_seconds']:9.2f}"
-        print(steps + quality + cost, flush=True)
+        print(f"{steps}{point['encoder_depth']:8.2f}{cost}", flush=True)
 
 
 def inspect(config: LazyPlotConfig) -> None:
     """Look inside a run's model and record what was found, for its figures."""
-    from deepenough.lazy.inspection import inspect_run
+    from deepenough.lazy.evaluation import inspect_run
 
     inspect_run(config)
 
@@ -140,22 +138,21 @@ COMMANDS = (
     ),
     Command(
         name="sweep",
-        help="measure BLEU for other numbers of steps and other epsilons",
+        help="measure BLEU for other numbers of steps",
         config="deepenough.lazy.config:SweepConfig",
         run=sweep,
-        description="Measure BLEU over a grid of encoder and decoder steps, and over epsilons.",
+        description="Measure BLEU over a grid of encoder and decoder steps.",
         example="deepenough lazy sweep runs/lazy-multi30k --encoder_steps [6,9] --beams 1",
         positional=("run",),
     ),
     Command(
         name="plot",
-        help="draw how far each token still moves at each step, and when it comes to rest",
+        help="draw how far each token still moves at each step, and what sweeps have found",
         config="deepenough.lazy.config:LazyPlotConfig",
         run=inspect,
         draws="run",
         description="Draw gates and similarities token by step for a sentence and its\n"
-        "translation, or a program and what it prints; when tokens come to rest; and what\n"
-        "sweeps have found.",
+        "translation, or a program and what it prints; and what sweeps have found.",
         example='deepenough lazy plot runs/lazy-multi30k --source "A dog runs on the beach."',
         positional=("run",),
     ),

@@ -31,10 +31,8 @@ what they are compared with."""
 
 TRANSLATION, PROGRAMS, LANGUAGE = "translation", "programs", "language"
 """What a model can be trained for, and the kinds of the records that its evaluation writes."""
-STEPS_RECORD, EPSILON_RECORD = "steps", "epsilon"
-"""Kinds of the records of the two sweeps."""
-TOKENS_RECORD, REST_RECORD = "lazy_tokens", "lazy_rest"
-"""Kinds of the records of one pair, and of many sentences, that `lazy plot` draws."""
+STEPS_RECORD, TOKENS_RECORD = "steps", "lazy_tokens"
+"""Kinds of the records of `lazy sweep`, and of the pair that `lazy plot` draws."""
 
 CALL_OPTIONS = ("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon", "patience")
 """Options of a model that every call can give anew."""
@@ -448,17 +446,13 @@ class LazyEvalConfig:
 
 @dataclass
 class SweepConfig(LazyEvalConfig):
-    """Measure BLEU over steps and epsilons."""
+    """Measure BLEU for other numbers of steps than those of training."""
 
     encoder_steps: list[int] = bounded(default_factory=lambda: [2, 4, 6, 8, 9], ge=1)
-    """Encoder steps of the grid; an empty list for no grid."""
+    """Encoder steps of the grid."""
 
     decoder_steps: list[int] = bounded(default_factory=lambda: [2, 3, 4, 5, 6], ge=1)
     """Decoder steps of the grid."""
-
-    epsilons: list[float] | None = bounded(None, ge=0, le=1)
-    """Epsilons at which source tokens halt, each measured with the steps of training; by default
-    0 and three that suit the model's halt_on and compare, none for models without gates."""
 
     sentences: int | None = bounded(None, ge=1)
     """Sentences to measure on; by default all of the split."""
@@ -497,10 +491,7 @@ class LazyPlotConfig:
     """Which sentence or program of the split to look at, without a source; counted from 0."""
 
     split: str = "test"
-    """Split that the distribution is taken over: test or valid."""
-
-    sentences: int = bounded(256, ge=1)
-    """Sentences or programs of the split that the distribution is taken over."""
+    """Split that the sentence is taken from: test or valid."""
 
     epsilon: float | None = bounded(None, gt=0, le=1)
     """Gate (or angle, as the model's halt_on says) below which a source token is at rest; by

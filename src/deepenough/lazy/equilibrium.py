@@ -79,18 +79,7 @@ def run_with_halting(
 
     For evaluation only, without gradients: rows are written in place. The list of active rows is
     rebuilt only when a token has halted: active states stay in one piece from step to step, and
-    are copied back when they halt.
-
-    Args:
-        stack: The stack whose steps are made.
-        state_BTD: The embeddings.
-        positions: Position encodings, `[T, D]` or `[B, T, D]`.
-        batch: What the tokens attend to.
-        num_steps: Most steps of a token.
-        epsilon: Gate (or angle) below which a token is in equilibrium.
-        patience: Steps in a row for which it must be.
-        real_BT: Which tokens are not padding; None if all are real.
-        keep_states: Whether to return the states of every step.
+    are copied back when they halt. `real_BT` says which tokens are not padding, None for all.
     """
     stack.check_steps(num_steps)
     shape = state_BTD.shape[:2]

@@ -1,12 +1,11 @@
-"""Use and measure finished models: translations, BLEU, depth and cost, perplexity.
+"""Use and measure finished models: translations, BLEU, depth and cost, perplexity, pictures.
 
 Beside quality, a translator's evaluation measures the steps, FLOPs and seconds of the encoder. A
 sweep repeats it for other numbers of steps than those of training (the paper's "zero-shot
-inferring"), and for other values of `epsilon`, which trades BLEU for compute. Every result is
-appended to the run's records as soon as it is found, so that an interrupted sweep loses nothing.
+inferring"). Every result is appended to the run's records as soon as it is found, so that an
+interrupted sweep loses nothing. What values of `epsilon` save is for `deepenough compare`.
 
-`open_candidate` offers a text-to-text run to `deepenough compare`. What concerns programs alone is
-in `programs.py`.
+What concerns programs alone is in `programs.py`, which builds on this module.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,15 +39,16 @@ from deepenough.data.translation import (
 from deepenough.errors import UserError
 from deepenough.lazy.config import (
     CALL_OPTIONS,
-    EPSILON_RECORD,
     LANGUAGE,
     LAZY,
     PROGRAMS,
     STEPS_RECORD,
+    TOKENS_RECORD,
     TRANSLATION,
     BeamSearchConfig,
     LanguageTrainConfig,
     LazyEvalConfig,
+    LazyPlotConfig,
     LazyTransformerConfig,
     SweepConfig,
     TranslationTrainConfig,
@@ -58,6 +58,7 @@ from deepenough.lazy.modeling import (
     LazyTransformerForCausalLM,
     LazyTransformerForConditionalGeneration,
 )
+from deepenough.lazy.transition import step_similarity
 from deepenough.measurement import (
     ComparedData,
     ComparedRun,
@@ -154,15 +155,7 @@ def translate_pairs(
     search: BeamSearchConfig,
     accelerator: Accelerator | None = None,
 ) -> list[str]:
-    """Return the translation of every source, in order.
-
-    Args:
-        model: The translator.
-        tokenizer: Its tokenizer.
-        pairs: Sources to translate; targets are not read.
-        search: How to search.
-        accelerator: Shares the batches among its processes; all get all translations.
-    """
+    """Return the translation of every source, in order; processes share the batches."""
     search.check_for(model)
     rank, world = place_among(accelerator)
     lengths = pairs.source.lengths
@@ -275,11 +268,11 @@ def evaluate_translation(config: LazyEvalConfig) -> dict[str, Any]:
     validate(config)
     translator = load_translator(config.run)
     pairs = measured_pairs(config, translator)
-    return _measure_and_keep(config, TRANSLATION, translator, pairs, config.search)
+    return _measure(config, TRANSLATION, translator, pairs, config.search)
 
 
 def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
-    """Yield one measurement after another, each with its `kind`, and record it in the run."""
+    """Yield one measurement after another, and record it in the run."""
     validate(config)
     if (task := task_of(config.run)) != TRANSLATION:
         raise UserError(
@@ -287,41 +280,22 @@ def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
             "translator."
         )
     translator = load_translator(config.run)
-    usual = translator.model.config.default_epsilons
-    default = [0.0, *usual] if usual else []
-    epsilons = default if config.epsilons is None else config.epsilons
     searches = [
-        (STEPS_RECORD, replace(config.search, encoder_steps=encoder, decoder_steps=decoder))
+        replace(config.search, encoder_steps=encoder, decoder_steps=decoder)
         for encoder in config.encoder_steps
         for decoder in config.decoder_steps
     ]
-    searches += [(EPSILON_RECORD, replace(config.search, epsilon=value)) for value in epsilons]
-    for _, search in searches:  # all are checked before the first is measured
+    for search in searches:  # all are checked before the first is measured
         search.check_for(translator.model)
     pairs = measured_pairs(config, translator).head(config.sentences)
-    for kind, search in searches:
-        yield {"kind": kind} | _measure_and_keep(config, kind, translator, pairs, search)
-
-
-def _measure_and_keep(
-    config: LazyEvalConfig,
-    kind: str,
-    translator: Translator,
-    pairs: EncodedPairs,
-    search: BeamSearchConfig,
-) -> dict[str, Any]:
-    values = measure(translator, pairs, search, config.batch_size)
-    values |= {"split": config.split, "test": config.test}
-    keep_record(config.run, kind, values)
-    return values
+    for search in searches:
+        yield _measure(config, STEPS_RECORD, translator, pairs, search)
 
 
 def measured_pairs(config: LazyEvalConfig, translator: Translator) -> EncodedPairs:
     """Return the pairs of the split, from the text that the model was trained on."""
     trained = trained_with(TranslationTrainConfig, config.run)
-    dataset = trained.dataset
-    if config.test is not None:
-        dataset = replace(dataset, test=config.test)
+    dataset = replace(trained.dataset, test=config.test or trained.dataset.test)
     text = open_parallel(trained.data, dataset)
     name = f"{text.name}, {config.split}"
     return encode_pairs(
@@ -329,21 +303,28 @@ def measured_pairs(config: LazyEvalConfig, translator: Translator) -> EncodedPai
     )
 
 
-def measure(
-    translator: Translator, pairs: EncodedPairs, search: BeamSearchConfig, batch_size: int
+def _measure(
+    config: LazyEvalConfig,
+    kind: str,
+    translator: Translator,
+    pairs: EncodedPairs,
+    search: BeamSearchConfig,
 ) -> dict[str, Any]:
-    """Return BLEU and seconds of the search, and steps, FLOPs and seconds of the encoder."""
-    config = translator.model.config
+    """Record BLEU and seconds of the search, and what the encoder did; return all of it."""
+    model = translator.model
     started = time.perf_counter()
     translations = translate_pairs(*translator, pairs, search)
     seconds = time.perf_counter() - started
     references = [pair.target for pair in pairs.pairs]
     score = bleu(translations, references, lowers_case(translator.tokenizer))
-    setting = {name: getattr(config, name) for name in CALL_OPTIONS} | search.halting()
     values: dict[str, Any] = {"bleu": score.score, "signature": score.signature}
-    values |= {"mechanism": config.mechanism, "beams": search.num_beams, **setting}
+    values |= {"mechanism": model.config.mechanism, "beams": search.num_beams}
+    values |= {name: getattr(model.config, name) for name in CALL_OPTIONS} | search.halting()
     values |= {"sentences": len(pairs), "seconds": seconds}
-    return values | measure_encoder(translator.model, pairs, search, batch_size, NUM_TIMINGS)
+    values |= measure_encoder(model, pairs, search, config.batch_size, NUM_TIMINGS)
+    values |= {"split": config.split, "test": config.test}
+    keep_record(config.run, kind, values)
+    return values
 
 
 @torch.inference_mode()
@@ -401,16 +382,79 @@ def evaluate_language(config: LazyEvalConfig) -> dict[str, Any]:
     return values
 
 
+# -- a look inside ---------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def inspect_run(config: LazyPlotConfig) -> None:
+    """Record how much each token of a pair still changes at each step, for `lazy plot` to draw.
+
+    Of both sides: gates, the squared cosine between a token's consecutive states, and that of the
+    sentence's mean. Of the source also the steps that its tokens make at `epsilon`.
+    """
+    validate(config)
+    translator = load_translator(config.run)
+    model, tokenizer = translator
+    pair = _inspected_pair(config, translator)
+    batch = encode_input(translator, [pair]).batch([0], model.device)
+    output = model(**batch, epsilon=0.0, decoder_epsilon=0.0, output_hidden_states=True)
+    values: dict[str, Any] = {"source": pair.source, "target": pair.target}
+    decoder_ids = model.prepare_decoder_input_ids_from_labels(batch["targets"])
+    for side, ids in (("encoder", batch["input_ids"]), ("decoder", decoder_ids)):
+        states, gates = output[f"{side}_hidden_states"], getattr(output, f"{side}_gates")
+        pieces = tokenizer.convert_ids_to_tokens(ids[0].tolist())
+        values[side] = {
+            "tokens": [_readable(piece) for piece in pieces],
+            "similarity": step_similarity(states)[0].tolist(),
+            "sentence": step_similarity([state.mean(1) for state in states])[0].tolist(),
+        }
+        if gates is not None:
+            values[side]["gates"] = gates[0].tolist()
+    if model.config.mechanism == LAZY:
+        values["epsilon"] = config.epsilon or model.config.default_epsilons[-1]
+        halting = model.encoder(batch["input_ids"], epsilon=values["epsilon"])
+        values["encoder"]["depth"] = halting.trace.depth[0].tolist()
+    keep_record(config.run, TOKENS_RECORD, values)
+
+
+def _inspected_pair(config: LazyPlotConfig, translator: Translator) -> Pair:
+    """Return the pair to look at: the one given, or one of the split."""
+    if config.source is None:
+        measured = LazyEvalConfig(config.run, config.split)
+        if task_of(config.run) == PROGRAMS:
+            from deepenough.lazy.programs import measured_programs
+
+            pairs = [Pair(each.source, each.target) for each in measured_programs(measured)[0]]
+        else:
+            pairs = measured_pairs(measured, translator).pairs
+        if config.sentence >= len(pairs):
+            raise UserError(
+                f"The {config.split} split has {len(pairs)} pairs, counted from 0: got "
+                f"{config.sentence}."
+            )
+        return pairs[config.sentence]
+    if not config.source.strip():
+        raise UserError("The source is empty: give a sentence, or a program.")
+    if config.target is not None:
+        return Pair(config.source, config.target)
+    encoded = encode_input(translator, [Pair(config.source, "")])
+    return Pair(config.source, translate_pairs(*translator, encoded, BeamSearchConfig())[0])
+
+
+def _readable(piece: str) -> str:
+    """Return a piece as people read it: a space where a word begins, no brackets of specials."""
+    return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").replace("<|", "").replace("|>", "")
+
+
 # -- comparison ------------------------------------------------------------------------------------
 
 
-@dataclass
-class Translations:
-    """Answers of one pass over the sentences, with their traces."""
+class Translations(NamedTuple):
+    """Answers of one pass over the sentences, with the traces of both sides."""
 
-    texts: list[str] = field(default_factory=list)
-    source: list[DepthTrace] = field(default_factory=list)
-    target: list[DepthTrace] = field(default_factory=list)
+    texts: list[str]
+    source: list[DepthTrace]
+    target: list[DepthTrace]
 
 
 class TranslationCandidate:
@@ -451,39 +495,39 @@ class TranslationCandidate:
     def points(self) -> Sequence[OperatingPoint]:
         """Return all steps, fewer steps, and epsilons, the deepest first."""
         config, grid = self.translator.model.config, self.entry.grid
-        command = f"deepenough lazy eval {shlex.quote(self.entry.run)} --search.beams 1"
-        found = [OperatingPoint("all steps", {}, command=command)]
-        steps = grid.steps
-        if steps is None:
-            own = config.encoder_steps
-            steps = sorted({max(1, 2 * own // 3), max(1, own // 3)} - {own}, reverse=True)
+        most = config.encoder_steps
+        fewer = sorted({max(1, 2 * most // 3), max(1, most // 3)} - {most}, reverse=True)
         epsilons = config.default_epsilons if grid.epsilon is None else grid.epsilon
-        for each in steps:
-            config.check_steps(each, "encoder_steps")
-            told = f"{command} --search.encoder_steps {each}"
-            setting = {"encoder_steps": each}
-            name = f"{each} step{'s' * (each > 1)}"
-            found.append(OperatingPoint(name, setting, "fixed depth", told))
+        found: list[tuple[str, dict[str, Any], str]] = [("all steps", {}, "")]
+        for steps in fewer if grid.steps is None else grid.steps:
+            name = f"{steps} step{'s' * (steps > 1)}"
+            found.append((name, {"encoder_steps": steps}, "fixed depth"))
         for value in epsilons if self.mechanism == LAZY else ():
-            config.check_epsilon(value, "epsilon")
-            told = f"{command} --search.epsilon {value:g}"
-            found.append(OperatingPoint(f"ε {value:g}", {"epsilon": value}, command=told))
-        return found
+            found.append((f"ε {value:g}", {"epsilon": value}, ""))
+        points = []
+        for name, settings, mechanism in found:
+            BeamSearchConfig(**settings).check_for(self.translator.model)
+            command = f"deepenough lazy eval {shlex.quote(self.entry.run)} --search.beams 1"
+            command += "".join(f" --search.{key} {value:g}" for key, value in settings.items())
+            points.append(OperatingPoint(name, settings, mechanism, command))
+        return points
 
     def run(self, point: OperatingPoint) -> Translations:
         """Translate all sources at an operating point; this is what is timed."""
-        model, made = self.translator.model, Translations()
+        model = self.translator.model
+        source: list[DepthTrace] = []
+        target: list[DepthTrace] = []
         hooks = [
-            model.encoder.register_forward_hook(lambda *call: made.source.append(call[2].trace)),
-            model.register_forward_hook(lambda *call: made.target.append(call[2].trace)),
+            model.encoder.register_forward_hook(lambda *call: source.append(call[2].trace)),
+            model.register_forward_hook(lambda *call: target.append(call[2].trace)),
         ]
         search = BeamSearchConfig(beams=1, **dict(point.settings))
         try:
-            made.texts = translate_pairs(*self.translator, self.pairs, search)
+            texts = translate_pairs(*self.translator, self.pairs, search)
         finally:
             for hook in hooks:
                 hook.remove()
-        return made
+        return Translations(texts, source, target)
 
     def judge(self, point: OperatingPoint, answers: Translations) -> Scores:
         """Return the quality and cost of what `run` returned."""
@@ -502,7 +546,7 @@ def open_candidate(entry: ComparedRun, name: str, data: ComparedData) -> Transla
     if task == TRANSLATION:
         return TranslationCandidate(entry, name, data)
     if task == PROGRAMS:
-        from deepenough.lazy.programs import ProgramCandidate  # which builds on this module
+        from deepenough.lazy.programs import ProgramCandidate
 
         return ProgramCandidate(entry, name, data)
     raise UserError(

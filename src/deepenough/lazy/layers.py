@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,11 +41,7 @@ LONGEST_WAVE = 10_000.0
 class EncoderMemory:
     """The encoder's output as cross-attention keys and values, computed once per block.
 
-    Args:
-        states_BSD: The encoder's output.
-        mask: Which source tokens are visible, `[B, 1, 1, S]`; None for all.
-        num_heads: Number of attention heads.
-        cache: Keys and values of an earlier call, a layer for every block.
+    `mask` says which source tokens are visible, `[B, 1, 1, S]`; `cache` has a layer per block.
     """
 
     def __init__(
@@ -62,19 +58,14 @@ class EncoderMemory:
             key, value = block.cross_kv_proj(self.states).chunk(2, -1)
             heads = split_heads(key, self.num_heads), split_heads(value, self.num_heads)
             return update_cache(self.cache, *heads, block.index)
-        layer = self.cache.layers[block.index]
-        assert layer.keys is not None and layer.values is not None
+        layer: Any = self.cache.layers[block.index]
         return layer.keys, layer.values
 
 
 class PaddedContext:
     """Attention among all tokens of a padded batch, rows `[B, T, D]`.
 
-    Args:
-        num_heads: Number of attention heads.
-        mask: Which tokens are visible, `[1 or B, 1, 1 or T, K]`; None for all.
-        cache: Keys and values of earlier tokens, a layer for every step.
-        memory: The encoder's output, for a decoder.
+    `mask` says which tokens are visible, `[1 or B, 1, 1 or T, K]`; `cache` has a layer per step.
     """
 
     def __init__(
@@ -288,15 +279,7 @@ class StepStack(nn.Module):
         num_steps: int,
         keep_states: bool = False,
     ) -> StackOutput:
-        """Apply all steps to all tokens.
-
-        Args:
-            state: `[B, T, D]`, the embeddings.
-            positions: Position encodings, `[T, D]` or `[B, T, D]`.
-            context: What the tokens attend to.
-            num_steps: How many steps to make.
-            keep_states: Whether to return the states of every step.
-        """
+        """Apply all steps to all embeddings `[B, T, D]`; positions are `[T, D]` or `[B, T, D]`."""
         self.check_steps(num_steps)
         gates: list[Tensor] = []
         states = [state]

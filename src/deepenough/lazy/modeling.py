@@ -105,6 +105,16 @@ class LazyOutput(ModelOutput):
 # -- encoder and decoder ---------------------------------------------------------------------------
 
 
+class StepOptions(NamedTuple):
+    """How the steps of one side are made; None for what the config says."""
+
+    num_steps: int | None = None
+    epsilon: float | None = None
+    patience: int | None = None
+    keep_states: bool = False
+    """Whether to return the states of every step."""
+
+
 class _Side(nn.Module):
     """What encoder and decoder share: embeddings and a stack of steps."""
 
@@ -132,25 +142,21 @@ class _Side(nn.Module):
         state: Tensor,
         positions: Tensor,
         context: PaddedContext,
-        steps: int | None,
-        epsilon: float | None,
-        patience: int | None,
+        options: StepOptions,
         real_BT: Tensor | None,
-        keep_states: bool,
     ) -> StackOutput:
         """Apply the steps; tokens halt in equilibrium if `epsilon` is above 0, outside training."""
         config = self.config
-        num_steps = getattr(config, self.steps_option) if steps is None else steps
+        num_steps, epsilon, patience, keep_states = options
+        num_steps = getattr(config, self.steps_option) if num_steps is None else num_steps
         epsilon = getattr(config, self.epsilon_option) if epsilon is None else epsilon
         config.check_epsilon(epsilon, self.epsilon_option)
+        steps = (self.stack, state, positions, context, num_steps)
         if epsilon == 0.0 or self.training:
-            output: StackOutput = self.stack(state, positions, context, num_steps, keep_states)
+            output: StackOutput = self.stack(*steps[1:], keep_states)
             return output
         patience = config.patience if patience is None else patience
-        return run_with_halting(
-            self.stack, state, positions, context, num_steps, epsilon, patience, real_BT,
-            keep_states,
-        )  # fmt: skip
+        return run_with_halting(*steps, epsilon, patience, real_BT, keep_states)
 
 
 class LazyEncoder(_Side):
@@ -174,10 +180,8 @@ class LazyEncoder(_Side):
         state = self.embed(input_ids)
         positions = self.stack.encoding.positions(0, state, attention_mask)
         context = PaddedContext(self.config.num_heads, padding_mask(attention_mask))
-        steps = self.run(
-            state, positions, context, encoder_steps, epsilon, patience, attention_mask,
-            bool(output_hidden_states),
-        )  # fmt: skip
+        options = StepOptions(encoder_steps, epsilon, patience, bool(output_hidden_states))
+        steps = self.run(state, positions, context, options, attention_mask)
         trace = None
         if not self.training:
             each = step_flops(self.config, state.shape[1])
@@ -204,14 +208,11 @@ class LazyDecoder(_Side):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        memory: EncoderMemory | None = None,
-        cache: Cache | None = None,
-        steps: int | None = None,
-        epsilon: float | None = None,
-        patience: int | None = None,
-        keep_states: bool = False,
-        logits_to_keep: int = 0,
+        attention_mask: Tensor | None,
+        memory: EncoderMemory | None,
+        cache: Cache | None,
+        options: StepOptions,
+        logits_to_keep: int,
     ) -> DecoderOutput:
         """Decode new tokens; `attention_mask` covers cached tokens too, `[B, K]`."""
         config = self.config
@@ -223,7 +224,7 @@ class LazyDecoder(_Side):
         mask = causal_mask(attention_mask, num_new, num_keys, state.device)
         context = PaddedContext(config.num_heads, mask, cache, memory)
         real = None if attention_mask is None else attention_mask[:, -num_new:]
-        output = self.run(state, positions, context, steps, epsilon, patience, real, keep_states)
+        output = self.run(state, positions, context, options, real)
         trace = None
         if not self.training:
             num_scored = min(logits_to_keep or num_new, num_new)
@@ -243,20 +244,17 @@ class LazyDecoder(_Side):
 def step_flops(config: LazyTransformerConfig, num_keys: int, num_source: int | None = None) -> int:
     """Return the FLOPs of one token in one step, attending to so many tokens (of the source)."""
     d = config.d_model
-    projections = 4 * d * d + 2 * d * config.d_ff
-    attention = 2 * d * num_keys
+    products = 4 * d * d + 2 * d * config.d_ff + 2 * d * num_keys
     if num_source is not None:
-        projections += 2 * d * d
-        attention += 2 * d * num_source
-    return 2 * (projections + attention)
+        products += 2 * d * d + 2 * d * num_source
+    return 2 * products
 
 
 def _trace(
     steps: StackOutput, flops_per_step: int, extra: Tensor, real_BT: Tensor | None
 ) -> DepthTrace:
     ran, depth = steps.ran, steps.depth
-    flops = ran.sum(-1).double() * flops_per_step
-    flops = flops + extra.to(ran.device)
+    flops = ran.sum(-1).double() * flops_per_step + extra.to(ran.device)
     if real_BT is not None:
         real = real_BT.bool()
         ran, depth, flops = ran & real[..., None], depth * real, flops * real
@@ -277,9 +275,14 @@ class LazyPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     accepts_loss_kwargs = False  # the loss is a mean, which a trainer divides when it accumulates
 
-    embedding: nn.Embedding
-    output: nn.Linear
-    decoder: LazyDecoder
+    def __init__(self, config: LazyTransformerConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        if config.is_encoder_decoder:
+            self.encoder = LazyEncoder(config, self.embedding)
+        self.decoder = LazyDecoder(config, self.embedding, config.is_encoder_decoder)
+        self.output: nn.Linear = Linear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
@@ -289,8 +292,7 @@ class LazyPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.Linear):
             init.normal_(module.weight, std=module.in_features**-0.5)
             if module.bias is not None:
-                is_halting = module.out_features == 1
-                init.constant_(module.bias, HALTING_BIAS if is_halting else 0.0)
+                init.constant_(module.bias, HALTING_BIAS if module.out_features == 1 else 0.0)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
@@ -305,9 +307,9 @@ class LazyPreTrainedModel(PreTrainedModel):
         """Return the output layer."""
         return self.output
 
-    def set_output_embeddings(self, value: nn.Module) -> None:
+    def set_output_embeddings(self, value: nn.Linear) -> None:
         """Replace the output layer."""
-        self.output = value  # type: ignore[assignment]
+        self.output = value
 
     def get_decoder(self) -> LazyDecoder:
         """Return the decoder."""
@@ -367,14 +369,6 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
         "decoder.embedding.weight": "embedding.weight",
     }
 
-    def __init__(self, config: LazyTransformerConfig) -> None:
-        super().__init__(config)
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.encoder = LazyEncoder(config, self.embedding)
-        self.decoder = LazyDecoder(config, self.embedding, cross_attention=True)
-        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.post_init()
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -423,16 +417,10 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
         own, cross = None, None
         if cache is not None:
             own, cross = cache.self_attention_cache, cache.cross_attention_cache
+        memory = EncoderMemory(states, padding_mask(attention_mask), self.config.num_heads, cross)
+        options = StepOptions(decoder_steps, decoder_epsilon, patience, bool(output_hidden_states))
         decoded = self.decoder(
-            decoder_input_ids,
-            decoder_attention_mask,
-            EncoderMemory(states, padding_mask(attention_mask), self.config.num_heads, cross),
-            own,
-            decoder_steps,
-            decoder_epsilon,
-            patience,
-            bool(output_hidden_states),
-            logits_to_keep,
+            decoder_input_ids, decoder_attention_mask, memory, own, options, logits_to_keep
         )
         output = self._output(decoded, wanted, targets is None, logits_to_keep, cache)
         if wanted is not None:
@@ -473,10 +461,6 @@ class LazyTransformerForCausalLM(LazyPreTrainedModel, CheckedGenerationMixin):
     def __init__(self, config: LazyTransformerConfig) -> None:
         config.is_encoder_decoder = False  # one config serves both models
         super().__init__(config)
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.decoder = LazyDecoder(config, self.embedding, cross_attention=False)
-        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.post_init()
 
     def forward(
         self,
@@ -502,17 +486,8 @@ class LazyTransformerForCausalLM(LazyPreTrainedModel, CheckedGenerationMixin):
         cache = past_key_values
         if cache is None and use_cache:
             cache = DynamicCache()
-        decoded = self.decoder(
-            input_ids,
-            attention_mask,
-            None,
-            cache,
-            decoder_steps,
-            decoder_epsilon,
-            patience,
-            bool(output_hidden_states),
-            logits_to_keep,
-        )
+        options = StepOptions(decoder_steps, decoder_epsilon, patience, bool(output_hidden_states))
+        decoded = self.decoder(input_ids, attention_mask, None, cache, options, logits_to_keep)
         wanted = targets
         if labels is not None:
             wanted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)[:, -logits_to_keep:]

@@ -277,14 +277,11 @@ class ProgramTask(PairsTask):
         encoded, batches = self.pool(index // POOL)
         return encoded, batches[index % POOL]
 
-    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+    def measure(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return the plain loss and the share of right answers, of all and of each kind."""
-        was_training = self.model.training
-        self.model.eval()
         greedy = BeamSearchConfig(beams=1)
         programs = self.held_out[split]
         values = measure_programs(self.model, self.tokenizer, programs, greedy, accelerator)
-        self.model.train(was_training)
         return {name: value for name, value in values.items() if isinstance(value, float)}
 
     def identity(self) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Train a Lazy Transformer, or one of its baselines, to translate or to model language.
 
-A task says where the pairs of a step come from and how answers are scored. The loss that is
-minimised has smoothed labels where the config says so; what is recorded is the plain one, since a
-smoothed loss has no meaning as a measure. Validation measures the plain loss and BLEU of greedy
-translations, the test BLEU with beams. Training on programs is in `programs.py`.
+The loss that is minimised has smoothed labels where the config says so; what is recorded is the
+plain one, since a smoothed loss has no meaning as a measure. Validation measures the plain loss and
+BLEU of greedy translations, the test BLEU with beams. Training on programs is in `programs.py`.
 
 A language model carries nothing from one batch to the next, so it predicts within segments of
 `dataset.length` tokens; its steps are `model.decoder_steps`.
@@ -85,16 +84,13 @@ def train_translation(config: TranslationTrainConfig) -> RunFolder:
 
 def encode_splits(text: ParallelText, tokenizer: Any, max_length: int) -> dict[str, EncodedPairs]:
     """Return all splits as ids, with the text of those that are measured on."""
-    return {
-        split: encode_pairs(
-            text.pairs(split),
-            tokenizer,
-            max_length,
-            f"{text.name}, {split}",
-            truncate=split != "train",
+    encoded = {}
+    for split in text.splits:
+        name, truncate = f"{text.name}, {split}", split != "train"
+        encoded[split] = encode_pairs(
+            text.pairs(split), tokenizer, max_length, name, truncate=truncate
         )
-        for split in text.splits
-    }
+    return encoded
 
 
 def new_translator(
@@ -109,13 +105,9 @@ def new_translator(
 def _model_config(
     model: LazyModelConfig, tokenizer: Any, max_positions: int
 ) -> LazyTransformerConfig:
-    roles = ("bos", "eos", "pad")
-    return LazyTransformerConfig(
-        vocab_size=len(tokenizer),
-        max_positions=max_positions,
-        **{f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in roles},
-        **asdict(model),
-    )
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = {name: getattr(tokenizer, name) for name in names}
+    return LazyTransformerConfig(len(tokenizer), max_positions, **special, **asdict(model))
 
 
 def model_identity(config: LazyTransformerConfig) -> dict[str, Any]:
@@ -132,6 +124,7 @@ class PairsTask(Task, ABC):
 
     unit = "tokens"
     model: LazyTransformerForConditionalGeneration
+    fewest_steps: int | None = None
 
     def __init__(
         self,
@@ -139,15 +132,25 @@ class PairsTask(Task, ABC):
         tokenizer: Any,
         train: TrainingConfig,
         accelerator: Accelerator,
-        fewest_steps: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.train = model, tokenizer, train
-        self.fewest_steps = fewest_steps
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
 
     @abstractmethod
     def pairs_of(self, index: int) -> tuple[EncodedPairs, list[int]]:
         """Return the pairs of batch `index`, counted over the whole training: pairs and rows."""
+
+    @abstractmethod
+    def measure(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+        """Return the quality of the model, in evaluation mode, on a split."""
+
+    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+        """Return the quality on a split, nothing where there is no such split."""
+        was_training = self.model.training
+        self.model.eval()
+        values = self.measure(accelerator, split)
+        self.model.train(was_training)
+        return values
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss of this process's share of a batch, weighted by its tokens."""
@@ -188,7 +191,8 @@ class TranslationTask(PairsTask):
         pairs: Mapping[str, EncodedPairs],
         accelerator: Accelerator,
     ) -> None:
-        super().__init__(model, tokenizer, config.train, accelerator, config.fewest_encoder_steps)
+        super().__init__(model, tokenizer, config.train, accelerator)
+        self.fewest_steps = config.fewest_encoder_steps
         self.pairs, self.dataset, self.search = pairs, config.dataset, config.search
         training_pairs = pairs["train"]
         lengths = training_pairs.source.lengths, training_pairs.target.lengths
@@ -203,19 +207,14 @@ class TranslationTask(PairsTask):
         """Return the training pairs and the rows of batch `index`."""
         return self.pairs["train"], self.batches.rows(index)
 
-    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+    def measure(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return plain loss and BLEU; greedy on the valid split, beam search on others."""
         pairs = self.pairs.get(split)
         if pairs is None:
             return {}
-        was_training = self.model.training
-        self.model.eval()
         values = plain_loss(self.model, pairs, self.dataset.batch_tokens, accelerator)
         search = BeamSearchConfig(beams=1) if split == "valid" else self.search
-        translations = translate_pairs(
-            self.model, self.tokenizer, pairs, search, accelerator=accelerator
-        )
-        self.model.train(was_training)
+        translations = translate_pairs(self.model, self.tokenizer, pairs, search, accelerator)
         references = [pair.target for pair in pairs.pairs]
         measured = bleu(translations, references, lowers_case(self.tokenizer))
         logger.info("BLEU %.2f on the %s split (%s)", measured.score, split, measured.signature)

@@ -160,17 +160,8 @@ def squared_sine(x: Tensor, y: Tensor) -> Tensor:
 
 
 def step_similarity(states: Sequence[Tensor]) -> Tensor:
-    """Return the squared cosine of each token's consecutive states, `[B, T, N]` of N + 1 states."""
+    """Return the squared cosines of N + 1 consecutive states, `[..., N]`."""
     return torch.stack([squared_cosine(*pair) for pair in pairwise(states)], -1)
-
-
-def sentence_similarity(states: Sequence[Tensor], mask_BT: Tensor | None = None) -> Tensor:
-    """Return the same of each sentence's mean token, padding excluded, `[B, N]`."""
-    if mask_BT is None:
-        return step_similarity([state.mean(1) for state in states])
-    weights = mask_BT.to(states[0].dtype).unsqueeze(-1)
-    num_tokens = weights.sum(1).clamp(min=1.0)
-    return step_similarity([(state * weights).sum(1) / num_tokens for state in states])
 
 
 def linear_cka_ref(x: Tensor, y: Tensor) -> Tensor:
