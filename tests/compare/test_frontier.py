@@ -25,7 +25,6 @@ from deepenough.data.config import TranslationDataConfig
 from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.translation import joint_tokenizer, open_parallel
 from deepenough.lazy.config import (
-    MECHANISMS,
     LazyModelConfig,
     ProgramConfig,
     ProgramTrainConfig,
@@ -111,7 +110,7 @@ def translators(tmp_path_factory, shared_cache) -> dict[str, Path]:
             TranslationTrainConfig(data=str(corpus), dataset=dataset, model=small(mechanism)),
             tokenizer,
         )
-        for mechanism in MECHANISMS
+        for mechanism in ("lazy", "universal", "act", "transformer")
     }
 
 
@@ -214,7 +213,7 @@ def test_translators_without_a_grid(tmp_path, translator):
     assert list(points) == ["all steps", "2 steps", "1 step", "ε 0.05", "ε 0.075", "ε 0.1"]
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", ["lazy", "universal", "act", "transformer"])
 def test_both_counts_of_flops_agree_where_nothing_is_padded(tmp_path, translators, mechanism):
     grid = {"grid.epsilon": [0.5], "grid.steps": [1], "limit": 1, "rounds": 1}
     points = by_name(compared(tmp_path, translators[mechanism], **grid))

@@ -8,7 +8,6 @@ from deepenough.figure import Run
 from deepenough.lazy.figures import (
     FIGURES,
     grid_figure,
-    programs_figure,
     section,
     sentence_figure,
     step_grid,
@@ -87,20 +86,8 @@ def test_sweeps_that_do_not_compare_are_not_shown_together() -> None:
     assert set(step_grid(run_of(*points))) == {(1, 1), (2, 1), (3, 1)}
 
 
-def test_programs_by_kind_and_length() -> None:
-    rows = [
-        {"kind": "addition", "length": 1, "exact": 1.0, "programs": 3},
-        {"kind": "addition", "length": 1, "exact": 0.0, "programs": 1},
-        {"kind": "loop", "length": 2, "exact": 0.5, "programs": 4},
-    ]
-    run = run_of(("programs", {"exact": 0.6, "exact_by": rows}))
-    figure = programs_figure(run)
-    assert figure is not None
-    (chart,) = figure.panels
-    assert [(bars.name, bars.values) for bars in chart.bars] == [
-        ("addition", [0.75, None]), ("loop", [None, 0.5]),
-    ]  # fmt: skip
-    found = section(run)
+def test_the_share_of_exact_programs_is_a_finding() -> None:
+    found = section(run_of(("programs", {"exact": 0.6})))
     assert found is not None and found.findings[0].startswith("60.0 % of programs")
 
 
@@ -109,8 +96,7 @@ def test_programs_by_kind_and_length() -> None:
     [
         ("lazy_tokens", {"source": "a", "target": "b", "encoder": {"tokens": ["a"]}}),
         ("steps", {"encoder_steps": 2}),
-        ("programs", {"exact_by": [{"kind": "a"}]}),
-        ("programs", {"exact_by": 3}),
+        ("programs", {"exact": "all"}),
     ],
 )
 def test_damaged_records_are_left_out(kind: str, values: dict[str, Any]) -> None:

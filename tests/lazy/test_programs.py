@@ -55,9 +55,9 @@ def test_additions_by_python():
 
 
 def test_a_copy_is_the_same():
-    data = ProgramConfig(["copy"], length=9, fixed=True)
+    data = ProgramConfig(["copy"], length=9)
     for program in make_programs(data, 20, seed=3):
-        assert program.target == f"{program.source}." and len(program.source) == 9
+        assert program.target == f"{program.source}." and len(program.source) <= 9
 
 
 def test_answers_last_digit_first():

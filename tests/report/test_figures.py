@@ -127,7 +127,7 @@ def test_a_run_has_the_figures_of_its_records(folders: list[Path]) -> None:
         ["blocks", "architecture", "training"],
         ["layers", "early_exit", "r2", "lens"],
         ["ponder_frontier", "passes", "parity"],
-        ["lazy_tokens", "lazy_sentence", "lazy_programs"],
+        ["lazy_tokens", "lazy_sentence"],
     ]
 
 

@@ -19,7 +19,6 @@ from deepenough.lazy.transition import STATE, UPDATE
 from deepenough.training.config import TrainingConfig
 
 LAZY, UNIVERSAL, ACT, TRANSFORMER = "lazy", "universal", "act", "transformer"
-MECHANISMS = (LAZY, UNIVERSAL, ACT, TRANSFORMER)
 ANGLE = "angle"
 DEFAULT_EPSILONS = {
     STATE: (0.05, 0.075, 0.1),
@@ -207,9 +206,6 @@ class BeamSearchConfig:
     length_penalty: float = 0.6
     """Scores are divided by the length to this power: more favours longer translations."""
 
-    tokens: int = bounded(4096, ge=1)
-    """Source tokens translated at once."""
-
     encoder_steps: int | None = bounded(None, ge=1)
     """Steps over the source; by default those of training."""
 
@@ -274,9 +270,6 @@ class ProgramConfig:
 
     nesting: int = bounded(2, ge=1, le=MAX_NESTING)
     """Most operations nested in a program."""
-
-    fixed: bool = False
-    """Give all samples the full length and nesting instead of drawing them up to it."""
 
     reverse: bool = False
     """Write answers last digit first: a carry is then known before the digit that needs it."""
@@ -436,12 +429,11 @@ class LazyEvalConfig:
                     f"{self.run} was trained on {task}, but {name} is an option of {owner}: leave "
                     "it out."
                 )
-        for name in ("encoder_steps", "epsilon"):
-            if getattr(self.search, name) is not None and task == LANGUAGE:
-                raise UserError(
-                    f"{name} is for the source, which a language model does not have: give "
-                    f"decoder_{name.removeprefix('encoder_')}."
-                )
+        if task == LANGUAGE and {"encoder_steps", "epsilon"} & self.search.halting().keys():
+            raise UserError(
+                "encoder_steps and epsilon are for the source, which a language model does not "
+                "have: give decoder_steps or decoder_epsilon."
+            )
 
 
 @dataclass

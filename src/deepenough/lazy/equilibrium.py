@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepenough.lazy.config import ANGLE
 from deepenough.lazy.layers import PaddedContext, StackOutput, StepStack
-from deepenough.lazy.transition import squared_sine
+from deepenough.lazy.transition import squared_cosine
 
 
 class ActiveContext(PaddedContext):
@@ -103,7 +103,7 @@ def run_with_halting(
             active, gate, _ = stack.transition(step).step(before, encoding, context, step)
             gates[step].index_copy_(0, rows, gate)
             ran[step].index_fill_(0, rows, True)
-            change = squared_sine(before, active) if stack.config.halt_on == ANGLE else gate
+            change = _change(stack, before, active, gate)
             num_calm = torch.where(change < epsilon, num_calm + 1, 0)
             go_on = (num_calm < patience).nonzero().squeeze(1)
             if len(go_on) < len(rows):
@@ -128,6 +128,11 @@ def run_with_halting(
     )
 
 
+def _change(stack: StepStack, before: Tensor, after: Tensor, gate: Tensor) -> Tensor:
+    """Return what is compared with epsilon: the gate, or the squared sine of the turn."""
+    return 1.0 - squared_cosine(before, after) if stack.config.halt_on == ANGLE else gate
+
+
 def run_with_halting_ref(
     stack: StepStack,
     state_BTD: Tensor,
@@ -147,7 +152,7 @@ def run_with_halting_ref(
         context.is_active = is_active
         encoding = stack.encoding.add_step(positions, step)
         moved, gate, _ = stack.transition(step).step(state, encoding, context, step)
-        change = squared_sine(state, moved) if stack.config.halt_on == ANGLE else gate
+        change = _change(stack, state, moved, gate)
         state = torch.where(is_active[..., None], moved, state)
         gates.append(gate * is_active)
         ran.append(is_active)

@@ -76,6 +76,8 @@ from deepenough.training.logging import without_bars
 
 C = TypeVar("C")
 
+TRANSLATED_TOKENS = 4096
+"""Source tokens translated at once."""
 NUM_TIMINGS = 3
 """How often the encoder is timed for a record."""
 COMPARED_SENTENCES = 128
@@ -161,8 +163,9 @@ def translate_pairs(
     lengths = pairs.source.lengths
     # Similar lengths together, longest first: memory that suffices at first suffices always.
     order = np.argsort(-lengths, kind="stable")
+    batches = cut_by_tokens(order, lengths, max(TRANSLATED_TOKENS, int(lengths.max())))
     translated: list[tuple[int, str]] = []
-    for rows in cut_by_tokens(order, lengths, max(search.tokens, int(lengths.max())))[rank::world]:
+    for rows in batches[rank::world]:
         batch = pairs.batch(rows.tolist(), model.device)
         # A translation may be longer than its source, but hardly twice as long.
         limits = (2 * batch["attention_mask"].sum(1) + 10).clamp(max=model.config.max_positions - 1)
@@ -199,13 +202,11 @@ def translate_lines(
         raise UserError(f"rows must be at least 1: got {at_once}.")
     iterator = iter(lines)
     while chunk := list(islice(iterator, at_once)):
-        full = [Pair(line, "") for line in chunk if line.strip()]
-        translations: Iterator[str] = iter(())
-        if full:
-            encoded = encode_input(translator, full)
-            translations = iter(translate_pairs(*translator, encoded, search))
-        for line in chunk:
-            yield next(translations) if line.strip() else ""
+        encoded = encode_input(translator, [Pair(line, "") for line in chunk])
+        for line, translation in zip(
+            chunk, translate_pairs(*translator, encoded, search), strict=True
+        ):
+            yield translation if line.strip() else ""
 
 
 def encode_input(translator: Translator, pairs: Iterable[Pair]) -> EncodedPairs:
@@ -449,12 +450,8 @@ def _readable(piece: str) -> str:
 # -- comparison ------------------------------------------------------------------------------------
 
 
-class Translations(NamedTuple):
-    """Answers of one pass over the sentences, with the traces of both sides."""
-
-    texts: list[str]
-    source: list[DepthTrace]
-    target: list[DepthTrace]
+Answers = tuple[list[str], list[DepthTrace], list[DepthTrace]]
+"""Texts of one pass over the sentences, with the traces of source and target."""
 
 
 class TranslationCandidate:
@@ -512,7 +509,7 @@ class TranslationCandidate:
             points.append(OperatingPoint(name, settings, mechanism, command))
         return points
 
-    def run(self, point: OperatingPoint) -> Translations:
+    def run(self, point: OperatingPoint) -> Answers:
         """Translate all sources at an operating point; this is what is timed."""
         model = self.translator.model
         source: list[DepthTrace] = []
@@ -527,17 +524,14 @@ class TranslationCandidate:
         finally:
             for hook in hooks:
                 hook.remove()
-        return Translations(texts, source, target)
+        return texts, source, target
 
-    def judge(self, point: OperatingPoint, answers: Translations) -> Scores:
+    def judge(self, point: OperatingPoint, answers: Answers) -> Scores:
         """Return the quality and cost of what `run` returned."""
-        both = answers.source + answers.target
-        return Scores(
-            quality=self._quality(answers.texts),
-            units=len(answers.texts),
-            layers=_mean_steps(answers.source) + _mean_steps(answers.target),
-            flops=sum(trace.total_flops for trace in both),
-        )
+        texts, source, target = answers
+        flops = sum(trace.total_flops for trace in source + target)
+        layers = _mean_steps(source) + _mean_steps(target)
+        return Scores(self._quality(texts), len(texts), layers, flops)
 
 
 def open_candidate(entry: ComparedRun, name: str, data: ComparedData) -> TranslationCandidate:

@@ -19,7 +19,6 @@ from deepenough.figure import (
     BLUE,
     VERMILION,
     Axis,
-    Bars,
     Chart,
     FigureBuilder,
     FigureSpec,
@@ -185,42 +184,10 @@ def grid_figure(run: Run) -> FigureSpec:
     return FigureSpec("lazy_steps", title, caption, [panel], run.name, command)
 
 
-@_if_recorded
-def programs_figure(run: Run) -> FigureSpec:
-    """Return the share of programs executed exactly, by kind and length."""
-    counts: dict[tuple[str, int], np.ndarray] = {}
-    for row in _last(run, PROGRAMS)["exact_by"]:
-        own = row["programs"] * np.array([row["exact"], 1.0])
-        key = row["kind"], row["length"]
-        counts[key] = counts.get(key, 0.0) + own
-    lengths = sorted({length for _, length in counts})
-    shares: dict[str, list[float | None]] = {
-        kind: [_share(counts.get((kind, length))) for length in lengths]
-        for kind in dict.fromkeys(kind for kind, _ in counts)
-    }
-    chart = Chart(
-        Axis("digits of the numbers"),
-        Axis("programs with every digit correct", percent=True, low=0.0, high=1.0),
-        bars=[Bars(kind, values) for kind, values in shares.items()],
-        categories=[str(length) for length in lengths],
-    )
-    caption = "On programs that were never trained on."
-    title = "Programs executed correctly"
-    command = _command(run, "eval")
-    return FigureSpec("lazy_programs", title, caption, [chart], run.name, command)
-
-
-def _share(right_of_all: np.ndarray | None) -> float | None:
-    if right_of_all is None or not right_of_all[1]:
-        return None
-    return float(right_of_all[0] / right_of_all[1])
-
-
 FIGURES: tuple[FigureBuilder, ...] = (
     tokens_figure,
     sentence_figure,
     grid_figure,
-    programs_figure,
 )
 
 

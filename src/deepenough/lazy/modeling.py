@@ -281,7 +281,7 @@ class LazyPreTrainedModel(PreTrainedModel):
         if config.is_encoder_decoder:
             self.encoder = LazyEncoder(config, self.embedding)
         self.decoder = LazyDecoder(config, self.embedding, config.is_encoder_decoder)
-        self.output: nn.Linear = Linear(config.d_model, config.vocab_size, bias=False)
+        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -310,10 +310,6 @@ class LazyPreTrainedModel(PreTrainedModel):
     def set_output_embeddings(self, value: nn.Linear) -> None:
         """Replace the output layer."""
         self.output = value
-
-    def get_decoder(self) -> LazyDecoder:
-        """Return the decoder."""
-        return self.decoder
 
     def _output(
         self,
@@ -432,10 +428,6 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
         output.encoder_gates = getattr(encoder_outputs, "gates", None)
         output.encoder_trace = getattr(encoder_outputs, "trace", None)
         return output if return_dict is not False else output.to_tuple()
-
-    def get_encoder(self, modality: str | None = None) -> LazyEncoder:
-        """Return the encoder."""
-        return self.encoder
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Return the decoder's input for given labels: shifted right, after the start token."""

@@ -146,7 +146,7 @@ def _too_few(dataset: ProgramConfig, split: str) -> UserError:
 def make_program(dataset: ProgramConfig, draw: random.Random) -> Program:
     """Draw one program of any split."""
     kind = draw.choice(dataset.kinds)
-    length = dataset.length if dataset.fixed else draw.randint(1, dataset.length)
+    length = draw.randint(1, dataset.length)
     nesting = 1
     if kind == "copy":
         digits = "".join(draw.choice("0123456789") for _ in range(length))
@@ -155,7 +155,7 @@ def make_program(dataset: ProgramConfig, draw: random.Random) -> Program:
         first, second = _number(draw, length), _number(draw, length)
         pair = Pair(f"print({first}+{second}).", str(first + second))
     else:
-        nesting = dataset.nesting if dataset.fixed else draw.randint(1, dataset.nesting)
+        nesting = draw.randint(1, dataset.nesting)
         pair = _write_program(draw, length, nesting)
     answer = pair.target[::-1] if dataset.reverse else pair.target
     return Program(pair.source, f"{answer}.", kind, length, nesting)
@@ -350,11 +350,11 @@ def exact_by_difficulty(programs: Iterable[Program], right: Iterable[bool]) -> l
     groups: dict[tuple[str, int, int], list[bool]] = defaultdict(list)
     for program, is_right in zip(programs, right, strict=True):
         groups[program.kind, program.nesting, program.length].append(is_right)
+    names = ("kind", "nesting", "length", "exact", "programs")
     return [
-        {"kind": kind, "nesting": nesting, "length": length, "exact": fmean(hits),
-         "programs": len(hits)}
-        for (kind, nesting, length), hits in sorted(groups.items())
-    ]  # fmt: skip
+        dict(zip(names, (*difficulty, fmean(hits), len(hits)), strict=True))
+        for difficulty, hits in sorted(groups.items())
+    ]
 
 
 class ProgramCandidate(TranslationCandidate):

@@ -159,19 +159,16 @@ class PairsTask(Task, ABC):
         # Every other one: neighbours have similar lengths, so processes get similar work.
         own = rows[self.rank :: self.world_size]
         batch = pairs.batch(own or rows[:1], self.model.device)
-        output = model(**batch, encoder_steps=self._encoder_steps(index))
+        steps = None
+        if self.fewest_steps is not None:  # the same on all processes, so that none waits
+            draw = random.Random(seed_at(self.train.seed, "encoder steps", index))
+            steps = draw.randint(self.fewest_steps, self.model.config.encoder_steps)
+        output = model(**batch, encoder_steps=steps)
         # The mean over processes must be the mean over tokens, of which they have more or fewer; a
         # process without a pair of its own computes another's with weight 0.
         num_own, num_all = (int(pairs.target.lengths[part].sum()) for part in (own, rows))
         weight = num_own * self.world_size / num_all
         return BatchLoss(output.loss * weight, output.plain_loss * weight, num_own)
-
-    def _encoder_steps(self, index: int) -> int | None:
-        """Return the steps of a batch, the same on all processes so that none waits."""
-        if self.fewest_steps is None:
-            return None
-        draw = random.Random(seed_at(self.train.seed, "encoder steps", index))
-        return draw.randint(self.fewest_steps, self.model.config.encoder_steps)
 
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer."""

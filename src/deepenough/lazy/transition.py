@@ -154,11 +154,6 @@ def squared_cosine(
     return cosine2.clamp(0.0, 1.0)
 
 
-def squared_sine(x: Tensor, y: Tensor) -> Tensor:
-    """Return the squared sine of the angle between two states, `[...]`: how far a step turned."""
-    return 1.0 - squared_cosine(x, y)
-
-
 def step_similarity(states: Sequence[Tensor]) -> Tensor:
     """Return the squared cosines of N + 1 consecutive states, `[..., N]`."""
     return torch.stack([squared_cosine(*pair) for pair in pairwise(states)], -1)
