@@ -38,7 +38,6 @@ def test_every_section_is_there_with_its_figures_and_commands(folders, tmp_path,
         f"deepenough par search --config {folders[1]}/config.yaml",
         f"deepenough shortcut eval {folders[2]}",
         f"deepenough ponder eval {folders[3]}",
-        f"deepenough lazy eval {folders[4]}",
         f"deepenough lazy plot {folders[4]} --source",
     ):
         assert command in content
