@@ -22,24 +22,16 @@ def test_values_by_hand():
     assert trace.total_flops == 42.5
     assert trace.mean_depth == 2.5
     assert trace.mean_blocks == 1.5
-    assert trace.seconds is None
-
-
-def test_seconds_count_the_blocks_that_ran_for_any_unit():
-    trace = make_trace(block_seconds=torch.tensor([0.25, 0.5, 4.0]))
-    assert trace.seconds == 0.75
 
 
 def test_units_may_be_examples():
     ran = torch.tensor([[True, False], [True, True]])
-    trace = DepthTrace(
-        torch.tensor([1, 2]), ran, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])
-    )
-    assert (trace.num_units, trace.mean_blocks, trace.seconds) == (2, 1.5, 3.0)
+    trace = DepthTrace(torch.tensor([1, 2]), ran, torch.tensor([1.0, 2.0]))
+    assert (trace.num_units, trace.mean_blocks) == (2, 1.5)
 
 
 def test_a_part_of_the_units():
-    trace = make_trace(block_seconds=torch.zeros(3))
+    trace = make_trace()
     assert trace[1].depth.tolist() == [1, 3]
     assert trace[:1].total_flops == 30
     assert trace[torch.tensor([False, True])].ran.shape == (1, 2, 3)
@@ -52,7 +44,6 @@ def test_a_part_of_the_units():
         ({"depth": torch.zeros(2)}, "of one shape"),
         ({"flops": torch.zeros(2, 3)}, "of one shape"),
         ({"ran": torch.zeros(2, 2).bool()}, "of one shape"),
-        ({"block_seconds": torch.zeros(2)}, "3 blocks needs as many latencies"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(changes, message):
@@ -61,15 +52,11 @@ def test_shapes_that_do_not_fit_are_refused(changes, message):
 
 
 def test_join_puts_the_units_of_batches_in_a_row():
-    seconds = torch.tensor([0.25, 0.5, 4.0])
-    other = DepthTrace(
-        torch.tensor([2]), torch.tensor([[True, True, False]]), torch.tensor([1.5]), seconds
-    )
-    joined = DepthTrace.join([make_trace(block_seconds=seconds), other])
+    other = DepthTrace(torch.tensor([2]), torch.tensor([[True, True, False]]), torch.tensor([1.5]))
+    joined = DepthTrace.join([make_trace(), other])
     assert joined.depth.tolist() == [3, 3, 1, 3, 2]
     assert joined.ran.shape == (5, 3)
     assert joined.total_flops == 44.0
-    assert joined.seconds == 0.75
 
 
 def test_join_of_nothing_is_refused():
@@ -86,9 +73,7 @@ def test_detach_frees_the_graph():
 
 def test_one_unit_is_a_trace_too():
     ran = torch.tensor([[True, False], [True, True]])
-    trace = DepthTrace(
-        torch.tensor([1, 2]), ran, torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0])
-    )
-    assert (trace[0].seconds, trace[1].seconds) == (1.0, 3.0)
+    trace = DepthTrace(torch.tensor([1, 2]), ran, torch.tensor([3.0, 4.0]))
+    assert (trace[0].total_flops, trace[1].total_flops) == (3.0, 4.0)
     joined = DepthTrace.join([trace[0], trace[1]])
     assert torch.equal(joined.ran, ran) and joined.depth.tolist() == [1, 2]

@@ -25,20 +25,11 @@ class DepthTrace:
     flops: Tensor
     """What the unit cost, multiply-adds counted as two, the output head included: one a unit."""
 
-    block_seconds: Tensor | None = None
-    """Latency of each block measured on this machine, `[L]`, where it has been measured."""
-
     def __post_init__(self) -> None:
         if self.ran.shape[:-1] != self.depth.shape or self.flops.shape != self.depth.shape:
             raise ValueError(
                 f"a trace needs depth and flops of one shape and ran with one axis more: got "
                 f"{tuple(self.depth.shape)}, {tuple(self.flops.shape)}, {tuple(self.ran.shape)}"
-            )
-        num_blocks = self.ran.shape[-1]
-        if self.block_seconds is not None and self.block_seconds.shape != (num_blocks,):
-            raise ValueError(
-                f"a trace of {num_blocks} blocks needs as many latencies: got "
-                f"{tuple(self.block_seconds.shape)}"
             )
 
     def __getitem__(self, units: int | slice | Tensor) -> DepthTrace:
@@ -65,14 +56,6 @@ class DepthTrace:
         """Return the blocks that ran for a unit, on average."""
         return float(self.ran.double().sum(-1).mean())
 
-    @property
-    def seconds(self) -> float | None:
-        """Return the summed latencies of the blocks that ran for at least one unit."""
-        if self.block_seconds is None:
-            return None
-        ran_at_all = self.ran.reshape(-1, self.ran.shape[-1]).any(0)
-        return float(self.block_seconds[ran_at_all].sum())
-
     def detach(self) -> DepthTrace:
         """Return the trace without gradients."""
         return replace(self, flops=self.flops.detach())
@@ -86,5 +69,4 @@ class DepthTrace:
             depth=torch.cat([t.depth.flatten() for t in traces]),
             ran=torch.cat([t.ran.reshape(-1, t.ran.shape[-1]) for t in traces]),
             flops=torch.cat([t.flops.flatten() for t in traces]),
-            block_seconds=traces[0].block_seconds,
         )

@@ -150,7 +150,7 @@ def test_other_peoples_shortcuts_and_few_texts(
     other.save_pretrained(tmp_path)
     words = ["--mode", "early_exit", "--shortcuts", str(tmp_path)]
     assert main(["decode", "generate", str(model), "--prompt", "w3", *words]) == 2
-    assert "fitted for another" in capsys.readouterr().err
+    assert "made for another" in capsys.readouterr().err
     words = [
         "--shortcuts",
         str(shortcuts),

@@ -141,7 +141,7 @@ def test_tuned_is_saved_and_loaded(small, tmp_path) -> None:
     speculate(small, ["draft_model"], draft_model=again)
     with torch.no_grad():
         small.model.layers[0].mlp.up_proj.weight.add_(1.0)
-    with pytest.raises(UserError, match="drafts were fitted for"):
+    with pytest.raises(UserError, match="drafts are made with were made for"):
         speculate(small, draft_model=again)
     path = tmp_path / "run" / "model" / "draft_model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])

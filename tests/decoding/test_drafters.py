@@ -162,7 +162,7 @@ def test_wrong_drafts_are_refused(small, make_model) -> None:
         speculate(small, drafter=[])
     with pytest.raises(UserError, match="width 16"):
         speculate(small, shortcuts=random_shortcuts(16))
-    with pytest.raises(UserError, match="drafts were fitted"):
+    with pytest.raises(UserError, match="drafts are made with were made for"):
         speculate(small, linear_drafter=random_linear(16))
     with pytest.raises(UserError, match="layers 0 to 2"):
         ShortcutDrafter(random_shortcuts(), layer=3)

@@ -119,7 +119,7 @@ def test_damaged_or_foreign_maps_are_refused(small, make_model, linear, tmp_path
     linear.save_pretrained(tmp_path)
     with torch.no_grad():
         small.model.layers[0].mlp.up_proj.weight.add_(1.0)
-    with pytest.raises(UserError, match="drafts were fitted"):
+    with pytest.raises(UserError, match="drafts are made with were made for"):
         speculate(small, linear_drafter=linear)
     tensors = tmp_path / "linear_drafter.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-4])

@@ -225,7 +225,7 @@ def test_padding_costs_nothing_in_a_trace(make_translator, sources):
             {"step_encoding": "learned", "max_steps": 2},
             "step encoding of this model covers 2 steps",
         ),
-        ({"mechanism": "eager"}, "mechanism is one of lazy, universal, act, transformer"),
+        ({"mechanism": "eager"}, "mechanism must be one of lazy, universal, act, transformer"),
         ({"num_heads": 3}, "multiple of the 3 heads"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
         ({"epsilon": 2.0}, "epsilon must be at least 0 and at most 1"),

@@ -126,10 +126,12 @@ def test_bad_texts_are_named(make_model, tokenizer, texts, message):
         list(make_model().predict(texts, tokenizer))
 
 
-def test_long_texts_are_cut(make_model, tokenizer):
+def test_long_texts_are_refused_or_cut_where_asked(make_model, tokenizer):
     model = make_model(halting_head="second_cls")
     long = "very " * 50
-    (answer,) = model.predict([long], tokenizer, policy=FixedExit())
+    with pytest.raises(UserError, match=r"Text 1 has more than the .* tokens that the model takes"):
+        list(model.predict(["good", long], tokenizer, policy=FixedExit()))
+    (answer,) = model.predict([long], tokenizer, policy=FixedExit(), max_length=model.max_length)
     assert answer.passes == 4
     short = list(model.predict([long + "good", long + "bad"], tokenizer, max_length=5))
     assert short[0] == short[1]

@@ -1,4 +1,4 @@
-"""Texts, or pairs of texts, with labels: from files, from the hub.
+"""Texts, or pairs of texts, with labels: from files, from the hub, from bAbI.
 
 A row that cannot be used is refused by its number, before anything is trained: an empty text, a
 label that is missing, of another kind than the others, or out of range. Labels are whole numbers
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from deepenough.config import validate
+from deepenough.data.babi import BABI, read_babi
 from deepenough.data.config import ClassificationConfig
 from deepenough.data.corpus import (
     candidates,
@@ -84,7 +85,7 @@ def open_classification(
     """Read all examples.
 
     Args:
-        data: File, folder, name under $DEEPENOUGH_DATA, or name on the hub.
+        data: File, folder, name under $DEEPENOUGH_DATA, `babi`, or name on the hub.
         config: Columns, number of labels, what to hold out.
         labels: The labels that a model knows, where there is one already.
     """
@@ -130,6 +131,8 @@ def _find(
     data: str, config: ClassificationConfig
 ) -> tuple[dict[str, Iterator[Row]], tuple[str, ...] | None]:
     """Return the rows of every split, and the names of all labels where the source tells them."""
+    if data == BABI or data.startswith(f"{BABI}:"):
+        return read_babi(data)
     for candidate in [] if data.startswith("hf:") else candidates(data):
         paths = [candidate] if candidate.is_file() else []
         if candidate.is_dir():

@@ -122,7 +122,7 @@ def early_exit(
     engine = make_engine(model)
     if shortcuts is None:
         raise UserError("Early exit needs shortcuts: give those fitted for the model.")
-    shortcuts.check_model(engine.adapter)
+    engine.adapter.check_made_for(shortcuts.made_for, "These shortcuts")
     if guarantee is not None:
         from deepenough.decoding.calibration import Calibration
 

@@ -244,11 +244,8 @@ class Calibration:
         policy: ExitPolicy = POLICIES[self.policy](self.threshold, **self.policy_options)  # type: ignore[call-arg]
         vocab = None if self.exit_vocab is None else torch.tensor(self.exit_vocab)
         rule = ExitRule(shortcuts, policy, self.exit_layers, self.kv_propagation, vocab)
-        if self.model.get("fingerprint") != adapter.identity()["fingerprint"]:
-            raise UserError(
-                f"The guarantee was made for {self.model.get('model') or 'another model'}, whose "
-                "weights are others: calibrate this model."
-            )
+        known = {"fingerprint": None} | self.model
+        adapter.check_made_for(known, "The measurements behind this guarantee")
         if _maps_hash(rule) != self.maps:
             raise UserError(
                 "The guarantee was made with other shortcuts than these: give those, or calibrate "

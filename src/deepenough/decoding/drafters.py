@@ -232,15 +232,10 @@ class LinearDrafter(Drafter):
         most = len(self.maps)
         super().__init__(most if num_draft_tokens is None else min(num_draft_tokens, most))
 
-    def check_model(self, adapter: Adapter) -> None:
-        """Refuse a model that these maps were not fitted for."""
-        own, other = self.meta.get("model") or {}, adapter.identity()
-        known = own.get("fingerprint", other["fingerprint"])
-        if self.width != adapter.width or known != other["fingerprint"]:
-            raise UserError(
-                f"These drafts were fitted for {own.get('model') or 'another model'}, not for "
-                f"{other['model'] or 'this one'}: give the model they belong to, or fit others."
-            )
+    @property
+    def made_for(self) -> dict[str, Any]:
+        """Return what is known of the model they were fitted for, as `Adapter.identity` has it."""
+        return {"width": self.width} | (self.meta.get("model") or {})
 
     def begin(self, engine: Engine) -> None:
         """Follow the model's device and dtype."""
@@ -474,26 +469,23 @@ def make_drafter(
     vocabulary, or the `vocab_size` most frequent tokens of it, is that of all drafts.
     """
     if draft_model is not None:
-        draft_model.linear_drafter.check_model(engine.adapter)
         linear_drafter = linear_drafter or draft_model.linear_drafter
         if names is None and draft_model.choice:
             choice = draft_model.choice
             names, vocab_size = choice["names"], choice["vocab_size"]
             if num_draft_tokens is None:
                 num_draft_tokens = choice["num_draft_tokens"]
-    if linear_drafter is not None:
-        linear_drafter.check_model(engine.adapter)
-    if shortcuts is not None:
-        shortcuts.check_model(engine.adapter)
     fitted = {"draft_model": draft_model, "linear": linear_drafter, "shortcut": shortcuts}
+    given = [draft_model and draft_model.linear_drafter, linear_drafter, shortcuts, *(names or ())]
+    for made in given:
+        if isinstance(made, LinearDrafter | Shortcuts):
+            engine.adapter.check_made_for(made.made_for, "The maps that drafts are made with")
     if names is None:
         names = ["lookup", *[name for name, made in fitted.items() if made is not None][:1]]
     number = 2 if num_draft_tokens is None else num_draft_tokens
     vocab_S: Any = None if linear_drafter is None else linear_drafter.draft_vocab[:vocab_size]
     found: list[Drafter] = []
     for name in names:
-        if isinstance(name, LinearDrafter):
-            name.check_model(engine.adapter)
         if isinstance(name, Drafter):
             found.append(name)
         elif name == "lookup":

@@ -368,7 +368,7 @@ def tune_run(
         head.start_from(*linear.maps[0], scale_D=_scale(used))
     else:
         earlier = DraftModel.from_pretrained(own.start)
-        earlier.linear_drafter.check_model(adapter)
+        adapter.check_made_for(earlier.linear_drafter.made_for, "The drafts of head.start")
         head.load_state_dict(earlier.head.state_dict())
     train = config.train.for_epochs(own.epochs, len(used) // min(own.texts, len(used)))
     config = replace(config, train=train, resume=True)

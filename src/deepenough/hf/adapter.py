@@ -211,7 +211,7 @@ class Adapter:
             UserError: Says which model it was made for.
         """
         own = self.identity()
-        checked = [name for name in ("layers", "width", "fingerprint") if made_for.get(name)]
+        checked = [name for name in ("layers", "width", "fingerprint") if name in made_for]
         if any(made_for[name] != own[name] for name in checked):
             raise UserError(
                 f"{what} were made for {_described(made_for)}, and this is {_described(own)} with "

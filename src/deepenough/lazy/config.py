@@ -8,7 +8,7 @@ same options under `model:`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedConfig
 
@@ -166,10 +166,6 @@ class LazyTransformerConfig(PreTrainedConfig, LazyModelConfig):
     ) -> None:
         names = {option.name for option in fields(LazyModelConfig)}
         model = LazyModelConfig(**{name: kwargs.pop(name) for name in names & kwargs.keys()})
-        for name, hint in get_type_hints(LazyModelConfig).items():
-            choices, value = get_args(hint), getattr(model, name)
-            if choices and value not in choices:
-                raise UserError(f"{name} is one of {', '.join(choices)}: got {value!r}.")
         validate(model)
         for name, value in (("vocab_size", vocab_size), ("max_positions", max_positions)):
             if value < 1:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from deepenough.data.batches import by_length
-from deepenough.data.classification import UNLABELLED, EncodedExamples, Example
+from deepenough.data.classification import EncodedExamples, Example
 from deepenough.errors import UserError
 from deepenough.ponder.halting import HaltingPolicy, StepView, log_survival
 from deepenough.trace import DepthTrace
@@ -222,13 +222,15 @@ def predict(
         tokenizer: The one that the model was trained with.
         policy: Replaces the exit of the model's config.
         batch_size: Texts in one batch; some batches are read ahead.
-        max_length: Tokens at which texts are cut; by default what the model takes.
+        max_length: Tokens at which texts are cut; by default a text that is longer than the model
+            takes is refused.
     """
     if batch_size < 1:
         raise UserError(f"batch_size must be at least 1: got {batch_size}.")
     if model.training:
         raise UserError("Predictions need a model in evaluation mode: call model.eval() first.")
-    limit = min(max_length or NO_LIMIT, model.max_length or NO_LIMIT)
+    taken = model.max_length or NO_LIMIT
+    limit = min(max_length, taken) if max_length else taken + 1  # one more shows what is too long
     names: Any = model.config.id2label
     source, num_read, num_asked = iter(texts), 0, 0
     while chunk := list(islice(source, BATCHES_AHEAD * batch_size)):
@@ -239,6 +241,12 @@ def predict(
         found = [Prediction()] * len(chunk)
         if asked:
             encoded = EncodedExamples([examples[place] for place in asked], tokenizer, limit)
+            if max_length is None and (longest := max(encoded.lengths)) == limit:
+                number = num_read + asked[list(encoded.lengths).index(longest)]
+                raise UserError(
+                    f"Text {number} has more than the {limit - 1} tokens that the model takes: "
+                    "shorten it, or let texts be cut with max_length."
+                )
             for rows in by_length(encoded.lengths, batch_size):
                 batch = encoded.batch(rows, model.device)
                 batch.pop("labels")
@@ -259,7 +267,7 @@ def _example(text: Any, number: int) -> Example:
     right = isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)
     if not right or (not isinstance(text, str) and len(parts) != 2):
         raise UserError(f"Text {number} is neither a string nor a pair of strings: {text!r:.80}.")
-    return Example(parts[0], parts[1] if len(parts) == 2 else None, UNLABELLED)
+    return Example(parts[0], parts[1] if len(parts) == 2 else None, label=0)
 
 
 def _says_something(example: Example) -> bool:

@@ -36,7 +36,6 @@ from transformers import initialization as init
 from deepenough.config import RunConfig, bounded, validate
 from deepenough.errors import UserError
 from deepenough.nn.adaptive_computation_time import act_halting
-from deepenough.ponder.config import check_choices
 from deepenough.ponder.figures import PARITY
 from deepenough.ponder.halting import (
     FixedExit,
@@ -121,10 +120,6 @@ class ParityModelConfig:
 
     act_cost: float = 0.001
     """What a pass costs Adaptive Computation Time, tau."""
-
-    def check(self) -> None:
-        """Refuse unknown choices."""
-        check_choices(self)
 
 
 @dataclass
