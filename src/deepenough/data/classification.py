@@ -358,8 +358,13 @@ class EncodedExamples:
         self.lengths = [len(ids) for ids in self.columns["input_ids"]]
         num_full = sum(length == max_length for length in self.lengths)
         if num_full:
-            logger.info("%d of %d %s texts fill or exceed %d tokens and may be cut.",
-                        num_full, len(texts), name, max_length)  # fmt: skip
+            logger.info(
+                "%d of %d %s texts fill or exceed %d tokens and may be cut.",
+                num_full,
+                len(texts),
+                name,
+                max_length,
+            )
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -85,8 +85,11 @@ class ParallelText:
             self._warned.add(split)
             logger.warning(
                 "%s, %s: %d of %d pairs have an empty side and were left out.",
-                self.name, split, num_empty, num_empty + num_kept,
-            )  # fmt: skip
+                self.name,
+                split,
+                num_empty,
+                num_empty + num_kept,
+            )
         if not num_kept:
             raise UserError(
                 f"The {split} split of {self.name} holds no pair with text: give such files, or "
@@ -298,8 +301,12 @@ def encode_pairs(
     if num_long:
         logger.warning(
             "%s: %d of %d pairs are longer than %d tokens and were %s.",
-            name, num_long, num_pairs, max_length, "cut" if truncate else "left out",
-        )  # fmt: skip
+            name,
+            num_long,
+            num_pairs,
+            max_length,
+            "cut" if truncate else "left out",
+        )
     if num_long == num_pairs and not truncate:
         raise UserError(
             f"All {num_pairs} pairs of {name} are longer than {max_length} tokens: raise "

@@ -103,9 +103,15 @@ def tokens_figure(run: Run) -> FigureSpec:
         caption += f" The first {MAX_TOKENS} of {longest} tokens are shown."
     command = _plot_command(run, pair)
     return FigureSpec(
-        "lazy_tokens", "How much each token still changes", caption, panels, run.name, command,
-        columns=len(panels) // 2, wide=True,
-    )  # fmt: skip
+        "lazy_tokens",
+        "How much each token still changes",
+        caption,
+        panels,
+        run.name,
+        command,
+        columns=len(panels) // 2,
+        wide=True,
+    )
 
 
 def _heat(part: dict[str, Any], key: str, scale: Axis, title: str) -> HeatMap:

@@ -214,9 +214,15 @@ def frontier_figure(frontier: Frontier) -> FigureSpec:
         f"timed {rounds or 'several'} times, in random order. Choose a point to see its command."
     )
     return FigureSpec(
-        "frontier", f"{frontier.quality} against cost", caption, panels, frontier.title,
-        str(frontier.content.get("command", "")), choice="cost", wide=True,
-    )  # fmt: skip
+        "frontier",
+        f"{frontier.quality} against cost",
+        caption,
+        panels,
+        frontier.title,
+        str(frontier.content.get("command", "")),
+        choice="cost",
+        wide=True,
+    )
 
 
 def _cost_panel(frontier: Frontier, cost: str) -> Scatter:
@@ -224,8 +230,10 @@ def _cost_panel(frontier: Frontier, cost: str) -> Scatter:
     points = []
     for row in frontier.points:
         low, high = (number(row.get(f"{cost}_{end}")) for end in ("low", "high"))
-        details = [f"{frontier.quality} {row['quality']:.4g} "
-                   f"({row['quality_low']:.4g} to {row['quality_high']:.4g})"]  # fmt: skip
+        details = [
+            f"{frontier.quality} {row['quality']:.4g} "
+            f"({row['quality_low']:.4g} to {row['quality_high']:.4g})"
+        ]
         details += [
             f"{text.format(unit=frontier.unit)}: {row[key] / divisor:.4g}"
             for key, (text, divisor) in COSTS.items()
@@ -265,9 +273,15 @@ def sample_figure(frontier: Frontier) -> FigureSpec | None:
         return None
     caption = "What was generated; the prompt is not shaded. Bright: all layers ran."
     return FigureSpec(
-        "sample", "How deep each token went", caption, panels, frontier.title,
-        str(frontier.content.get("command", "")), choice="setting", wide=True,
-    )  # fmt: skip
+        "sample",
+        "How deep each token went",
+        caption,
+        panels,
+        frontier.title,
+        str(frontier.content.get("command", "")),
+        choice="setting",
+        wide=True,
+    )
 
 
 def frontier_section(frontier: Frontier) -> Section:

@@ -73,9 +73,13 @@ def draw_heat(axes: Axes, panel: HeatMap) -> None:
     rows, columns = table.shape
     scale = matplotlib.colormaps[style.COLOR_SCALE].with_extremes(under=BELOW_COLOR, bad="white")
     axes.imshow(
-        table, cmap=scale, norm=_norm(panel.value), aspect="equal" if panel.square else "auto",
-        interpolation="nearest", origin="lower" if panel.upwards else "upper",
-    )  # fmt: skip
+        table,
+        cmap=scale,
+        norm=_norm(panel.value),
+        aspect="equal" if panel.square else "auto",
+        interpolation="nearest",
+        origin="lower" if panel.upwards else "upper",
+    )
     width, height = heat_size(panel)
     cell = (SQUARE_INCHES if panel.square else width - 1.6) / columns
     every = max(1, int(np.ceil(0.24 / cell)))
@@ -136,8 +140,10 @@ def lens_map(panel: TokenText) -> HeatMap:
         return list(map(style.drawable, shown))
 
     last = len(lens.layers) - 1
-    known = [next((i for i, layer in enumerate(lens.layers) if layer >= (depth or 0)), last)
-             for depth in panel.depth[some]]  # fmt: skip
+    known = [
+        next((i for i, layer in enumerate(lens.layers) if layer >= (depth or 0)), last)
+        for depth in panel.depth[some]
+    ]
     title = f"{panel.title} · framed: from this layer on the prediction stays the same"
     if len(panel.tokens) > MAX_LENS_TOKENS:
         title += f" · the last {MAX_LENS_TOKENS} of {len(panel.tokens)} tokens"
@@ -175,8 +181,9 @@ def draw_tokens(axes: Axes, panel: TokenText) -> None:
             color = scale(norm(depth))
             ink = style.ink_on(color)
             axes.add_patch(Rectangle((column, line + 0.06), width, 0.88, color=color, linewidth=0))
-        axes.text(column + width / 2, line + 0.5, text, ha="center", va="center", color=ink,
-                  family=font)  # fmt: skip
+        axes.text(
+            column + width / 2, line + 0.5, text, ha="center", va="center", color=ink, family=font
+        )
     axes.set(xlim=(0, TEXT_COLUMNS), ylim=(places[-1][0] + 1, 0))
     axes.axis("off")
     where: dict[str, Any] = {"location": "bottom", "anchor": (0.0, 1.0), "shrink": 0.4}
@@ -229,8 +236,15 @@ def draw_diagram(axes: Axes, panel: Diagram) -> None:
     centred: dict[str, Any] = {"ha": "center", "va": "center"}
     for i, block in enumerate(["tokens", *panel.blocks, "next\ntoken"]):
         row, column = divmod(i, per_row)
-        axes.text(column, row, block, fontsize=style.SMALL_SIZE, color="black",
-                  bbox=BLOCKS.get(block), **centred)  # fmt: skip
+        axes.text(
+            column,
+            row,
+            block,
+            fontsize=style.SMALL_SIZE,
+            color="black",
+            bbox=BLOCKS.get(block),
+            **centred,
+        )
         if block in BLOCKS:
             axes.text(column, row + 0.32, str(i), fontsize=7, color=style.MUTED, **centred)
         if i:

@@ -345,9 +345,14 @@ def lens_figure(run: Run) -> FigureSpec | None:
         "token as the last one. Choose a token to see what every layer predicts."
     )
     return FigureSpec(
-        "lens", "Token by token", caption, [panel], _subject(run),
-        f"deepenough shortcut lens {shlex.join(words)}", wide=True,
-    )  # fmt: skip
+        "lens",
+        "Token by token",
+        caption,
+        [panel],
+        _subject(run),
+        f"deepenough shortcut lens {shlex.join(words)}",
+        wide=True,
+    )
 
 
 FIGURES: tuple[FigureBuilder, ...] = (
