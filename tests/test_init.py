@@ -1,6 +1,5 @@
 """The public API: complete, the same for people and type checkers, and free until used."""
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +8,6 @@ import pytest
 import yaml
 
 import deepenough
-
-
-def test_the_two_lists_of_public_names_are_equal() -> None:
-    tree = ast.parse(Path(deepenough.__file__).read_text(encoding="utf-8"))
-    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
-    imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
-    seen_by_checkers = {alias.name: node.module for node in imports for alias in node.names}
-    assert seen_by_checkers == deepenough._MODULES
-    assert sorted(deepenough._MODULES) == deepenough.__all__
 
 
 @pytest.mark.parametrize("name", deepenough.__all__)
@@ -33,7 +23,7 @@ def test_the_citation_names_this_version() -> None:
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+    with pytest.raises(AttributeError, match="No deepenough attribute Nothing"):
         _ = deepenough.Nothing
 
 

@@ -201,7 +201,7 @@ class TestRunFolder:
         assert steps(run.metrics) == [1]
 
     def test_resume_keeps_everything(self, run: RunFolder) -> None:
-        assert RunFolder.create(run.path, resume=True) == run
+        assert RunFolder.create(run.path, resume=True).path == run.path
         assert steps(run.metrics) == [1]
 
     def test_resume_may_be_the_first_start(self, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ class TestRunFolder:
             RunFolder.create(tmp_path / "run" / "below")
 
     def test_open(self, run: RunFolder, tmp_path: Path) -> None:
-        assert RunFolder.open(str(run.path)) == run
+        assert RunFolder.open(str(run.path)).path == run.path
         with pytest.raises(UserError, match="no run folder"):
             RunFolder.open(tmp_path / "missing")
         with pytest.raises(UserError, match="not a run folder"):

@@ -64,32 +64,44 @@ def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:
     shortcut, par, parity, programs = map(at, ("shortcut", "par", "parity", "programs"))
     generation, language, execution = map(at, ("generation", "language", "execution"))
     steps = {
-        "Shortcuts: how early does a real model know its answer?": f"shortcut fit {shlex.quote(config.model)} --data python --lines {some(240, 8)} "
-        f"--ridge 0.01 --out {shortcut} --overwrite",
-        "what each of its layers knows, on text it was not fitted on": f"shortcut eval {shortcut} --lines {some(60, 4)}",
-        "the same token by token": f"shortcut lens {shortcut} --prompt {shlex.quote(PROMPT)}",
-        "Decoding: its own generate(), the same text faster, and with early exit": f"compare {shortcut} --limit 2 --new_tokens {some(16, 4)} --exit [0.6,0.3] --rounds 6 "
-        f"--out {generation}",
-        "PAR: which blocks does a language model need?": "par search --data python --vocab_size 2000 --batch_size 16 --length 64 "
-        "--num_blocks 6 --d_model 96 --num_heads 4 --d_ff 384 --mem_len 64 --alpha_lr 10 "
-        f"--choose_after 0.5 --budget 0.9 --retrain scratch --steps {some(400, 4)} --lr 0.004 "
-        f"--valid_every {some(200, 4)} --warmup {some(40)} --log_every 5 --out {par} "
-        "--overwrite",
-        "the model it led to, with more and less memory": f"compare {par} --limit {some(16, 2)} --rounds 6 --out {language}",
-        "Ponder: a network that computes longer on harder inputs": "ponder parity --size 8 --train_nonzero 5 --max_passes 8 --eval_size 500 "
-        f"--steps {some(1200, 4)} --warmup {some(100)} --valid_every {some(600, 2)} "
-        f"--out {parity} --overwrite",
-        "Lazy: a transformer that executes programs and updates only what still changes": "lazy train --task programs --length 2 --reverse --d_model 64 --num_heads 4 "
-        "--d_ff 256 --encoder_steps 4 --decoder_steps 2 "
-        f"--steps {some(1600, 4)} --lr 0.005 --warmup {some(100)} "
-        f"--valid_every {some(400, 4)} "
-        f"--eval_size {some(200, 16)} --out {programs} --overwrite",
-        "which programs it executes": f"lazy eval {programs}",
-        "how far the states of one of them still move": f"lazy plot {programs} --sentence 1 --epsilon 0.15",
-        "programs with fewer steps, and with tokens that stop being updated": f"compare {programs} --limit {some(48, 8)} --rounds 6 --out {execution}",
-        "Report: all of it on one page": f"report {generation} {shortcut} {language} {par} {parity} {execution} {programs} "
-        f"--title 'deepenough: a demonstration' --out {at('report.html')}",
-    }
+        "Shortcuts: how early does a real model know its answer?":
+            f"shortcut fit {shlex.quote(config.model)} --data python --lines {some(240, 8)} "
+            f"--ridge 0.01 --out {shortcut} --overwrite",
+        "what each of its layers knows, on text it was not fitted on":
+            f"shortcut eval {shortcut} --lines {some(60, 4)}",
+        "the same token by token":
+            f"shortcut lens {shortcut} --prompt {shlex.quote(PROMPT)}",
+        "Decoding: its own generate(), the same text faster, and with early exit":
+            f"compare {shortcut} --limit 2 --new_tokens {some(16, 4)} --exit [0.6,0.3] --rounds 6 "
+            f"--out {generation}",
+        "PAR: which blocks does a language model need?":
+            "par search --data python --vocab_size 2000 --batch_size 16 --length 64 "
+            "--num_blocks 6 --d_model 96 --num_heads 4 --d_ff 384 --mem_len 64 --alpha_lr 10 "
+            f"--choose_after 0.5 --budget 0.9 --retrain scratch --steps {some(400, 4)} --lr 0.004 "
+            f"--valid_every {some(200, 4)} --warmup {some(40)} --log_every 5 --out {par} "
+            "--overwrite",
+        "the model it led to, with more and less memory":
+            f"compare {par} --limit {some(16, 2)} --rounds 6 --out {language}",
+        "Ponder: a network that computes longer on harder inputs":
+            "ponder parity --size 8 --train_nonzero 5 --max_passes 8 --eval_size 500 "
+            f"--steps {some(1200, 4)} --warmup {some(100)} --valid_every {some(600, 2)} "
+            f"--out {parity} --overwrite",
+        "Lazy: a transformer that executes programs and updates only what still changes":
+            "lazy train --task programs --length 2 --reverse --d_model 64 --num_heads 4 "
+            "--d_ff 256 --encoder_steps 4 --decoder_steps 2 "
+            f"--steps {some(1600, 4)} --lr 0.005 --warmup {some(100)} "
+            f"--valid_every {some(400, 4)} "
+            f"--eval_size {some(200, 16)} --out {programs} --overwrite",
+        "which programs it executes":
+            f"lazy eval {programs}",
+        "how far the states of one of them still move":
+            f"lazy plot {programs} --sentence 1 --epsilon 0.15",
+        "programs with fewer steps, and with tokens that stop being updated":
+            f"compare {programs} --limit {some(48, 8)} --rounds 6 --out {execution}",
+        "Report: all of it on one page":
+            f"report {generation} {shortcut} {language} {par} {parity} {execution} {programs} "
+            f"--title 'deepenough: a demonstration' --out {at('report.html')}",
+    }  # fmt: skip
     return [(what, shlex.split(line)) for what, line in steps.items()]
 
 

@@ -99,25 +99,8 @@ class Candidate(Protocol):
 
 
 @dataclass
-class ComparedRun:
-    """One run of a comparison."""
-
-    run: str
-    """Folder of a finished run."""
-
-    grid: Any
-    """Operating points that were asked for: the fields of the methods' grids, None if left open."""
-
-    mechanisms: list[str] | None = None
-    """Which ways to generate text are measured; by default all."""
-
-    tuned: str | None = None
-    """Generation: folder of deepenough decode tune for the same model; its drafts take part."""
-
-
-@dataclass
 class ComparedData:
-    """Data that all runs of a comparison answer."""
+    """What all runs of a comparison answer, and the operating points that were asked for."""
 
     data: str | None = None
     """A text or data set, named as for training; by default what the runs were trained on."""
@@ -137,6 +120,15 @@ class ComparedData:
 
     new_tokens: int = bounded(32, ge=1)
     """Generation: tokens that follow it."""
+
+    mechanisms: list[str] | None = None
+    """Generation: which ways are measured, such as full, speculative and exit; by default all."""
+
+    tuned: str | None = None
+    """Generation: folder of deepenough decode tune for the same model; its drafts are measured."""
+
+    grid: Any = None
+    """Operating points; each list is for the runs it fits, and one left out is chosen for them."""
 
 
 def content_of(parts: Iterable[object]) -> str:

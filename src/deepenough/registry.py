@@ -3,7 +3,7 @@
 A method is a package of `deepenough` with the same files in each:
 
 - `commands.py`: `COMMANDS`, its verbs on the command line (must not import torch);
-- `evaluation.py`: `open_candidate(entry, name, data)`, a finished run as a comparison measures it;
+- `evaluation.py`: `open_candidate(run, name, data)`, a finished run as a comparison measures it;
 - `figures.py`: `FIGURES` and `section(run)`, its pictures and its part of the report;
 - `config.py`: `GRID`, the operating points that `deepenough compare` can be asked for.
 

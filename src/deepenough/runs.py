@@ -170,55 +170,37 @@ def _mend_last_line(path: Path) -> None:
             file.truncate(content_end - len(torn))
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The folder of one run and the places in it.
 
     `RunFolder(path)` names the places without touching the disk, `create` starts or resumes a run
     there, `open` reads one that exists.
+
+    Attributes:
+        path: The folder.
+        config: Resolved settings, which can be given as `--config` again.
+        metrics: Records, one a line.
+        log: What was said on the terminal, with times.
+        checkpoints: States to resume from.
+        model: The model and its tokenizer in Hugging Face form.
+        plots: Pictures drawn from the records.
+        derived: The run that trains what a search has found.
+        events: TensorBoard event files.
     """
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.log = path / "training.log"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.plots = path / "plots"
+        self.derived = path / "derived"
+        self.events = path / "events"
 
-    @property
-    def config(self) -> Path:
-        """Return the file of resolved settings, which can be given as `--config` again."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """Return the file of records, one a line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """Return the log: what was said on the terminal, with times."""
-        return self.path / "training.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the folder of states to resume from."""
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """Return the folder of the model and its tokenizer in Hugging Face form."""
-        return self.path / "model"
-
-    @property
-    def plots(self) -> Path:
-        """Return the folder of pictures drawn from the metrics."""
-        return self.path / "plots"
-
-    @property
-    def derived(self) -> Path:
-        """Return the run that trains what a search has found."""
-        return self.path / "derived"
-
-    @property
-    def events(self) -> Path:
-        """Return the folder of TensorBoard event files."""
-        return self.path / "events"
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
 
     @classmethod
     def create(
@@ -283,8 +265,7 @@ class RunFolder:
 
     def _check_deletable(self) -> None:
         """Refuse to delete a folder that holds anything a run does not write."""
-        own = (self.config, self.metrics, self.log, self.checkpoints, self.model, self.plots)
-        names = {place.name for place in (*own, self.events, self.derived)} | FITTED
+        names = {place.name for place in vars(self).values() if place != self.path} | FITTED
         # A kill may leave the temporary form of one of our own files behind.
         foreign = sorted(
             entry.name

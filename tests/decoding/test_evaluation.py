@@ -15,7 +15,7 @@ from deepenough.decoding.evaluation import (
     pieces,
     prompt_ids,
 )
-from deepenough.measurement import ComparedData, ComparedRun
+from deepenough.measurement import ComparedData
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def tuned(saved_model: Path, words_file: Path, tmp_path_factory: pytest.TempPath
 
 
 def measured(run: Path, data: Path, **more: object) -> dict[str, object]:
-    compared = ComparedData(str(data), "train", limit=3, prompt_tokens=5, new_tokens=6)
-    entry = ComparedRun(str(run), **{"grid": DecodeGrid()} | more)
-    candidate = open_candidate(entry, "name", compared)
+    sizes = {"limit": 3, "prompt_tokens": 5, "new_tokens": 6}
+    compared = ComparedData(str(data), "train", **sizes | {"grid": DecodeGrid()} | more)
+    candidate = open_candidate(str(run), "name", compared)
     assert candidate.task.quality == "agreement" and candidate.task.unit == "token"
     return {p.name: (p, candidate.judge(p, candidate.run(p))) for p in candidate.points()}
 

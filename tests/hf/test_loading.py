@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -22,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import deepenough
 from deepenough.errors import UserError
 from deepenough.hf import loading
 from deepenough.hf.adapter import adapt
@@ -209,3 +211,20 @@ def test_a_plain_auto_class_gives_the_same_weights(tmp_path: Path) -> None:
     save(GPT2LMHeadModel(CAUSAL), tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(load(str(tmp_path))[0].state_dict(), plain.state_dict())
+
+
+def test_every_model_of_our_own_is_loaded_as_its_own_class(tmp_path: Path, tiny_bert: Path) -> None:
+    tokenizer = tf.AutoTokenizer.from_pretrained(tiny_bert)
+    sizes = {"vocab_size": len(tokenizer), "d_model": 16, "num_heads": 2, "d_ff": 16}
+    lazy = deepenough.LazyTransformerConfig(**sizes)
+    made = {
+        "ponder": deepenough.PonderEncoderForSequenceClassification.from_pretrained(tiny_bert),
+        "lazy": deepenough.LazyTransformerForConditionalGeneration(lazy),
+    }
+    for name, model in made.items():
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        found, _ = deepenough.load(str(tmp_path / name))
+        assert type(found) is type(model) and not found.training
+        for key, weight in model.state_dict().items():
+            assert torch.equal(found.state_dict()[key], weight), key

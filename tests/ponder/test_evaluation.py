@@ -13,7 +13,7 @@ import torch
 from deepenough.__main__ import main
 from deepenough.data.classification import EncodedExamples, Example
 from deepenough.errors import UserError
-from deepenough.measurement import ComparedData, ComparedRun
+from deepenough.measurement import ComparedData
 from deepenough.ponder.config import ExitConfig, PonderEvalConfig, PonderGrid
 from deepenough.ponder.evaluation import (
     CONFIDENCES,
@@ -235,8 +235,8 @@ def test_a_line_that_is_not_utf8_is_labelled(
 
 
 def test_a_run_as_a_candidate_of_a_comparison(trained: Path, tmp_path: Path) -> None:
-    data = ComparedData(limit=16, batch_size=8)
-    candidate = open_candidate(ComparedRun(str(trained), PonderGrid()), "reviews", data)
+    data = ComparedData(limit=16, batch_size=8, grid=PonderGrid())
+    candidate = open_candidate(str(trained), "reviews", data)
     assert (candidate.task.split, candidate.task.detail["examples"]) == ("valid", 16)
     points = candidate.points()
     assert [point.mechanism for point in points[:3]] == ["fixed depth"] * 3
@@ -249,10 +249,9 @@ def test_a_run_as_a_candidate_of_a_comparison(trained: Path, tmp_path: Path) -> 
         assert main(words) == 0
     file = tmp_path / "other.csv"
     file.write_text("text,label\na good film,1\nso awful,0\n")
-    entry = ComparedRun(str(trained), PonderGrid())
-    other = open_candidate(entry, "other", ComparedData(data=str(file)))
+    data = ComparedData(data=str(file), grid=PonderGrid())
+    other = open_candidate(str(trained), "other", data)
     assert f"--data {file} --split train" in other.points()[0].command
     with pytest.raises(UserError, match="makes 3 passes, so that 9 cannot be compared"):
-        open_candidate(
-            ComparedRun(str(trained), grid=PonderGrid(passes=[9])), "deep", data
-        ).points()
+        data = ComparedData(grid=PonderGrid(passes=[9]))
+        open_candidate(str(trained), "deep", data).points()

@@ -11,7 +11,6 @@ from deepenough.toy.training import points
 
 from deepenough.measurement import (
     ComparedData,
-    ComparedRun,
     ComparedTask,
     Interval,
     OperatingPoint,
@@ -36,15 +35,15 @@ class ToyCandidate:
 
     mechanism = "toy"
 
-    def __init__(self, entry: ComparedRun, name: str) -> None:
-        self.name, self.entry = name, entry
-        self.model = ToyModel.from_pretrained(model_folder(entry.run))
-        self.x, self.y = points(read_config(entry.run)["slope"], "compare")
+    def __init__(self, run: str, name: str, data: ComparedData) -> None:
+        self.name, self.grid = name, data.grid
+        self.model = ToyModel.from_pretrained(model_folder(run))
+        self.x, self.y = points(read_config(run)["slope"], "compare")
         self.task = ComparedTask("lines", "points", "compare", "point", "error", False)
 
     def points(self) -> list[OperatingPoint]:
         """Return the depths to measure."""
-        depths = self.entry.grid.blocks or range(len(self.model.weights), 0, -1)
+        depths = self.grid.blocks or range(len(self.model.weights), 0, -1)
         return [OperatingPoint(f"{depth} blocks", {"blocks": depth}) for depth in depths]
 
     @torch.inference_mode()
@@ -60,6 +59,6 @@ class ToyCandidate:
         return Scores(quality, trace.num_units, trace.mean_blocks, trace.total_flops)
 
 
-def open_candidate(entry: ComparedRun, name: str, data: ComparedData) -> Any:
+def open_candidate(run: str, name: str, data: ComparedData) -> Any:
     """Return a run of the toy as a comparison measures it."""
-    return ToyCandidate(entry, name)
+    return ToyCandidate(run, name, data)

@@ -28,17 +28,10 @@ class CompareConfig(ComparedData):
     runs: list[str] = field(default_factory=list)
     """Folders of finished runs."""
 
-    mechanisms: list[str] | None = None
-    """Generation: which ways are measured, such as full, speculative and exit; by default all."""
-
-    tuned: str | None = None
-    """Generation: folder of deepenough decode tune for the same model; its drafts are measured."""
-
     out: str = "runs/compare"
     """Folder for frontier.json and its pictures."""
 
     grid: Grid = field(default_factory=Grid)
-    """Operating points; each list is for the runs it fits, and one left out is chosen for them."""
 
     rounds: int = bounded(7, ge=1)
     """How often every point is timed; fewer than 6 give intervals of less than 95 %."""

@@ -25,7 +25,7 @@ from deepenough.compare.protocol import Advance, measure
 from deepenough.config import provenance, resolve, to_dict, validate
 from deepenough.errors import UserError
 from deepenough.figure import distinct_names, writing
-from deepenough.measurement import Candidate, ComparedRun
+from deepenough.measurement import Candidate
 from deepenough.registry import METHODS
 from deepenough.runs import RunFolder, read_config
 
@@ -133,8 +133,7 @@ def _open(run: str, name: str, settings: CompareConfig) -> Candidate:
             f"The run {run} is not finished: it has no model. Resume it with --resume, or leave it "
             "out."
         )
-    entry = ComparedRun(run, settings.grid, settings.mechanisms, settings.tuned)
-    candidate: Candidate = open_candidate(entry, name, settings)
+    candidate: Candidate = open_candidate(run, name, settings)
     if settings.mechanisms:
         own = {point.mechanism or candidate.mechanism for point in candidate.points()}
         if not own <= set(settings.mechanisms):  # the candidate has not heeded the choice

@@ -30,7 +30,6 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.measurement import (
     ComparedData,
-    ComparedRun,
     ComparedTask,
     OperatingPoint,
     Scores,
@@ -240,29 +239,29 @@ class GenerationCandidate:
 
     mechanism = EXIT
 
-    def __init__(self, entry: ComparedRun, name: str, data: ComparedData) -> None:
-        self.name, self.entry = name, entry
-        self.asked = entry.mechanisms or list(MECHANISMS)
+    def __init__(self, run: str, name: str, data: ComparedData) -> None:
+        self.name, self.path, self.grid = name, run, data.grid
+        self.asked = data.mechanisms or list(MECHANISMS)
         if unknown := [each for each in self.asked if each not in MECHANISMS]:
             raise UserError(
-                f"There is no mechanism {unknown[0]!r} for {entry.run}: choose from "
+                f"There is no mechanism {unknown[0]!r} for {run}: choose from "
                 f"{', '.join(MECHANISMS)}."
             )
-        config = read_config(entry.run)
+        config = read_config(run)
         tunes = config.get("method") == DraftTrainConfig.METHOD
-        self.draft_model = entry.run if tunes else entry.tuned
-        if self.draft_model is None and TUNED in (entry.mechanisms or []):
+        self.draft_model = run if tunes else data.tuned
+        if self.draft_model is None and TUNED in (data.mechanisms or []):
             raise UserError(
                 f"{TUNED} needs drafts: give the folder that deepenough decode tune wrote for the "
                 "model, as --tuned."
             )
-        self.folder = Path(entry.run) / "shortcuts"
+        self.folder = Path(run) / "shortcuts"
         self.shortcuts = None
         if self.folder.is_dir():
             self.shortcuts = Shortcuts.from_pretrained(self.folder)
         elif not tunes:
             raise UserError(
-                f"{entry.run} has no maps yet: let deepenough shortcut fit finish (--resume goes "
+                f"{run} has no maps yet: let deepenough shortcut fit finish (--resume goes "
                 "on), or leave it out."
             )
         # Only maps to all layers can fill the KV cache.
@@ -275,7 +274,7 @@ class GenerationCandidate:
         if not self.model.can_generate():
             raise UserError(
                 f"{self.model_name} does not write text, so its exits cannot be timed: measure "
-                f"it with deepenough shortcut eval {entry.run}."
+                f"it with deepenough shortcut eval {run}."
             )
         self.model.eval()
         self.costs = DecodingCosts(adapt(self.model))
@@ -310,7 +309,7 @@ class GenerationCandidate:
                 OperatingPoint(
                     f"exit {value:g}", {"mode": EXIT, "exit": value}, EXIT, f"{command} {value:g}"
                 )
-                for value in self.entry.grid.exit or [0.99, 0.9, 0.7, 0.5]
+                for value in self.grid.exit or [0.99, 0.9, 0.7, 0.5]
             ]
         for point in found:
             if point.name not in self.models:

@@ -13,7 +13,6 @@ a second.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from dataclasses import dataclass
 from functools import partial
@@ -32,9 +31,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import deepenough
 from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.errors import UserError
-from deepenough.hf import OWN_CLASSES
 from deepenough.runs import model_folder
 from deepenough.training.logging import without_bars
 
@@ -107,14 +106,14 @@ def load(
     place = _place(name)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with without_bars():
-        _import_own_class(name, place, revision)
+        own_class = _own_class(name, place, revision)
         config = _from_pretrained(name, "config", AutoConfig, place, **options)
         chosen = saved_kind(config) if kind == "auto" else kind
         model: PreTrainedModel
         model, info = _from_pretrained(
             name,
             "weights",
-            AUTO_CLASSES[chosen],
+            own_class if own_class and kind == "auto" else AUTO_CLASSES[chosen],
             place,
             config=config,
             output_loading_info=True,
@@ -129,7 +128,7 @@ def load(
             f"The model {name} has no tokenizer: put its tokenizer.json beside the weights."
         )
     # Without a head, all that may be missing is a pooler, which nothing here reads.
-    if info["missing_keys"] and chosen != "encoder":
+    if info["missing_keys"] and (own_class is not None or chosen != "encoder"):
         raise UserError(
             f"The model {name} has no {min(info['missing_keys'])}, which {type(model).__name__} "
             "needs: load it as encoder, or as what it was trained as."
@@ -156,15 +155,15 @@ def _place(name: str) -> str:
     return str(model_folder(name)) if Path(name).is_dir() else name
 
 
-def _import_own_class(name: str, place: str, revision: str | None) -> None:
-    """Make transformers know a model of deepenough's own kinds, by importing its class."""
+def _own_class(name: str, place: str, revision: str | None) -> Any:
+    """Return the class of a saved model of deepenough's own, which transformers knows by now."""
     try:
         saved, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
     except Exception as error:  # transformers and the hub's client raise many kinds
         raise UserError(_explanation(name, "config", place, error)) from error
-    for architecture in saved.get("architectures") or ():
-        if module := OWN_CLASSES.get(str(architecture)):
-            importlib.import_module(module)
+    names = [str(each) for each in saved.get("architectures") or ()]
+    own = [each for each in names if "For" in each and each in deepenough.__all__]
+    return getattr(deepenough, own[0]) if own else None
 
 
 def _from_pretrained(name: str, what: str, cls: Any, place: str, **options: Any) -> Any:

@@ -61,7 +61,6 @@ from deepenough.lazy.modeling import (
 from deepenough.lazy.transition import step_similarity
 from deepenough.measurement import (
     ComparedData,
-    ComparedRun,
     ComparedTask,
     Interval,
     OperatingPoint,
@@ -462,11 +461,11 @@ class TranslationCandidate:
     but torch's counter counts it.
     """
 
-    def __init__(self, entry: ComparedRun, name: str, data: ComparedData) -> None:
-        self.name, self.entry = name, entry
-        self.translator = load_translator(entry.run)
+    def __init__(self, run: str, name: str, data: ComparedData) -> None:
+        self.name, self.path, self.grid = name, run, data.grid
+        self.translator = load_translator(run)
         self.mechanism = str(self.translator.model.config.mechanism)
-        self.pairs, self.task = self._open(entry.run, data)
+        self.pairs, self.task = self._open(run, data)
         self.references = [pair.target for pair in self.pairs.pairs]
 
     def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, ComparedTask]:
@@ -491,7 +490,7 @@ class TranslationCandidate:
 
     def points(self) -> Sequence[OperatingPoint]:
         """Return all steps, fewer steps, and epsilons, the deepest first."""
-        config, grid = self.translator.model.config, self.entry.grid
+        config, grid = self.translator.model.config, self.grid
         most = config.encoder_steps
         fewer = sorted({max(1, 2 * most // 3), max(1, most // 3)} - {most}, reverse=True)
         epsilons = config.default_epsilons if grid.epsilon is None else grid.epsilon
@@ -504,7 +503,7 @@ class TranslationCandidate:
         points = []
         for name, settings, mechanism in found:
             BeamSearchConfig(**settings).check_for(self.translator.model)
-            command = f"deepenough lazy eval {shlex.quote(self.entry.run)} --search.beams 1"
+            command = f"deepenough lazy eval {shlex.quote(self.path)} --search.beams 1"
             command += "".join(f" --search.{key} {value:g}" for key, value in settings.items())
             points.append(OperatingPoint(name, settings, mechanism, command))
         return points
@@ -534,18 +533,17 @@ class TranslationCandidate:
         return Scores(self._quality(texts), len(texts), layers, flops)
 
 
-def open_candidate(entry: ComparedRun, name: str, data: ComparedData) -> TranslationCandidate:
+def open_candidate(run: str, name: str, data: ComparedData) -> TranslationCandidate:
     """Return a finished run as a comparison measures it."""
-    task = task_of(entry.run)
+    task = task_of(run)
     if task == TRANSLATION:
-        return TranslationCandidate(entry, name, data)
+        return TranslationCandidate(run, name, data)
     if task == PROGRAMS:
         from deepenough.lazy.programs import ProgramCandidate
 
-        return ProgramCandidate(entry, name, data)
+        return ProgramCandidate(run, name, data)
     raise UserError(
-        f"{entry.run} was trained on {task}, which has no operating points to compare: leave it "
-        "out."
+        f"{run} was trained on {task}, which has no operating points to compare: leave it out."
     )
 
 

@@ -23,7 +23,6 @@ from deepenough.errors import UserError
 from deepenough.hf.loading import load
 from deepenough.measurement import (
     ComparedData,
-    ComparedRun,
     ComparedTask,
     OperatingPoint,
     Scores,
@@ -115,18 +114,18 @@ class ParCandidate:
 
     mechanism = "par"
 
-    def __init__(self, entry: ComparedRun, name: str, data: ComparedData) -> None:
-        self.name, self.entry = name, entry
-        self.folder = _trained_pattern(entry.run)
+    def __init__(self, run: str, name: str, data: ComparedData) -> None:
+        self.name, self.path, self.grid = name, run, data.grid
+        self.folder = _trained_pattern(run)
         self.model = load_model(self.folder)
         self.own_mem_len = self.model.config.mem_len
         self.batches, self.task = _compared_text(self.folder, data)
 
     def points(self) -> Sequence[OperatingPoint]:
         """Return one operating point for each length of memory, the longest first."""
-        validate(self.entry.grid)
+        validate(self.grid)
         own = self.own_mem_len
-        lengths = self.entry.grid.mem_len or sorted({own, own // 2, own // 4}, reverse=True)
+        lengths = self.grid.mem_len or sorted({own, own // 2, own // 4}, reverse=True)
         command = f"deepenough par eval {shlex.quote(self.folder)} --mem_len"
         return [
             OperatingPoint(

@@ -29,7 +29,6 @@ from deepenough.data.classification import EncodedExamples, LabelledTexts, open_
 from deepenough.errors import UserError
 from deepenough.measurement import (
     ComparedData,
-    ComparedRun,
     ComparedTask,
     OperatingPoint,
     Scores,
@@ -296,9 +295,9 @@ class PonderCandidate:
 
     mechanism = "ponder"
 
-    def __init__(self, entry: ComparedRun, name: str, data: ComparedData) -> None:
-        self.name, self.entry = name, entry
-        finished = FinishedRun(entry.run)
+    def __init__(self, run: str, name: str, data: ComparedData) -> None:
+        self.name, self.path, self.grid = name, run, data.grid
+        finished = FinishedRun(run)
         self.model = finished.model
         texts, split = finished.open_split(data.data, data.split)
         rows = texts.split(split)[: data.limit or COMPARED_EXAMPLES]
@@ -319,12 +318,12 @@ class PonderCandidate:
 
     def points(self) -> Sequence[OperatingPoint]:
         """Return fixed depths, then the thresholds of halting and of confidence."""
-        last, grid = self.model.num_passes, self.entry.grid
+        last, grid = self.model.num_passes, self.grid
         usual = sorted({last, (last + 1) // 2, max(1, last // 4)}, reverse=True)
         fixed = usual if grid.passes is None else grid.passes
         if too_many := [n for n in fixed if n > last]:
             raise UserError(
-                f"{self.entry.run} makes {last} passes, so that {too_many[0]} cannot be compared: "
+                f"{self.path} makes {last} passes, so that {too_many[0]} cannot be compared: "
                 "lower grid.passes."
             )
         found = [
@@ -337,7 +336,7 @@ class PonderCandidate:
         found += [OperatingPoint(f"sure {v:g}", {"confidence": v}, "confidence") for v in values]
         for point in found:
             _policy(point)  # refused before the first is measured
-        run = f"{shlex.quote(self.entry.run)}{self.where}"
+        run = f"{shlex.quote(self.path)}{self.where}"
         return [replace(point, command=_command(run, point)) for point in found]
 
     @torch.inference_mode()
