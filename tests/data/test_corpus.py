@@ -132,7 +132,7 @@ def test_invalid_utf8_is_replaced_and_said_once(tmp_path, caplog):
         for _ in range(3):
             assert list(corpus.lines("train")) == ["good", "b\ufffdd", "\ufffd", "fine"]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}, line 2: what is not UTF-8 was replaced."
+        f"{path} has bytes that are not UTF-8, the first in line 2: they were replaced by U+FFFD."
     ]
 
 

@@ -56,7 +56,7 @@ def test_the_cache_can_be_elsewhere(text, tmp_path, own_cache):
 
 
 def test_a_vocabulary_too_large_leaves_no_entry(text, own_cache):
-    with pytest.raises(UserError, match="Vocabulary size too high"):
+    with pytest.raises(UserError, match="is more than this corpus can give"):
         prepare(text, DatasetConfig(vocab_size=1_000_000))
     assert list((own_cache / "tokenizers").iterdir()) == []
 

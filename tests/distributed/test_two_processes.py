@@ -105,7 +105,6 @@ def test_pairs_of_different_lengths_are_shared_by_two_processes(
         "model.dropout": 0.0,
         "model.ff_dropout": 0.0,
         "search.beams": 2,
-        "search.tokens": 40,  # several batches for each process
         "epochs": "null",
         "train.steps": 30,
         "train.warmup": 3,

@@ -85,7 +85,7 @@ def test_a_corpus_shorter_than_one_batch(tmp_path: Path, tiny: Tiny, refused: Re
     assert not (tmp_path / "run").exists()
 
 
-def test_bytes_that_are_no_text_are_replaced_counted_and_said_once(
+def test_bytes_that_are_no_text_are_replaced_and_said_once(
     tmp_path: Path,
     tiny: Tiny,
     text_file: Path,
@@ -99,7 +99,9 @@ def test_bytes_that_are_no_text_are_replaced_counted_and_said_once(
     settings = tiny(tmp_path / "run", {"data": str(path), "model.pattern": "d"}, steps=1)
     assert main(flags("train", settings)) == 0
     said = [record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage()]
-    assert said == [f"{path}: 3 lines had bytes that are not UTF-8; they were replaced by U+FFFD."]
+    assert said == [
+        f"{path} has bytes that are not UTF-8, the first in line 11: they were replaced by U+FFFD."
+    ]
 
 
 # -- settings --------------------------------------------------------------------------------

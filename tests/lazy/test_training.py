@@ -270,7 +270,7 @@ def test_a_split_or_steps_that_cannot_be_are_refused(lazy, language_run):
         lazy("eval", language_run, "--decoder_steps", "0")
     with pytest.raises(UserError, match="patience must be at least 1: got 0"):
         lazy("eval", language_run, "--decoder_epsilon", "0.5", "--patience", "0")
-    with pytest.raises(UserError, match="which a language model does not have: give decoder_eps"):
+    with pytest.raises(UserError, match="which a language model does not have: give decoder_"):
         lazy("eval", language_run, "--epsilon", "0.5")
 
 

@@ -304,7 +304,12 @@ def _decoded(file: BinaryIO, name: str, strict: bool) -> Iterator[str]:
             ) from error
         if "\ufffd" in line and b"\xef\xbf\xbd" not in raw and name not in _warned:
             _warned.add(name)
-            logger.warning("%s, line %d: what is not UTF-8 was replaced.", name, number)
+            logger.warning(
+                "%s has bytes that are not UTF-8, the first in line %d: they were replaced by "
+                "U+FFFD.",
+                name,
+                number,
+            )
         yield line.removesuffix("\n").removesuffix("\r")
 
 

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -98,12 +99,26 @@ def train_tokenizer(
             **special,
         )
     except RuntimeError as error:
-        # SentencePiece says which sizes are possible, behind the place in its own code.
-        reason = str(error).rpartition("] ")[2].strip() or "It holds no text."
-        raise UserError(
-            f"No tokenizer of {vocab_size} pieces can be trained on this text: {reason}"
-        ) from error
+        raise _explained(error, vocab_size) from error
     return fast_tokenizer(written.getvalue(), lowercase)
+
+
+def _explained(error: RuntimeError, vocab_size: int) -> UserError:
+    """Return what SentencePiece says of a vocabulary's size as a sentence about our option."""
+    message = str(error)
+    if largest := re.search(r"value <= (\d+)", message):
+        return UserError(
+            f"A vocabulary of {vocab_size} pieces is more than this corpus can give: "
+            f"set vocab_size to {largest[1]} or less."
+        )
+    if smallest := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", message):
+        return UserError(
+            f"A vocabulary of {vocab_size} pieces cannot hold the characters of this corpus: "
+            f"set vocab_size to more than {smallest[1]}."
+        )
+    if "sentences_.empty()" in message:
+        return UserError("The corpus holds no text that a tokenizer could be trained on.")
+    return UserError(f"SentencePiece could not train a tokenizer: {message.splitlines()[0]}")
 
 
 def cached_tokenizer(

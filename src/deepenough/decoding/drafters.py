@@ -468,6 +468,10 @@ def make_drafter(
     The other arguments are those of `speculate`. A draft model brings a linear drafter, whose
     vocabulary, or the `vocab_size` most frequent tokens of it, is that of all drafts.
     """
+    given = [draft_model and draft_model.linear_drafter, linear_drafter, shortcuts, *(names or ())]
+    for made in given:
+        if isinstance(made, LinearDrafter | Shortcuts):
+            engine.adapter.check_made_for(made.made_for, "The maps that drafts are made with")
     if draft_model is not None:
         linear_drafter = linear_drafter or draft_model.linear_drafter
         if names is None and draft_model.choice:
@@ -476,10 +480,6 @@ def make_drafter(
             if num_draft_tokens is None:
                 num_draft_tokens = choice["num_draft_tokens"]
     fitted = {"draft_model": draft_model, "linear": linear_drafter, "shortcut": shortcuts}
-    given = [draft_model and draft_model.linear_drafter, linear_drafter, shortcuts, *(names or ())]
-    for made in given:
-        if isinstance(made, LinearDrafter | Shortcuts):
-            engine.adapter.check_made_for(made.made_for, "The maps that drafts are made with")
     if names is None:
         names = ["lookup", *[name for name, made in fitted.items() if made is not None][:1]]
     number = 2 if num_draft_tokens is None else num_draft_tokens
