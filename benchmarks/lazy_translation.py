@@ -53,7 +53,6 @@ VARIANTS = {
 }
 TEST = "test_2016_flickr"
 TESTS = (TEST, "test_2017_flickr", "test_2017_mscoco", "test_2018_flickr")
-BATCH = 32
 SAVED = (0.32, 0.42, 0.52)
 """Shares of encoder steps that the epsilons tried on the valid split would save."""
 PATIENCE = (1, 2)
@@ -220,7 +219,7 @@ class Measured:
             found = []
             for epsilon in CANDIDATES[self.config.halt_on]:
                 search = BeamSearchConfig(epsilon=epsilon, patience=patience)
-                depth = measure_encoder(model, pairs.head(256), search, BATCH)["encoder_depth"]
+                depth = measure_encoder(model, pairs.head(256), search)["encoder_depth"]
                 found.append((1.0 - depth / self.config.encoder_steps, epsilon))
                 if found[-1][0] > max(SAVED) + 0.1:
                     break
@@ -280,7 +279,7 @@ class Measured:
         searches = {"full": BeamSearchConfig(epsilon=0.0), "exit": BeamSearchConfig(**setting)}
         timings = interleaved(
             {
-                name: lambda search=search: measure_encoder(model, pairs, search, BATCH)
+                name: lambda search=search: measure_encoder(model, pairs, search)
                 for name, search in searches.items()
             },
             ROUNDS,

@@ -64,13 +64,6 @@ def test_join_of_nothing_is_refused():
         DepthTrace.join([])
 
 
-def test_detach_frees_the_graph():
-    flops = torch.ones(2, 2, requires_grad=True) * 2
-    trace = make_trace(flops=flops)
-    assert trace.flops.requires_grad
-    assert not trace.detach().flops.requires_grad
-
-
 def test_one_unit_is_a_trace_too():
     ran = torch.tensor([[True, False], [True, True]])
     trace = DepthTrace(torch.tensor([1, 2]), ran, torch.tensor([3.0, 4.0]))

@@ -76,17 +76,12 @@ class Scores:
 class Candidate(Protocol):
     """A run that can be measured at operating points."""
 
-    @property
-    def name(self) -> str:
-        """Return what the chart calls the run."""
-
-    @property
-    def mechanism(self) -> str:
-        """Return the mechanism that decides its depth, which gives the point its colour."""
-
-    @property
-    def task(self) -> ComparedTask:
-        """Return what it is measured on."""
+    name: str
+    """What the chart calls the run."""
+    mechanism: str
+    """What decides its depth, which gives its points their colour."""
+    task: ComparedTask
+    """What it is measured on."""
 
     def points(self) -> Sequence[OperatingPoint]:
         """Return the operating points to measure it at, the deepest first."""

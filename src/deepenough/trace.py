@@ -56,10 +56,6 @@ class DepthTrace:
         """Return the blocks that ran for a unit, on average."""
         return float(self.ran.double().sum(-1).mean())
 
-    def detach(self) -> DepthTrace:
-        """Return the trace without gradients."""
-        return replace(self, flops=self.flops.detach())
-
     @classmethod
     def join(cls, traces: list[DepthTrace]) -> DepthTrace:
         """Return the traces of several batches as one, units in a row."""

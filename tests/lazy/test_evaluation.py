@@ -90,7 +90,7 @@ def test_the_fastest_round_of_the_encoder_counts(run, monkeypatch):
     pairs = measured_pairs(LazyEvalConfig(str(run)), translator)
     clock = iter([0.0, 5.0, 5.0, 7.0, 7.0, 10.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    values = measure_encoder(translator.model, pairs, BeamSearchConfig(), 8, num_timings=3)
+    values = measure_encoder(translator.model, pairs, BeamSearchConfig(), num_timings=3)
     assert values["encoder_seconds"] == 2.0
     assert values["encoder_depth"] == 3.0  # counted once, not once a round
 
@@ -124,7 +124,6 @@ def test_the_eval_command(lazy, run, capsys):
         (["--epsilon", "3.0"], "search.epsilon must be at least 0 and at most 1: got 3.0"),
         (["--encoder_steps", "[2,0]"], "encoder_steps must be at least 1"),
         (["--sentences", "0"], "sentences must be at least 1"),
-        (["--batch_size", "0"], "batch_size must be at least 1"),
     ],
 )
 def test_sweeps_that_cannot_be_are_refused_before_they_begin(lazy, run, words, sentence):
@@ -135,8 +134,6 @@ def test_sweeps_that_cannot_be_are_refused_before_they_begin(lazy, run, words, s
 def test_what_is_missing_is_said(run, tmp_path):
     with pytest.raises(UserError, match="There is no model in"):
         load_translator(str(tmp_path))
-    with pytest.raises(UserError, match="batch_size must be at least 1: got 0"):
-        evaluate_translation(LazyEvalConfig(str(run), batch_size=0))
     with pytest.raises(UserError, match="the valid split was asked for: leave one of them out"):
         evaluate_translation(LazyEvalConfig(str(run), split="valid", test="test_b"))
     with pytest.raises(UserError, match="has no split 'train2'"):

@@ -78,8 +78,6 @@ def test_a_model_without_gates_has_similarities(lazy, make_run, capsys):
         (["--sentence", "40"], "has 40 pairs, counted from 0: got 40"),
         (["--sentence=-1"], "sentence must be at least 0: got -1"),
         (["--source", " "], "The source is empty"),
-        (["--target", "zwei"], "A target needs its source"),
-        (["--split", "dev"], "has no split 'dev'"),
     ],
 )
 def test_what_cannot_be_looked_at_is_refused(lazy, run, words, sentence):

@@ -20,13 +20,6 @@ def test_lines_are_texts_of_their_own(corpus):
     assert [text.strip() for text in texts] == LINES[2:12]
 
 
-def test_running_text_loses_no_line_and_comes_in_few_pieces(corpus):
-    pieces = TextConfig(lines=None, min_chars=1, join=True).read(corpus)
-    assert "\n".join(pieces).split("\n") == [line for line in LINES if line]
-    characters = sum(len(line) + 1 for line in LINES)
-    assert len(pieces) == -(-characters // 50_000) > 1
-
-
 def test_text_without_a_long_line_is_refused(corpus):
     with pytest.raises(UserError, match="has 500 characters"):
-        TextConfig(min_chars=500, join=True).read(corpus)
+        TextConfig(min_chars=500).read(corpus)

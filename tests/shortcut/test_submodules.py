@@ -194,11 +194,13 @@ def test_a_linear_feed_forward_is_replaced_by_itself() -> None:
 
 
 def test_linear_norms_are_replaced_by_themselves() -> None:
+    class LinearNorm(nn.Linear):
+        """A norm by its class's name, as the adapter looks for them, and linear."""
+
     adapter = make("llama")
     for layer in adapter.layers:
-        # A norm by name, as the adapter looks for them, and linear.
-        layer.input_layernorm = nn.Linear(16, 16, bias=False)
-        layer.post_attention_layernorm = nn.Linear(16, 16, bias=False)
+        layer.input_layernorm = LinearNorm(16, 16, bias=False)
+        layer.post_attention_layernorm = LinearNorm(16, 16, bias=False)
     submodules = fit(adapter, num_texts=100)
     first = submodules.maps["norms", 0, 0].weight
     torch.testing.assert_close(

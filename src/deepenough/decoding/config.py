@@ -183,7 +183,6 @@ class DraftTrainConfig(RunConfig):
     METHOD: ClassVar[str] = "decode"
 
     out: str = "runs/draft_model"
-    """Folder for everything that the run leaves."""
 
     data: str = "python"
     """Corpus whose lines begin the model's texts: python (built in), a file, folder or glob, a

@@ -385,7 +385,7 @@ open_candidate = GenerationCandidate
 
 def _prompts(tokenizer: Any, text: str, split: str, num: int, length: int) -> list[Tensor]:
     """Return prompts taken evenly from the beginning of a running text."""
-    running = "\n".join(TextConfig(split, lines=None, join=True).read(text))
+    running = "\n".join(line.rstrip("\n") for line in TextConfig(split, lines=None).read(text))
     # More characters than so many prompts can have.
     ids = tokenizer(running[: num * max(400, 40 * length)])["input_ids"]
     windows = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]

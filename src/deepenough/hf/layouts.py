@@ -70,41 +70,23 @@ def _albert_layers(trunk: Any) -> list[nn.Module]:
     return [layer for group in chosen for layer in group.albert_layers]
 
 
-_LLAMA = Layout(
-    layers="layers",
-    final_norm="norm",
-    attention="self_attn",
-    feed_forward="mlp",
-    norms=(
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",  # Gemma 2; OLMo 2 has norms behind the parts alone
-    ),
-)
-
-_BERT = Layout(
-    layers="encoder.layer",
-    attention=("attention.self", "attention.output.dense"),
-    feed_forward=("intermediate", "output.dense"),
-    norms=("attention.output.LayerNorm", "output.LayerNorm"),
-)
-
 LAYOUTS: dict[str, Layout] = {
-    "gpt2": Layout(
-        layers="h",
-        final_norm="ln_f",
-        attention="attn",
-        feed_forward="mlp",
-        norms=("ln_1", "ln_2"),
+    # The parts of these blocks are found by the search below.
+    "gpt2": Layout(layers="h", final_norm="ln_f"),
+    "gpt_neox": Layout(layers="layers", final_norm="final_layer_norm"),
+    "distilbert": Layout(layers="transformer.layer"),
+    **dict.fromkeys(
+        (
+            *("llama", "mistral", "mixtral", "qwen2", "qwen3", "smollm3", "olmo", "olmo2"),
+            *("granite", "gemma", "gemma2", "gemma3_text", "phi3"),
+        ),
+        Layout(layers="layers", final_norm="norm"),
     ),
-    "gpt_neox": Layout(
-        layers="layers",
-        final_norm="final_layer_norm",
-        attention="attention",
-        feed_forward="mlp",
-        norms=("input_layernorm", "post_attention_layernorm"),
+    **dict.fromkeys(
+        ("bert", "roberta", "xlm-roberta", "camembert", "electra", "data2vec-text"),
+        Layout(layers="encoder.layer"),
     ),
+    # Of these the search would miss something.
     "opt": Layout(
         trunk="decoder",
         layers="layers",
@@ -136,12 +118,6 @@ LAYOUTS: dict[str, Layout] = {
         feed_forward=("intermediate.dense", "output.dense"),
         norms=("attention.LayerNorm", "intermediate.LayerNorm"),
     ),
-    "distilbert": Layout(
-        layers="transformer.layer",
-        attention="attention",
-        feed_forward="ffn",
-        norms=("sa_layer_norm", "output_layer_norm"),
-    ),
     "albert": Layout(
         layers=_albert_layers,
         attention=("attention", "attention.dense"),
@@ -170,13 +146,6 @@ LAYOUTS: dict[str, Layout] = {
         feed_forward="dense",
     ),
 }
-for _name in (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "smollm3", "olmo", "olmo2", "granite"),
-    *("gemma", "gemma2", "gemma3_text", "phi3"),
-):
-    LAYOUTS[_name] = _LLAMA
-for _name in ("bert", "roberta", "xlm-roberta", "camembert", "electra", "data2vec-text"):
-    LAYOUTS[_name] = _BERT
 
 
 def register(model_type: str, layout: Layout) -> None:

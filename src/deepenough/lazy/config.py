@@ -398,9 +398,6 @@ class LazyEvalConfig:
     """Translation: other test files of the same folder, such as test_2017_flickr; by default the
     training's."""
 
-    batch_size: int = bounded(32, ge=1)
-    """Translation: sentences per batch when the encoder is timed."""
-
     length: int | None = bounded(None, ge=1)
     """Programs: most digits of a number; by default as in training. More measures extrapolation."""
 
@@ -470,16 +467,10 @@ class LazyPlotConfig:
     """Folder of a finished training."""
 
     source: str | None = None
-    """Sentence or program to look at; by default one of the split."""
-
-    target: str | None = None
-    """Its translation, or what it prints; by default the model's own, or that of the split."""
+    """Sentence or program to look at; by default one of the test split."""
 
     sentence: int = bounded(0, ge=0)
-    """Which sentence or program of the split to look at, without a source; counted from 0."""
-
-    split: str = "test"
-    """Split that the sentence is taken from: test or valid."""
+    """Which sentence or program of the test split to look at, without a source; counted from 0."""
 
     epsilon: float | None = bounded(None, gt=0, le=1)
     """Gate (or angle, as the model's halt_on says) below which a source token is at rest; by
@@ -487,11 +478,6 @@ class LazyPlotConfig:
 
     out: str | None = None
     """Folder for the pictures; by default plots in the run."""
-
-    def check(self) -> None:
-        """Check that a target comes with its source."""
-        if self.target is not None and self.source is None:
-            raise UserError("A target needs its source: give both, or neither.")
 
 
 @dataclass

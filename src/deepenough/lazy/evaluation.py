@@ -77,8 +77,8 @@ C = TypeVar("C")
 
 TRANSLATED_TOKENS = 4096
 """Source tokens translated at once."""
-NUM_TIMINGS = 3
-"""How often the encoder is timed for a record."""
+TIMED_SENTENCES, NUM_TIMINGS = 32, 3
+"""Sentences in a batch when the encoder is timed, and how often it is."""
 COMPARED_SENTENCES = 128
 BLEU_RESAMPLES = 1000
 
@@ -321,7 +321,7 @@ def _measure(
     values |= {"mechanism": model.config.mechanism, "beams": search.num_beams}
     values |= {name: getattr(model.config, name) for name in CALL_OPTIONS} | search.halting()
     values |= {"sentences": len(pairs), "seconds": seconds}
-    values |= measure_encoder(model, pairs, search, config.batch_size, NUM_TIMINGS)
+    values |= measure_encoder(model, pairs, search, NUM_TIMINGS)
     values |= {"split": config.split, "test": config.test}
     keep_record(config.run, kind, values)
     return values
@@ -332,14 +332,14 @@ def measure_encoder(
     model: LazyTransformerForConditionalGeneration,
     pairs: EncodedPairs,
     search: BeamSearchConfig,
-    batch_size: int,
     num_timings: int = 1,
 ) -> dict[str, float]:
     """Return the encoder's mean steps per source token, its FLOPs, and the fastest of its times."""
     names = ("encoder_steps", "epsilon", "patience")
     arguments = {name: value for name, value in search.halting().items() if name in names}
     order = pairs.source.lengths.argsort(kind="stable")[::-1]
-    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    size = TIMED_SENTENCES
+    parts = [order[start : start + size] for start in range(0, len(order), size)]
     batches = [pairs.batch(part.tolist(), model.device) for part in parts]
     model.encoder(batches[0]["input_ids"], batches[0]["attention_mask"], **arguments)  # warm-up
     seconds = float("inf")
@@ -420,7 +420,7 @@ def inspect_run(config: LazyPlotConfig) -> None:
 def _inspected_pair(config: LazyPlotConfig, translator: Translator) -> Pair:
     """Return the pair to look at: the one given, or one of the split."""
     if config.source is None:
-        measured = LazyEvalConfig(config.run, config.split)
+        measured = LazyEvalConfig(config.run)
         if task_of(config.run) == PROGRAMS:
             from deepenough.lazy.programs import measured_programs
 
@@ -429,14 +429,11 @@ def _inspected_pair(config: LazyPlotConfig, translator: Translator) -> Pair:
             pairs = measured_pairs(measured, translator).pairs
         if config.sentence >= len(pairs):
             raise UserError(
-                f"The {config.split} split has {len(pairs)} pairs, counted from 0: got "
-                f"{config.sentence}."
+                f"The test split has {len(pairs)} pairs, counted from 0: got {config.sentence}."
             )
         return pairs[config.sentence]
     if not config.source.strip():
         raise UserError("The source is empty: give a sentence, or a program.")
-    if config.target is not None:
-        return Pair(config.source, config.target)
     encoded = encode_input(translator, [Pair(config.source, "")])
     return Pair(config.source, translate_pairs(*translator, encoded, BeamSearchConfig())[0])
 

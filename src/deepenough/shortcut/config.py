@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -13,10 +12,6 @@ from deepenough.training.config import TrainingConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-_JOINED_CHARACTERS = 50_000
-"""Of running text in one piece: many windows, so that few are short, and few enough for progress
-to be seen."""
 
 
 @dataclass
@@ -58,10 +53,6 @@ class TextConfig:
     min_chars: int = bounded(40, ge=0)
     """Lines shorter than this, such as headings, are passed over."""
 
-    join: bool = False
-    """Read the lines as running text, cut into windows, rather than each by itself: states then
-    have a longer past, and little is padded."""
-
     def read(self, data: str) -> list[str]:
         """Return the texts of a file, folder or corpus."""
         from deepenough.data.corpus import open_corpus
@@ -77,7 +68,7 @@ class TextConfig:
                 f"No line of {data} ({self.split}) has {self.min_chars} characters: give another "
                 "text or a lower dataset.min_chars."
             )
-        return list(_joined(texts)) if self.join else texts
+        return texts
 
 
 @dataclass
@@ -161,7 +152,6 @@ class ShortcutFitConfig(RunConfig):
     METHOD: ClassVar[str] = "shortcut"
 
     out: str = "runs/shortcut"
-    """Folder for everything that the run leaves."""
 
     data: str = "python"
     """Text to read: python (built in), a file, folder or glob, a folder of $DEEPENOUGH_DATA, or a
@@ -209,17 +199,3 @@ class ShortcutLensConfig:
 
     mode: str | None = None
     """Maps to use: id, mat, affine or tuned; by default those of the run."""
-
-
-def _joined(lines: Sequence[str]) -> Iterator[str]:
-    """Yield lines as few long pieces of running text."""
-    piece: list[str] = []
-    length = 0
-    for line in lines:
-        piece.append(line.rstrip("\n"))
-        length += len(line) + 1
-        if length >= _JOINED_CHARACTERS:
-            yield "\n".join(piece)
-            piece, length = [], 0
-    if piece:
-        yield "\n".join(piece)
