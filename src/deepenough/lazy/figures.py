@@ -51,7 +51,7 @@ def step_grid(run: Run) -> dict[tuple[int, int], float]:
     """Return BLEU by encoder and decoder steps, the latest of those measured as the last was."""
     names = ("encoder_steps", "decoder_steps", "bleu")
     found = [r.values for r in run.of_kind(STEPS) if numbers(r.values, *names) is not None]
-    same = ("split", "test", "sentences", "beams", "epsilon", "decoder_epsilon")
+    same = ("split", "test", "sentences", "beams", "epsilon", "decoder_epsilon", "patience")
     ways = [[values.get(name) for name in same] for values in found]
     return {
         (values["encoder_steps"], values["decoder_steps"]): values["bleu"]
