@@ -90,7 +90,9 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Figure]]:
 
 
 def unit_of(name: str) -> str | None:
-    """Return the unit that a figure's name implies, or None."""
+    """Return the unit that a figure's name implies, or None; what stands under seconds is seconds."""
+    if any(re.search(r"(^|_)seconds($|_)", part) for part in name.split(".")[:-1]):
+        return "s"
     for part in reversed(name.split(".")):
         for word, unit in UNITS.items():
             if re.search(rf"(^|_){word}($|_)", part):
