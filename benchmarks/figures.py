@@ -90,7 +90,7 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Figure]]:
 
 
 def unit_of(name: str) -> str | None:
-    """Return the unit that a figure's name implies, or None; what stands under seconds is seconds."""
+    """Return the unit that a figure's name implies, or None; below seconds, all are seconds."""
     if any(re.search(r"(^|_)seconds($|_)", part) for part in name.split(".")[:-1]):
         return "s"
     for part in reversed(name.split(".")):
