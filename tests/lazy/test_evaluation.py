@@ -52,6 +52,7 @@ def test_a_line_is_a_line_whatever_stands_in_it(
     text = "\ufefftwo dogs\r\n".encode() + b"a man\rrides\n\xdcbel dog\n\xff\n"
     (tmp_path / "lines").write_bytes(text)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    monkeypatch.setattr("deepenough.data.corpus._warned", set())  # other tests read it, too
     given = [str(tmp_path / "lines")] if way == "file" else []
     assert lazy("translate", run, *given, "--beams", "1") == 0
     written = capsys.readouterr().out.split("\n")
