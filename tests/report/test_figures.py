@@ -161,7 +161,7 @@ def test_the_choice_is_said_in_plain_words(folders: list[Path]) -> None:
     frontier = read_frontier(folders[0])
     (choice,) = frontier_section(frontier).findings
     assert choice == (
-        "Best agreement: 0.95, by “all”. “early” is not significantly worse (agreement 0.94) and "
+        "Best agreement: 0.95 with “all”. “early” is not significantly worse (agreement 0.94) and "
         "2.00x as fast, with 3.0 instead of 6.0 blocks per token."
     )
     apart = [dict(point) for point in frontier.points]
@@ -171,6 +171,9 @@ def test_the_choice_is_said_in_plain_words(folders: list[Path]) -> None:
     assert choice.endswith("No other setting of the same quality is faster.")
     (choice,) = frontier_section(replace(frontier, points=frontier.points[::-1])).findings
     assert "0.83x as fast as “worse”" in choice
+    same = tuple(point | {"quality": 1.0, "quality_high": 1.0} for point in frontier.points)
+    (choice,) = frontier_section(replace(frontier, points=same)).findings
+    assert choice.startswith("All tokens identical with “early”, 2.00x as fast as “all”.")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"task": {}}', '{"task": {}, "points": [{}]}'])

@@ -308,7 +308,10 @@ def _choice(frontier: Frontier) -> str:
         if row["quality_low"] <= best["quality_high"] and best["quality_low"] <= row["quality_high"]
     ]
     fastest = min(alike, key=lambda row: row["milliseconds"])
-    said = f"Best {frontier.quality}: {best['quality']:.4g}, by “{frontier.name_of(best)}”"
+    said = f"Best {frontier.quality}: {best['quality']:.4g}"
+    if frontier.quality == "agreement" and best["quality"] == 1.0:
+        said = "All tokens identical"
+    said += f" with “{frontier.name_of(best)}”"
     first = frontier.points[0]
     if best is not first:
         ratio = first["milliseconds"] / best["milliseconds"]
