@@ -92,3 +92,30 @@ def test_register_replaces_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     register("odd", row)
     assert LAYOUTS["odd"] is row
     monkeypatch.delitem(LAYOUTS, "odd")
+
+
+@pytest.mark.parametrize("kind", ["xlm", "flaubert"])
+@pytest.mark.parametrize("load", [tf.AutoModel, tf.AutoModelForMaskedLM])
+def test_a_list_of_norms_is_no_list_of_layers(kind: str, load: Any) -> None:
+    """XLM keeps attention, norms and feed-forward in lists of their own, and has no layers."""
+    config = tf.AutoConfig.for_model(kind, vocab_size=50, emb_dim=8, n_layers=2, n_heads=2)
+    with pytest.raises(UserError, match="has layers, but no norm or head after them was found"):
+        adapt(load.from_config(config).eval())
+
+
+def test_a_norm_beside_the_layers_may_be_of_something_else() -> None:
+    """DeBERTa-v3 norms its relative positions where others have their final norm."""
+    config = tf.AutoConfig.for_model(
+        "deberta-v2",
+        vocab_size=50,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=8,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        norm_rel_ebd="layer_norm",
+    )
+    for load in (tf.AutoModel, tf.AutoModelForMaskedLM):
+        adapter = adapt(load.from_config(config).eval())
+        assert adapter.num_layers == 2 and adapter._layout.final_norm is None

@@ -186,8 +186,10 @@ def candidates(model: PreTrainedModel) -> Iterator[Layout]:
         owner = trunk.get_submodule(owner_path)
         norms = [f"{owner_path}.{norm}".lstrip(".") for norm in _norms(owner)]
         norms += [norm for norm in _norms(trunk) if owner is not trunk]
-        for norm in (*reversed(norms), None):
+        # First without: a norm of something else, before it is trained, leaves normed states alone.
+        for norm in (None, *reversed(norms)):
             yield Layout(layers=layers, final_norm=norm)
+        for norm in (None, *reversed(norms)):
             if owner is not trunk:  # a model that goes past its trunk to the stack inside
                 inside = norm.removeprefix(f"{owner_path}.") if norm else None
                 yield Layout(trunk=owner_path, layers=name, final_norm=inside)
@@ -201,6 +203,7 @@ def _find_layers(model: PreTrainedModel, trunk: nn.Module) -> list[str]:
         for name, module in trunk.named_modules()
         if isinstance(module, nn.ModuleList)
         and (len(module) == wanted if wanted else len(module) > 1)
+        and not all(_is_norm(child) for child in module)  # XLM's layers each end with one of a list
     }
     if not lists:
         count = f"config.num_hidden_layers = {wanted}" if wanted else "two or more"
@@ -242,6 +245,11 @@ def _has(block: nn.Module, path: Path) -> bool:
 
 def _norms(module: nn.Module) -> list[str]:
     """Return the names of a module's own norms, in the order they were added."""
-    names = [n for n, child in module.named_children() if "norm" in type(child).__name__.lower()]
+    names = [name for name, child in module.named_children() if _is_norm(child)]
     # Those of a cross-attention to an encoder that is not there never run.
     return [name for name in names if "encoder" not in name and "cross" not in name]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm, and no layer that is named after its norms."""
+    return "norm" in type(module).__name__.lower() and not list(module.children())
