@@ -177,6 +177,19 @@ def test_a_config_changed_afterwards_is_checked_again():
         PonderAlbertForSequenceClassification(config)
 
 
+def test_a_config_that_knows_nothing_of_pondering_is_refused(tmp_path):
+    plain = AlbertConfig(**SIZES)
+    AlbertModel(plain).save_pretrained(tmp_path)
+    load = PonderAlbertForSequenceClassification.from_pretrained
+    for make in (
+        lambda: PonderAlbertForSequenceClassification(plain),
+        lambda: PonderEncoderForSequenceClassification(plain),
+        lambda: load(tmp_path, config=plain),
+    ):
+        with pytest.raises(UserError, match="says nothing of pondering: give a Ponder"):
+            make()
+
+
 def test_checkpoints_of_others_are_refused(tmp_path, make_encoder):
     make_encoder("bert").save_pretrained(tmp_path / "bert")
     with pytest.raises(UserError, match="is a checkpoint of 'bert'"):

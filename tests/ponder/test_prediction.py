@@ -1,5 +1,6 @@
 """Texts in, answers out: `predict`, transformers' pipeline and trainer, and bad texts."""
 
+import copy
 from importlib.util import find_spec
 from itertools import count, islice
 
@@ -14,6 +15,7 @@ from transformers import (
 )
 
 from deepenough import UserError
+from deepenough.data.classification import EncodedExamples, Example
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load
 from deepenough.ponder.halting import FixedExit, PatienceExit, QuantileExit, SampledExit
@@ -184,3 +186,17 @@ def test_packaged_minilm(pooling):
         torch.testing.assert_close(whole.step_logits[5], expected, rtol=1e-4, atol=1e-5)
     passes = [p.passes for p in model.predict(TEXTS, tokenizer, batch_size=2)]
     assert passes == whole.passes.tolist()
+
+
+def test_the_texts_of_a_pair_are_told_apart_by_any_tokenizer(tokenizer, make_albert):
+    """ALBERT's tokenizer names no segment ids among what its model reads."""
+    silent = copy.deepcopy(tokenizer)
+    silent.model_input_names = ["input_ids", "attention_mask"]
+    given = [Example("the film", "is long", 0), Example("a", "very good story", 1)]
+    batch = EncodedExamples(given, silent, 20).batch([0, 1])
+    assert batch["token_type_ids"].sum(1).tolist() == [3, 4]  # the second text and its [SEP]
+    model = make_albert(type_vocab_size=2)
+    pairs = [(example.text, example.pair) for example in given]
+    told, untold = (list(model.predict(pairs, each)) for each in (tokenizer, silent))
+    assert told == untold
+    assert "token_type_ids" not in EncodedExamples([Example("a", None, 0)], silent, 20).columns

@@ -2,6 +2,7 @@
 
 - `hooked`: watch or change what modules read and return.
 - `patched_forward`: run another function in the place of a module's `forward`.
+- `eval_mode`: run a model that is being trained as it would be used.
 - `StopForward`: end a forward pass early; `first_call` uses it to learn what the model calls a
   layer with (masks, rotary cos/sin, cache) without running any layer.
 - `LayerCounter`, `OutputForms`, `start_at`: run only a part of a model, from one of its layers on.
@@ -144,6 +145,19 @@ def patched_forward(
                 module.forward = before  # type: ignore[method-assign]
             elif "forward" in vars(module):
                 del module.forward
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run a model without dropout; each of its modules is then in training mode again if it was."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class StopForward(Exception):
@@ -314,7 +328,8 @@ class LayerStack:
         self.layers = layers
         # One call tells those of a layer that is shared by all passes.
         self._num_calls = 1 if self.shared else len(layers)
-        self._returns_tuple: bool | None = None
+        self._num_returned: int | None = None
+        """How long the tuple is that a layer returns; 0 if it returns a tensor alone."""
         self.preparing: list[nn.Linear] = []
         """The linear maps that the encoder applies before its first layer."""
 
@@ -327,7 +342,7 @@ class LayerStack:
         """Return what the layers are to be called with for a batch; the first reads embeddings."""
         calls: list[LayerCall] = []
         recorders = {layer: self._recorder(layer, calls) for layer in dict.fromkeys(self.layers)}
-        watched = self._preparing_hooks() if self._returns_tuple is None else []
+        watched = self._preparing_hooks() if self._num_returned is None else []
         try:
             with (
                 _recording,
@@ -352,12 +367,13 @@ class LayerStack:
 
         def record(*args: Any, **kwargs: Any) -> Any:
             calls.append(LayerCall(args, kwargs))
-            if self._returns_tuple is None:
-                self._returns_tuple = _returns_tuple(layer, compute, args, kwargs)
+            if self._num_returned is None:
+                self._num_returned = _num_returned(layer, compute, args, kwargs)
             if len(calls) == self._num_calls:
                 raise StopForward
             hidden = calls[-1].hidden
-            return (hidden,) if self._returns_tuple else hidden
+            num = self._num_returned
+            return (hidden, *[None] * (num - 1)) if num else hidden
 
         return record
 
@@ -375,14 +391,11 @@ class LayerStack:
 
 
 @torch.no_grad()
-def _returns_tuple(layer: nn.Module, compute: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a layer returns a tuple or a tensor: learned once, by running it.
+def _num_returned(layer: nn.Module, compute: Any, args: Any, kwargs: Any) -> int:
+    """Return the length of the tuple that a layer returns, 0 for a tensor: learned by running it.
 
     In evaluation mode: a draw for dropout more or less would change what a training draws next.
     """
-    training = layer.training
-    layer.eval()
-    try:
-        return isinstance(compute(*args, **kwargs), tuple)
-    finally:
-        layer.train(training)
+    with eval_mode(layer):
+        output = compute(*args, **kwargs)
+    return len(output) if isinstance(output, tuple) else 0

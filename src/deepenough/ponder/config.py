@@ -235,6 +235,7 @@ class PonderPredictConfig:
 
 # -- Hugging Face configs --------------------------------------------------------------------------
 
+ENCODERS = "such as BERT, RoBERTa, DeBERTa, MPNet or MiniLM"
 NOT_LOGITS = ["passes", "halting", "step_logits", "halt_logits", "terms", "trace"]
 LABEL_ARGUMENTS = ("num_labels", "id2label", "label2id", "problem_type")
 
@@ -320,12 +321,20 @@ def check_encoder(config: PreTrainedConfig) -> None:
     if has_decoder or is_decoder or getattr(config, "is_decoder", False):
         raise UserError(
             f"A model of type {kind!r} has a decoder, which reads from left to right: pondering "
-            "classifiers need an encoder alone, such as BERT, RoBERTa, MPNet or MiniLM."
+            f"classifiers need an encoder alone, {ENCODERS}."
         )
 
 
-def check_config(config: PonderAlbertConfig | PonderEncoderConfig) -> None:
-    """Check a config once more before a model is made: transformers may have changed it since."""
+def check_config(config: PonderAlbertConfig | PonderEncoderConfig, wanted: Any) -> None:
+    """Check a config once more before a model is made: transformers may have changed it since.
+
+    `wanted` is the class that the model takes.
+    """
+    if not isinstance(config, wanted):
+        raise UserError(
+            f"A {type(config).__name__} says nothing of pondering: give a {wanted.__name__}, or "
+            "load the checkpoint by from_pretrained without a config."
+        )
     options_of(config).check_depth(_depth(config), isinstance(config, PonderAlbertConfig))
     problem = config.problem_type or "single_label_classification"
     if config.num_labels == 1 or problem != "single_label_classification":

@@ -38,9 +38,10 @@ from transformers import initialization as init
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.hf.intercept import LayerStack
+from deepenough.hf.intercept import LayerStack, eval_mode
 from deepenough.hf.layouts import LAYOUTS, register
 from deepenough.ponder.config import (
+    ENCODERS,
     LABEL_ARGUMENTS,
     OPTIONS,
     PonderAlbertConfig,
@@ -105,8 +106,8 @@ class PonderClassifier(PreTrainedModel):
     accepts_loss_kwargs = False  # the loss is a mean, which a trainer divides when it accumulates
 
     def __init__(self, config: PonderAlbertConfig | PonderEncoderConfig) -> None:
+        check_config(config, self.config_class)
         super().__init__(config)
-        check_config(config)
         assert config.num_labels is not None and config.num_passes is not None
         self.num_labels: int = config.num_labels
         self.num_passes: int = config.num_passes
@@ -145,7 +146,9 @@ class PonderClassifier(PreTrainedModel):
         encoder = self.encoder_model
         if self._parts is None or self._parts[0].model is not encoder:
             adapter = adapt(encoder)
-            self._parts = adapter, LayerStack(adapter.trunk, self._layers(adapter))
+            stack = LayerStack(adapter.trunk, self._layers(adapter))
+            _check_steps(adapter, stack)
+            self._parts = adapter, stack
         return self._parts
 
     @property
@@ -359,6 +362,52 @@ class PonderClassifier(PreTrainedModel):
                 init.zeros_(module.lead)
 
 
+@torch.no_grad()
+def _check_steps(adapter: Adapter, stack: LayerStack) -> None:
+    """Refuse an encoder that computes something else than its layers do one after the other.
+
+    Seen on a few tokens, one of two texts padded: what the layers return when the encoder runs, and
+    what they return as single steps. The first token must have seen the last one by then.
+    """
+    name, config = type(adapter.trunk).__name__, adapter.model.config
+    ids = torch.arange(2, 14, device=adapter.model.device).view(2, 6)
+    ids %= getattr(config, "vocab_size", 14)
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    ids[1, 4:] = getattr(config, "pad_token_id", None) or 0
+    other = ids.clone()
+    other[0, 5] = ids[0, 1]
+    try:
+        with eval_mode(adapter.model):
+            expected = adapter.states(ids, attention_mask=mask)
+            last = adapter.states(other, attention_mask=mask)[-1]
+            calls = stack.begin(input_ids=ids, attention_mask=mask)
+            steps = [calls[0].hidden]
+            for index in range(min(len(stack.layers), adapter.num_layers)):
+                steps.append(stack.run(index, steps[-1], calls))
+    except UserError:
+        raise
+    except Exception as error:  # architectures fail in many ways
+        raise UserError(
+            f"{name} cannot be run layer by layer ({type(error).__name__}: {error}): use another "
+            f"encoder, {ENCODERS}."
+        ) from error
+    for step, state in zip(steps, expected, strict=False):
+        tolerance = torch.finfo(state.dtype).eps ** 0.5 * float(state.abs().max())
+        if step.shape[:2] != ids.shape or not torch.allclose(
+            step[mask.bool()], state[mask.bool()], rtol=0, atol=tolerance, equal_nan=True
+        ):
+            raise UserError(
+                f"{name} does more than run its layers one after the other, so that the answers "
+                f"after each of them would be of another model: use another encoder, {ENCODERS}."
+            )
+    if torch.equal(last[0, 0], expected[-1][0, 0]):
+        raise UserError(
+            f"The first token of {name} sees nothing of the text after it: pondering classifiers "
+            f"need an encoder that reads both ways, {ENCODERS}."
+        )
+
+
 # -- architectures ---------------------------------------------------------------------------------
 
 
@@ -441,7 +490,7 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
 def _without_pooler(encoder: Any) -> Any:
     """Drop the pooler: weights that nothing uses stop distributed training."""
     if getattr(encoder, "pooler", None) is not None:
-        encoder.pooler = None
+        encoder.pooler = nn.Identity()  # some encoders call it, whatever it is
     return encoder
 
 
