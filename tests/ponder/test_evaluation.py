@@ -14,13 +14,14 @@ from deepenough.__main__ import main
 from deepenough.data.classification import EncodedExamples, Example
 from deepenough.errors import UserError
 from deepenough.measurement import ComparedData
-from deepenough.ponder.config import ExitConfig, PonderEvalConfig, PonderGrid
+from deepenough.ponder.config import ExitConfig, PonderConfig, PonderEvalConfig, PonderGrid
 from deepenough.ponder.evaluation import (
     CONFIDENCES,
     THRESHOLDS,
     AllPasses,
     FinishedRun,
     all_passes,
+    choose_exit,
     evaluate,
     load_classifier,
     open_candidate,
@@ -210,6 +211,33 @@ def test_processes_share_the_measuring(trained: Path) -> None:
     logits, halts = (sum(parts) for parts in zip(*(share.parts for share in shares), strict=True))
     torch.testing.assert_close(logits, alone.step_logits)
     torch.testing.assert_close(halts, alone.halt_logits)
+
+
+def test_the_exit_chosen_answers_best_in_the_fewest_passes() -> None:
+    """Three passes, four examples: pass 1 errs on the two that it would go on with."""
+    right = torch.tensor([[2.0, 0.0], [0.0, 2.0]])
+    labels = torch.tensor([0, 1, 0, 1])
+    steps = torch.stack([right[labels]] * 3)
+    steps[0, 2:] = steps[0, 2:].flip(-1)
+    lambdas = torch.tensor([[0.9, 0.9], [0.9, 0.9], [0.2, 0.6], [0.2, 0.6]])
+    answers = AllPasses(steps, lambdas.logit(), labels)
+    options, reason = choose_exit(answers, PonderConfig(num_passes=3))
+    # The hard ones have halted with 0.2 after pass 1 and 0.68 after pass 2, the easy ones with 0.9.
+    assert (options.exit, options.exit_threshold) == ("quantile", 0.65)
+    assert "(1.5 of 3) at the best accuracy (1.000) on 4 validation" in reason
+    sure = AllPasses(steps, None, labels)
+    options, _ = choose_exit(sure, PonderConfig(num_passes=3, objective="weighted"))
+    assert (options.exit, options.exit_pass) == ("fixed", 2)
+    options, reason = choose_exit(sure, PonderConfig(num_passes=3, objective="last"))
+    assert options.exit_setting == "fixed at all passes"
+
+
+def test_a_threshold_of_one_exit_is_none_of_another(trained: Path) -> None:
+    finished = FinishedRun(str(trained))
+    finished.model.config.exit, finished.model.config.exit_threshold = "quantile", 0.35
+    own, sure = finished.policy(ExitConfig()), finished.policy(ExitConfig("confidence"))
+    assert isinstance(own, QuantileExit) and own.threshold == 0.35
+    assert isinstance(sure, ConfidenceExit) and sure.threshold == 0.9
 
 
 def test_an_option_belongs_to_its_exit(trained: Path) -> None:

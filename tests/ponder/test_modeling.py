@@ -162,7 +162,7 @@ def test_a_new_model_halts_as_its_prior():
         ({"early_gradient": 1.5}, "early_gradient must be at least 0 and at most 1"),
         ({"exit": "never"}, "exit must be one of quantile, sampled, confidence, patience, fixed"),
         ({"halting_head": "third"}, "halting_head must be one of"),
-        ({"objective": "last"}, "choose confidence, patience or fixed"),
+        ({"objective": "last", "exit": "quantile"}, "choose confidence, patience or fixed"),
     ],
 )
 def test_impossible_albert_configs_are_refused(changes, message):

@@ -1,6 +1,7 @@
 """Training of classifiers that ponder, from a file of texts to a model."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 
 from deepenough.config import resolve
 from deepenough.errors import UserError
-from deepenough.ponder.config import PonderTrainConfig
-from deepenough.ponder.evaluation import load_classifier, predict
+from deepenough.ponder.config import PonderEvalConfig, PonderTrainConfig
+from deepenough.ponder.evaluation import evaluate, load_classifier, predict
 from deepenough.ponder.modeling import (
     PonderAlbertForSequenceClassification,
     PonderClassifier,
@@ -95,11 +96,68 @@ def test_resumed_equals_uninterrupted(
 
 
 def test_full_depth_is_the_same_model_with_another_objective(small: Make) -> None:
-    run = train(small(**{"ponder.objective": "last", "ponder.exit": "fixed", "epochs": 0.25}))
+    run = train(small(**{"ponder.objective": "last", "epochs": 0.25}))
     model, _ = load_classifier(str(run.path))
     assert not model.has_halting
     records, _ = read_records(run.metrics)
     assert [r.values["passes"] for r in records if r.kind == "valid"] == [3.0]
+
+
+def test_the_exit_is_chosen_on_the_validation_split_and_saved(
+    small: Make, tmp_path: Path, reviews: Path
+) -> None:
+    """Never on the test split, whose labels may be anything; the test record is of that exit."""
+    chosen = []
+    for name in ("right", "wrong"):
+        folder = tmp_path / name
+        shutil.copytree(reviews, folder)
+        rows = [line.split("\t") for line in (folder / "dev.tsv").read_text().splitlines()]
+        for row in rows[1:] if name == "wrong" else []:
+            row[1] = str(1 - int(row[1]))
+        (folder / "test.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
+        run = train(small(data=str(folder), out=str(tmp_path / f"run-{name}"), epochs=3.0))
+        config = load_classifier(str(run.path))[0].config
+        assert config.exit == "quantile" and "on 40 validation examples" in config.exit_reason
+        chosen.append((config.exit_threshold, config.exit_reason))
+        records, _ = read_records(run.metrics)
+        of_test = next(record.values for record in records if record.kind == "test")
+        measured = evaluate(PonderEvalConfig(str(run.path), split="test"))
+        assert measured["exit"] == f"quantile at {config.exit_threshold}"
+        assert of_test["accuracy"] == measured["accuracy"]
+        assert of_test["passes"] == measured["passes"]
+        points = [r.values for r in read_records(run.metrics)[0] if r.kind == "ponder_exit"]
+        best = max(point["accuracy"] for point in points if point["policy"] == "quantile")
+        assert name == "wrong" or measured["accuracy"] == best
+    assert chosen[0] == chosen[1]
+
+
+def test_an_exit_that_is_asked_for_is_kept(small: Make) -> None:
+    run = train(small(**{"ponder.exit_threshold": 0.5, "epochs": 0.25}))
+    config = load_classifier(str(run.path))[0].config
+    assert (config.exit, config.exit_threshold) == (None, 0.5)
+    assert not hasattr(config, "exit_reason")
+    assert evaluate(PonderEvalConfig(str(run.path)))["exit"] == "quantile at 0.5"
+
+
+@pytest.mark.parametrize(
+    ("objective", "exits"),
+    [("weighted", {"confidence", "patience", "fixed"}), ("last", {None})],
+)
+def test_every_objective_has_an_exit_that_fits_it(small: Make, objective: str, exits: Any) -> None:
+    run = train(small(**{"ponder.objective": objective, "epochs": 0.5}))
+    config = load_classifier(str(run.path))[0].config
+    assert config.exit in exits
+    measured = evaluate(PonderEvalConfig(str(run.path)))
+    if objective == "last":
+        assert measured["passes"] == 3.0 and measured["exit"] == "fixed at all passes"
+        assert config.exit_reason == "as only the last answer is trained"
+
+
+def test_a_run_resumed_at_its_end_chooses_the_same_exit(small: Make) -> None:
+    run = train(small(epochs=0.5))
+    first = (run.model / "config.json").read_text()
+    shutil.rmtree(run.model)
+    assert (train(small(epochs=0.5, resume=True)).model / "config.json").read_text() == first
 
 
 def test_a_revision_reaches_the_hub(small: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +213,10 @@ def test_albert_from_a_config_with_a_bare_tokenizer(
         ({"ponder.num_passes": 4}, "at most 3"),
         ({"ponder.halting_target": 0.0}, "halting_target must be above 0"),
         ({"ponder.exit_threshold": 0.0}, "threshold"),
-        ({"ponder.objective": "last"}, "choose confidence, patience or fixed"),
+        (
+            {"ponder.objective": "last", "ponder.exit": "quantile"},
+            "choose confidence, patience or fixed",
+        ),
         ({"model.encoder": "/nowhere/config.json"}, "no config file"),
         ({"model.tokenizer": "/nowhere"}, "tokenizer /nowhere cannot be loaded"),
         ({"model.dropout": 1.0}, "dropout must be at least 0 and below 1"),

@@ -17,11 +17,17 @@ if TYPE_CHECKING:
 
 def train(config: PonderTrainConfig) -> None:
     """Train a classifier."""
+    from transformers import AutoConfig
+
+    from deepenough.ponder.config import options_of
     from deepenough.ponder.training import train
     from deepenough.training.distributed import is_main_process
 
     run = train(config)
     if is_main_process():
+        saved = AutoConfig.from_pretrained(run.model)
+        reason = getattr(saved, "exit_reason", "not chosen on validation examples")
+        print(f"exit: {options_of(saved).exit_setting} ({reason})")
         print(f"model in {run.model}; next: deepenough ponder eval {run.path}")
 
 

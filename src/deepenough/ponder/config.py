@@ -23,6 +23,8 @@ from deepenough.errors import UserError
 from deepenough.training.config import TrainingConfig
 
 Exit = Literal["quantile", "sampled", "confidence", "patience", "fixed"]
+QUANTILE, CONFIDENCE = 0.5, 0.9
+"""Thresholds of the exits of these names where none is given."""
 
 
 @dataclass
@@ -55,14 +57,16 @@ class PonderConfig:
     """Share of the gradient of the heads before the last pass that reaches the encoder. Below 1 the
     last answer suffers less from the early ones, whose heads learn at full rate all the same."""
 
-    exit: Exit = "quantile"
+    exit: Exit | None = None
     """When to stop in evaluation: once the probability of having halted reaches a threshold
     (`quantile`), by a draw from the halting distribution (`sampled`), once the probability of the
     answer reaches a threshold (`confidence`), when `patience` answers in a row agree (PABEE), or
-    after a `fixed` number of passes."""
+    after a `fixed` number of passes. By default chosen on the validation split when training ends;
+    without one by objective: `quantile`, `patience` (weighted) or `fixed` at all passes (last)."""
 
-    exit_threshold: float = bounded(0.5, gt=0, le=1)
-    """Threshold of the `quantile` and `confidence` exits."""
+    exit_threshold: float | None = bounded(None, gt=0, le=1)
+    """Threshold of the `quantile` exit, by default 0.5, or of the `confidence` exit, by default
+    0.9."""
 
     exit_patience: int = bounded(2, ge=1)
     """How often in a row an answer must be repeated for the `patience` exit."""
@@ -73,6 +77,30 @@ class PonderConfig:
     exit_seed: int | None = None
     """Seed of the `sampled` exit; a draw is then a function of the seed and the example's number.
     Without one, torch's generator is used."""
+
+    @property
+    def exit_kind(self) -> Exit:
+        """The exit, or where none is named that of the objective."""
+        usual: dict[str, Exit] = {"ponder": "quantile", "weighted": "patience", "last": "fixed"}
+        return self.exit or usual[self.objective]
+
+    @property
+    def exit_setting(self) -> str:
+        """The exit and its setting, as people read them."""
+        settings: dict[Exit, Any] = {
+            "quantile": self.exit_threshold or QUANTILE,
+            "confidence": self.exit_threshold or CONFIDENCE,
+            "patience": self.exit_patience,
+            "fixed": self.exit_pass or "all passes",
+            "sampled": "random",
+        }
+        return f"{self.exit_kind} at {settings[self.exit_kind]}"
+
+    @property
+    def exit_is_open(self) -> bool:
+        """Whether nothing was said about the exit, so that it may be chosen on held-out data."""
+        said = [name for name in OPTIONS if name.startswith("exit")]
+        return all(getattr(self, name) == getattr(PonderConfig(), name) for name in said)
 
     def check(self) -> None:
         """Refuse exits that need halting probabilities nobody trains."""
@@ -158,7 +186,7 @@ class PonderTrainConfig(RunConfig):
 
 @dataclass
 class ExitConfig:
-    """When to stop; by default as the model was told to when it was trained."""
+    """When to stop; by default as chosen when the model was trained."""
 
     exit: Exit | None = None
     """quantile, sampled, confidence, patience or fixed."""
@@ -186,8 +214,10 @@ class ExitConfig:
 
     def applied_to(self, trained: PonderConfig) -> PonderConfig:
         """Return a model's options with the exit asked for here in the place of its own."""
-        kind = self.exit or trained.exit
+        kind = self.exit or trained.exit_kind
         changes: dict[str, Any] = {"exit": kind}
+        if kind != trained.exit_kind:  # a threshold chosen for another exit says nothing of this
+            changes["exit_threshold"] = None
         for name, (option, readers) in self.READERS.items():
             if getattr(self, name) is None:
                 continue

@@ -27,6 +27,7 @@ from deepenough.config import resolve, validate
 from deepenough.data.batches import by_length
 from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
 from deepenough.errors import UserError
+from deepenough.hf.intercept import eval_mode
 from deepenough.measurement import (
     ComparedData,
     ComparedTask,
@@ -37,6 +38,7 @@ from deepenough.measurement import (
 )
 from deepenough.ponder.config import (
     ExitConfig,
+    PonderConfig,
     PonderEvalConfig,
     PonderTrainConfig,
     options_of,
@@ -98,16 +100,14 @@ def all_passes(
     shape = model.num_passes, len(examples), model.num_labels
     step_logits = torch.zeros(shape, device=model.device)
     halt_logits = torch.zeros(len(examples), model.num_passes - 1, device=model.device)
-    training = model.training
-    model.eval()
-    for rows in by_length(examples.lengths, EVAL_BATCH)[rank::world]:
-        batch = examples.batch(rows, model.device)
-        batch.pop("labels")
-        output = model(**batch, all_passes=True)
-        step_logits[:, rows] = output.step_logits.float()
-        if output.halt_logits is not None:
-            halt_logits[rows] = output.halt_logits
-    model.train(training)
+    with eval_mode(model):
+        for rows in by_length(examples.lengths, EVAL_BATCH)[rank::world]:
+            batch = examples.batch(rows, model.device)
+            batch.pop("labels")
+            output = model(**batch, all_passes=True)
+            step_logits[:, rows] = output.step_logits.float()
+            if output.halt_logits is not None:
+                halt_logits[rows] = output.halt_logits
     if accelerator is not None and world > 1:  # rows of other processes are zero
         step_logits = accelerator.reduce(step_logits, reduction="sum")
         halt_logits = accelerator.reduce(halt_logits, reduction="sum")
@@ -148,6 +148,27 @@ def sweep(answers: AllPasses) -> list[dict[str, Any]]:
         {"policy": name, "setting": setting} | quality(answers, policy)
         for name, setting, policy in policies
     ]
+
+
+def choose_exit(answers: AllPasses, options: PonderConfig) -> tuple[PonderConfig, str]:
+    """Return options with the exit that suits the answers to held-out examples, and why it does.
+
+    Of the exits that fit the objective: those that answer best, and of these the one of the fewest
+    passes. Where the last answer alone is trained there is nothing to choose.
+    """
+    if options.objective == "last":
+        return options, "as only the last answer is trained"
+    suited = ("quantile",) if options.objective == "ponder" else ("confidence", "patience", "fixed")
+    points = [point for point in sweep(answers) if point["policy"] in suited]
+    # At a tie the most cautious setting.
+    best = max(points, key=lambda p: (p["accuracy"], -p["passes"], p["setting"]))
+    kind, setting = best["policy"], best["setting"]
+    option = {"patience": "exit_patience", "fixed": "exit_pass"}.get(kind, "exit_threshold")
+    reason = (
+        f"the fewest passes ({best['passes']:.1f} of {answers.num_passes}) at the best accuracy "
+        f"({best['accuracy']:.3f}) on {len(answers.labels)} validation examples"
+    )
+    return replace(options, exit=kind, **{option: setting}), reason
 
 
 def passes_by(groups: Tensor, num_groups: int, passes: Tensor, num_passes: int) -> list[list[int]]:
@@ -193,7 +214,7 @@ class FinishedRun:
         self.labels = [names[number] for number in range(self.model.num_labels)]
 
     def policy(self, exit: ExitConfig) -> HaltingPolicy:
-        """Return the policy asked for, by default the one that the model was trained with."""
+        """Return the policy asked for, by default the one that was saved with the model."""
         options = exit.applied_to(options_of(self.model.config))
         options.check_depth(self.model.num_passes, shared=True)
         return make_policy(options)
@@ -244,6 +265,7 @@ def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
     examples = EncodedExamples(rows, finished.tokenizer, finished.token_limit, split)
     answers = all_passes(model, examples)
     values: dict[str, Any] = {"split": split, "examples": len(rows)} | quality(answers, policy)
+    values["exit"] = config.exit.applied_to(options_of(model.config)).exit_setting
     if finished.folder.is_run():
         step, number = _place(finished.folder)
         about = {"model": model.config.objective, "data": texts.name, "split": split}

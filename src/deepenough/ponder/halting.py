@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepenough.errors import UserError
-from deepenough.ponder.config import PonderConfig
+from deepenough.ponder.config import CONFIDENCE, QUANTILE, PonderConfig
 
 HALTING_WIDTH = 128
 """Units of the halting head's hidden layers: it decides one number, whatever the model's width."""
@@ -275,7 +275,7 @@ class QuantileExit(HaltingPolicy):
 
     needs_halting = True
 
-    def __init__(self, threshold: float = 0.5) -> None:
+    def __init__(self, threshold: float = QUANTILE) -> None:
         check_threshold(threshold)
         self.threshold = threshold
 
@@ -334,7 +334,7 @@ class PatienceExit(HaltingPolicy):
 class ConfidenceExit(HaltingPolicy):
     """Stops when the answer has at least this probability (DeeBERT, arXiv 2004.12993)."""
 
-    def __init__(self, threshold: float = 0.9) -> None:
+    def __init__(self, threshold: float = CONFIDENCE) -> None:
         check_threshold(threshold)
         self.threshold = threshold
 
@@ -358,15 +358,15 @@ class FixedExit(HaltingPolicy):
 
 
 def make_policy(config: PonderConfig) -> HaltingPolicy:
-    """Return the policy that `config.exit` names, with its options."""
+    """Return the policy of the exit that a config names or has by default, with its options."""
     policies: dict[str, Callable[[], HaltingPolicy]] = {
-        "quantile": lambda: QuantileExit(config.exit_threshold),
+        "quantile": lambda: QuantileExit(config.exit_threshold or QUANTILE),
         "sampled": lambda: SampledExit(config.exit_seed),
-        "confidence": lambda: ConfidenceExit(config.exit_threshold),
+        "confidence": lambda: ConfidenceExit(config.exit_threshold or CONFIDENCE),
         "patience": lambda: PatienceExit(config.exit_patience),
         "fixed": lambda: FixedExit(config.exit_pass),
     }
-    return policies[config.exit]()
+    return policies[config.exit_kind]()
 
 
 def check_threshold(threshold: float) -> None:

@@ -6,6 +6,7 @@ The baselines are the same model with another objective: `last` is plain fine-tu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,8 +30,9 @@ from deepenough.ponder.config import (
     PonderAlbertConfig,
     PonderConfig,
     PonderTrainConfig,
+    options_of,
 )
-from deepenough.ponder.evaluation import all_passes, quality
+from deepenough.ponder.evaluation import AllPasses, all_passes, choose_exit, quality
 from deepenough.ponder.modeling import (
     PonderAlbertForSequenceClassification,
     PonderClassifier,
@@ -43,6 +45,8 @@ from deepenough.training.task import WEIGHTS, BatchLoss, Task
 from deepenough.training.trainer import check_folder, training
 
 ALBERT = "albert"
+
+logger = logging.getLogger("deepenough")
 
 
 def train(config: PonderTrainConfig, texts: LabelledTexts | None = None) -> RunFolder:
@@ -98,6 +102,7 @@ class ClassificationTask(Task):
                 f"{self.world_size} processes: make dataset.batch_size a multiple of that."
             )
         self.terms: dict[str, float] = {}
+        self._valid: AllPasses | None = None
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return parameter groups: matrices decay, vectors do not; heads may learn faster."""
@@ -129,7 +134,25 @@ class ClassificationTask(Task):
         examples = self.examples.get(split)
         if examples is None or not len(examples):
             return {}
-        return quality(all_passes(self.model, examples, accelerator), self.model.exit_policy())
+        answers = all_passes(self.model, examples, accelerator)
+        if split == "valid":
+            self._valid = answers
+        elif split == "test":
+            self.choose_exit()
+        return quality(answers, self.model.exit_policy())
+
+    def choose_exit(self) -> None:
+        """Give the model the exit that is best on the validation split, if none was named."""
+        config, valid = self.model.config, self.examples.get("valid")
+        options = options_of(config)
+        if not options.exit_is_open or valid is None or not len(valid):
+            return
+        if self._valid is None:  # resumed when all steps were made
+            self._valid = all_passes(self.model, valid)
+        options, config.exit_reason = choose_exit(self._valid, options)
+        for name in OPTIONS:
+            setattr(config, name, getattr(options, name))
+        logger.info("exit: %s (%s)", options.exit_setting, config.exit_reason)
 
     def identity(self) -> dict[str, Any]:
         """Return what must not change between a checkpoint and the run that goes on from it."""
@@ -143,7 +166,8 @@ class ClassificationTask(Task):
         }
 
     def save(self, folder: Path) -> None:
-        """Write model and tokenizer in Hugging Face form."""
+        """Write model, with the exit that suits it, and tokenizer in Hugging Face form."""
+        self.choose_exit()
         with without_bars():
             self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
