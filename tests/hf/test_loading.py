@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,15 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
     BertModel,
     GPT2Config,
+    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -25,12 +32,13 @@ from transformers import (
 import deepenough
 from deepenough.errors import UserError
 from deepenough.hf import loading
-from deepenough.hf.adapter import adapt
-from deepenough.hf.loading import load
+from deepenough.hf.adapter import adapt, kind_of
+from deepenough.hf.loading import load, saved_kind
 from deepenough.par.modeling import ParConfig, ParForCausalLM
 
 SIZES: dict[str, Any] = {"vocab_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
 MASKED = BertConfig(hidden_size=8, intermediate_size=8, max_position_embeddings=16, **SIZES)
+UNTIED = LlamaConfig(hidden_size=8, intermediate_size=8, tie_word_embeddings=False, **SIZES)
 CAUSAL = GPT2Config(n_embd=8, n_positions=16, bos_token_id=1, eos_token_id=1, **SIZES)
 
 
@@ -75,6 +83,36 @@ def test_the_kind_is_what_was_saved_unless_one_is_named(tmp_path: Path) -> None:
     save(BertForMaskedLM(MASKED), tmp_path)
     assert isinstance(load(str(tmp_path))[0], BertForMaskedLM)
     assert isinstance(load(str(tmp_path), kind="encoder")[0], BertModel)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (BertForMaskedLM(MASKED), [None, ["BertModel"]]),
+        (BertForPreTraining(MASKED), [None, ["BertModel"]]),
+        (LlamaForCausalLM(UNTIED), [None, ["LlamaModel"]]),
+        (GPT2LMHeadModel(CAUSAL), [None]),  # its head is its embeddings
+        (LlamaModel(UNTIED), [None, ["LlamaModel"]]),
+        (BertModel(MASKED), [None, ["BertModel"]]),
+        (BertForSequenceClassification(MASKED), [None, ["BertForSequenceClassification"]]),
+        (GPT2ForSequenceClassification(CAUSAL), [None, ["GPT2Model"]]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_kind_follows_the_weights_where_the_config_names_no_head(
+    tmp_path: Path, model: PreTrainedModel, named: list[Any]
+) -> None:
+    save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kind = saved_kind(model.config)
+    for architectures in named:
+        changed = json.dumps(config | {"architectures": architectures})
+        (tmp_path / "config.json").write_text(changed)
+        loaded = load(str(tmp_path))[0]
+        assert kind_of(loaded) == kind
+        head = model.get_output_embeddings()
+        if kind != "encoder":
+            torch.testing.assert_close(loaded.get_output_embeddings().weight, head.weight)
 
 
 def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:

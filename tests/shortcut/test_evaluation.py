@@ -1,5 +1,6 @@
 """Evaluation of shortcuts: one batched pass against a loop over texts, and what is kept of it."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -413,3 +414,72 @@ def test_the_sweep_has_35_thresholds_and_ends_with_running_all_layers():
     last = sweep(sure, agrees, torch.arange(6), 3.0)[-1]
     assert (last["saved"], last["agreement"]) == (0.0, 1.0)
     assert AGREEMENTS == (0.90, 0.95, 0.99)
+
+
+def test_a_model_that_is_being_trained_is_measured_without_dropout(
+    make_model: Make, words: PreTrainedTokenizerFast, texts: list[str]
+) -> None:
+    """And is in training again afterwards, but for the parts that were not."""
+    model = make_model("gpt2")
+    fitted = Shortcuts.fit(model, words, texts)
+    parts = Submodules.fit(model, words, texts, positions="all")
+    prompt = "w3 w4 w5 w6"
+
+    def measured() -> list[Record]:
+        found = evaluate(model, words, fitted, texts, submodules=parts).records()
+        return [*found, lens(model, words, fitted, prompt), *refit()]
+
+    def refit() -> list[Record]:
+        again = Shortcuts.fit(model, words, texts)
+        inside = Submodules.fit(model, words, texts, positions="all")
+        sums = {str(place): float(m.weight.sum()) for place, m in inside.maps.items()}
+        return [Record(0, "sums", sums | {"map": float(again.matrix(0, 3).sum())})]
+
+    expected = [record.values for record in measured()]
+    model.train().transformer.drop.eval()
+    assert [record.values for record in measured()] == expected
+    assert model.training and model.transformer.h[0].training
+    assert not model.transformer.drop.training
+
+
+def test_sub_modules_of_other_text_are_refused(
+    make_model: Make, words: PreTrainedTokenizerFast, texts: list[str]
+) -> None:
+    model = make_model("llama")
+    fitted = Shortcuts.fit(model, words, texts)
+    parts = Submodules.fit(model, words, texts[1:], positions="all")
+    with pytest.raises(UserError, match="fitted on other text than the maps"):
+        evaluate(model, words, fitted, texts, submodules=parts)
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(
+    make_model: Make, words: PreTrainedTokenizerFast, texts: list[str]
+) -> None:
+    model = make_model("gpt2")
+    fitted = Shortcuts.fit(model, words, texts)
+    other = copy.deepcopy(words)
+    other.add_tokens(["w60"])
+    for use in (
+        lambda: Shortcuts.fit(model, other, [*texts, "w3 w60"]),
+        lambda: Submodules.fit(model, other, [*texts, "w3 w60"], positions="all"),
+        lambda: evaluate(model, other, fitted, ["w3 w60"], positions="all"),
+        lambda: lens(model, other, fitted, "w3 w60"),
+    ):
+        with pytest.raises(UserError, match="gives token 60, and the model knows tokens 0 to 59"):
+            use()
+
+
+def test_a_diverged_model_is_refused_by_its_first_bad_layer(
+    make_model: Make, words: PreTrainedTokenizerFast, texts: list[str]
+) -> None:
+    model = make_model("gpt2")
+    model.transformer.h[1].mlp.c_proj.bias.fill_(math.nan)
+    fitted = Shortcuts(3, 16, {(i, 3): torch.eye(16) for i in range(3)}, targets="last")
+    for use in (
+        lambda: Shortcuts.fit(model, words, texts),
+        lambda: Submodules.fit(model, words, texts),
+        lambda: evaluate(model, words, fitted, texts),
+        lambda: lens(model, words, fitted, "w3 w4"),
+    ):
+        with pytest.raises(UserError, match="states of layer 2 hold NaN"):
+            use()

@@ -11,9 +11,11 @@ import torch
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 from torch import Tensor
+from transformers import ModernBertConfig, ModernBertModel
 
 from deepenough.artifacts import sha256
 from deepenough.errors import UserError
+from deepenough.hf.adapter import adapt
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.statistics import R2
 
@@ -110,6 +112,56 @@ def test_states_in_a_subspace_are_predicted_as_by_least_squares(states: list[Ten
                 predicted = LinearRegression(fit_intercept=affine).fit(x, y).predict(x)
                 ours = shortcuts.apply(normed[i], i, j).double()
                 assert close(ours, predicted, 1e-8 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_of_many_best_maps_the_smallest_is_taken(
+    states: list[Tensor], affine: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As scikit-learn's, also where dimensions are of very different size, and said."""
+    size = torch.tensor([1e3, 1, 1e-2, 1, 30, 1], dtype=torch.float64)
+    deficient = [(h - h.mean(1, keepdim=True)) * size for h in states]
+    deficient[1][:, 2] = deficient[1][:, 4] * 0.3 - deficient[1][:, 0]
+    deficient[1][:, 5] = 0.0
+    shortcuts = Shortcuts.fit_states(deficient, affine=affine)
+    assert "layers 0, 1, 2 lie in a subspace" in caplog.text
+    for i, j in shortcuts.pairs:
+        x, y = deficient[i].numpy(), deficient[j].numpy()
+        model = LinearRegression(fit_intercept=affine).fit(x, y)
+        assert close(shortcuts.matrix(i, j), model.coef_, 1e-7)
+        if affine:
+            assert close(shortcuts.biases[i, j], model.intercept_, 1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_without_bias_gives_no_huge_maps(dtype: torch.dtype) -> None:
+    """ModernBERT's h_0: half precision gives the maps of float32, but for rounding."""
+    torch.manual_seed(0)
+    size = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2}
+    config = ModernBertConfig(**size, **tokens, num_attention_heads=2, sep_token_id=2)
+    model = ModernBertModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    ids = torch.randint(3, 300, (40, 30))
+    single = [state.flatten(0, 1) for state in adapt(model).states(ids)]
+    states = [state.flatten(0, 1) for state in adapt(model.to(dtype)).states(ids)]
+    reference = Shortcuts.fit_states([state[:900] for state in single])
+    shortcuts = Shortcuts.fit_states([state[:900] for state in states])
+    assert shortcuts.meta["fit"]["dependent"] == reference.meta["fit"]["dependent"] == [0]
+    table, expected = (
+        each.r2([state[900:] for state in own])
+        for each, own in ((shortcuts, states), (reference, single))
+    )
+    eps = torch.finfo(dtype).eps
+    for i, j in shortcuts.pairs:
+        matrix = reference.matrix(i, j)
+        model_ = LinearRegression(fit_intercept=False)
+        model_.fit(single[i][:900].double().numpy(), single[j][:900].double().numpy())
+        assert close(matrix, model_.coef_, 1e-4)
+        torch.testing.assert_close(shortcuts.matrix(i, j), matrix, rtol=0, atol=20 * eps)
+        assert float(table[i, j]) == pytest.approx(float(expected[i, j]), abs=max(1e-6, eps / 2))
 
 
 def test_dimensions_of_very_different_size(states: list[Tensor]) -> None:

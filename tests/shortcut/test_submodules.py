@@ -11,6 +11,8 @@ from transformers import (
     AlbertForMaskedLM,
     BertConfig,
     BertForMaskedLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -61,6 +63,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         ModernBertConfig(
             **WIDE, pad_token_id=0, bos_token_id=1, cls_token_id=1, eos_token_id=2, sep_token_id=2
         )
+    ),
+    "falcon": lambda: FalconForCausalLM(FalconConfig(**SHAPE)),  # attention beside feed-forward
+    "falcon-40b": lambda: FalconForCausalLM(
+        FalconConfig(**SHAPE, new_decoder_architecture=True, num_kv_heads=1)
+    ),
+    "falcon-rw": lambda: FalconForCausalLM(
+        FalconConfig(**SHAPE, parallel_attn=False, multi_query=False, alibi=True)
     ),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**WIDE, num_key_value_heads=1, head_dim=8)),
 }
@@ -249,7 +258,7 @@ def test_fits_are_least_squares(adapter: Adapter) -> None:
     y: list[Tensor] = []
     handles = [
         chain[0].register_forward_hook(lambda _, args, __: x.append(args[0])),
-        chain[-1].register_forward_hook(lambda _, __, output: y.append(output)),
+        chain[-1].register_forward_hook(lambda _, __, output: y.append(output.clone())),
     ]
     submodules = fit(adapter)
     for handle in handles:

@@ -36,6 +36,7 @@ from deepenough.data.translation import (
     open_parallel,
 )
 from deepenough.errors import UserError
+from deepenough.hf.intercept import eval_mode
 from deepenough.lazy.config import (
     BeamSearchConfig,
     LanguageTrainConfig,
@@ -146,11 +147,8 @@ class PairsTask(Task, ABC):
 
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return the quality on a split, nothing where there is no such split."""
-        was_training = self.model.training
-        self.model.eval()
-        values = self.measure(accelerator, split)
-        self.model.train(was_training)
-        return values
+        with eval_mode(self.model):
+            return self.measure(accelerator, split)
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss of this process's share of a batch, weighted by its tokens."""

@@ -85,7 +85,9 @@ class MapsConfig:
     """Map every layer to every later one, or to the last only."""
 
     ridge: float = bounded(0.0, ge=0)
-    """Penalty on the squared entries of the maps; needed for little text."""
+    """Penalty (scikit-learn's alpha): what is minimised is the sum of squared errors over all
+    tokens, plus this times the sum of a map's squared entries. Needed for little text, and the more
+    text, the less it counts."""
 
     window: int | None = bounded(None, ge=2)
     """Longest piece of text in tokens; by default what the model allows, up to 1024."""

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.hf.intercept import fused_gelu
+from deepenough.hf.intercept import eval_mode, fused_gelu
 from deepenough.runs import Record
 from deepenough.shortcut.fitting import Progress
 from deepenough.shortcut.lens import PRECISIONS, Reference, TokenScores
@@ -92,11 +92,13 @@ def evaluate(
     given = [shortcuts] if isinstance(shortcuts, Shortcuts) else list(shortcuts)
     for each in given:
         adapter.check_made_for(each.made_for, "These shortcuts")
+    if submodules is not None:
+        submodules.check_same_texts(given[0].meta)
     evaluation = Evaluation(adapter.num_layers)
-    measuring = _Measuring(adapter, _by_mode(given), submodules, evaluation)
     reading = make_reading(adapter, positions, seed, batch_tokens, window)
     total = len(texts) if isinstance(texts, Sequence) else None
-    with fused_gelu(adapter.model):
+    with eval_mode(adapter.model), fused_gelu(adapter.model):
+        measuring = _Measuring(adapter, _by_mode(given), submodules, evaluation)
         for batch in batches(tokenizer, texts, reading):
             measuring.add(batch)
             if progress is not None:

@@ -29,8 +29,11 @@ from transformers import PreTrainedModel
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.intercept import eval_mode
 from deepenough.runs import Record
 from deepenough.shortcut.modeling import Shortcuts
+from deepenough.shortcut.reading import check_vocabulary
+from deepenough.shortcut.statistics import check_finite
 
 PRECISIONS = (1, 5, 10)
 
@@ -65,17 +68,19 @@ def lens(
     adapter.check_made_for(shortcuts.made_for, "These shortcuts")
     mode = mode or shortcuts.mode
     ids = _encode(adapter, tokenizer, prompt)
-    states = adapter.states(ids, attention_mask=torch.ones_like(ids))
     last = adapter.num_layers
     layers = list(range(last + 1))
     if mode == "tuned" and shortcuts.tuned:  # perhaps of some layers alone
         layers = sorted({*shortcuts.tuned, last})
     tokens, probabilities = [], []
-    for layer in layers:
-        hidden = shortcuts.apply(states[layer][0], layer, last, mode)
-        probability, token = adapter.logits(hidden).float().softmax(-1).max(-1)
-        tokens.append(token.cpu())
-        probabilities.append(probability.tolist())
+    with eval_mode(adapter.model):
+        states = adapter.states(ids, attention_mask=torch.ones_like(ids))
+        check_finite(states)
+        for layer in layers:
+            hidden = shortcuts.apply(states[layer][0], layer, last, mode)
+            probability, token = adapter.logits(hidden).float().softmax(-1).max(-1)
+            tokens.append(token.cpu())
+            probabilities.append(probability.tolist())
     return Record(
         0,
         "lens",
@@ -95,6 +100,7 @@ def _encode(adapter: Adapter, tokenizer: Any, prompt: str) -> torch.Tensor:
     ids = tokenizer(prompt, verbose=False)["input_ids"] if prompt.strip() else []
     if not ids:
         raise UserError("The prompt has no tokens: give a few words.")
+    check_vocabulary(adapter, max(ids))
     limit = adapter.max_length
     if limit is not None and len(ids) > limit:
         raise UserError(

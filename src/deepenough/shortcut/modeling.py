@@ -127,7 +127,8 @@ class Shortcuts:
             positions: Whether every token of a text counts, or one drawn at random.
             targets: Map every layer to every later one ("all"), or to the last only ("last").
             affine: Whether maps have biases.
-            ridge: Penalty on the squared entries of the maps.
+            ridge: Penalty: this times the squared entries of a map is added to the squared errors
+                summed over all tokens (scikit-learn's alpha).
             seed: Seed of the random positions.
             resume: A folder where the sums are saved every `save_every` seconds and at the end, and
                 from which the fit goes on if they are there already.
@@ -174,7 +175,6 @@ class Shortcuts:
     ) -> Shortcuts:
         """Solve for all maps, in float32 at least; `dtype` is that of the states."""
         count, cka = statistics.count, statistics.cka()
-        dtype = dtype if dtype == torch.float64 else torch.float32
         maps, biases, dependent = statistics.solve(affine, ridge, dtype)
         meta["fit"] |= {"positions": count, "dependent": dependent}
         return cls(

@@ -24,6 +24,7 @@ from torch import Tensor
 from deepenough.config import bounded, validate
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
+from deepenough.hf.intercept import eval_mode
 from deepenough.shortcut.statistics import check_finite
 
 Positions = Literal["all", "random"]
@@ -71,6 +72,7 @@ class TokenBatch(NamedTuple):
         faster.
         """
         device = adapter.model.device
+        check_vocabulary(adapter, int(self.ids.max()))
         return self.ids.to(device), None if adapter.kind == "causal" else self.mask.to(device)
 
 
@@ -234,16 +236,22 @@ def _pad(windows: list[Window], padding: int, texts: int) -> TokenBatch:
     return TokenBatch(ids, mask, windows, texts)
 
 
+def check_vocabulary(adapter: Adapter, largest: int) -> None:
+    """Refuse the ids of a tokenizer that knows more tokens than the model."""
+    num = adapter.model.get_input_embeddings().weight.shape[0]
+    if largest >= num:
+        raise UserError(
+            f"The tokenizer gives token {largest}, and the model knows tokens 0 to {num - 1}: give "
+            "the tokenizer that belongs to the model."
+        )
+
+
 @torch.no_grad()
 def run_batch(adapter: Adapter, batch: TokenBatch) -> list[Tensor]:
     """Run the model on a batch; return `h_0 ... h_L`, `[n, d]` each, at the positions wanted."""
     ids, mask = batch.inputs(adapter)
-    training = adapter.model.training
-    try:
-        adapter.model.eval()  # without dropout, also if the model is being trained
+    with eval_mode(adapter.model):
         states = adapter.states(ids, attention_mask=mask)
-    finally:
-        adapter.model.train(training)
     row, position = (place.to(ids.device) for place in batch.wanted())
     for layer, state in enumerate(states):  # one by one: the full state is freed at once
         states[layer] = state[row, position]

@@ -16,7 +16,7 @@ Shapes: B texts, T tokens, N chosen tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ from deepenough.hf.intercept import (
     patched_forward,
     start_at,
 )
-from deepenough.shortcut.reading import Positions, batches, make_reading, run_batch
+from deepenough.shortcut.reading import Positions, Tally, batches, make_reading, run_batch
 from deepenough.shortcut.statistics import AffineMap, NormalEquations
 
 KINDS = ("attention", "feed_forward", "norms")
@@ -111,9 +111,20 @@ class SubmoduleStatistics:
 class Submodules:
     """Linear stand-ins for the parts of every block of one model."""
 
-    def __init__(self, maps: dict[Place, AffineMap], identity: dict[str, Any]) -> None:
-        """Take maps and `Adapter.identity()` of the model that they are of."""
-        self.maps, self.identity = maps, identity
+    def __init__(
+        self, maps: dict[Place, AffineMap], identity: dict[str, Any], texts: str | None = None
+    ) -> None:
+        """Take maps, `Adapter.identity()` of their model, and the hash of the texts if known."""
+        self.maps, self.identity, self.texts = maps, identity, texts
+
+    def check_same_texts(self, meta: Mapping[str, Any]) -> None:
+        """Refuse to be shown beside shortcuts, of this `meta`, that were fitted on other texts."""
+        texts = meta.get("data", {}).get("fingerprint")
+        if texts and self.texts and texts != self.texts:
+            raise UserError(
+                "The sub-modules were fitted on other text than the maps, so that they cannot be "
+                "compared: fit both on the same text."
+            )
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -138,10 +149,12 @@ class Submodules:
         adapter = model if isinstance(model, Adapter) else adapt(model)
         statistics = SubmoduleStatistics(adapter)
         reading = make_reading(adapter, positions, seed, batch_tokens, window)
-        for batch in batches(tokenizer, texts, reading):
+        tally = Tally()
+        for batch in batches(tokenizer, texts, reading, tally):
             with statistics.observing(*batch.wanted()):
                 run_batch(adapter, batch)
-        return cls.from_statistics(statistics, adapter, affine, ridge)
+        fitted = cls.from_statistics(statistics, adapter, affine, ridge)
+        return cls(fitted.maps, fitted.identity, tally.fingerprint)
 
     @classmethod
     def from_statistics(
