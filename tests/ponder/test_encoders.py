@@ -165,7 +165,7 @@ def test_work_between_the_layers_is_refused() -> None:
 
 def test_an_encoder_that_reads_one_way_is_refused() -> None:
     """CLIP's text model is in no list of decoders, and its first token never sees the text."""
-    with pytest.raises(UserError, match="sees nothing of the text after it"):
+    with pytest.raises(UserError, match="lets its first token see nothing of the text"):
         check(tiny("clip_text_model"))
 
 

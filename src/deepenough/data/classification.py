@@ -350,16 +350,9 @@ class EncodedExamples:
         texts = [example.text for example in examples]
         has_pairs = any(example.pair is not None for example in examples)
         pairs = [example.pair or "" for example in examples] if has_pairs else None
+        how = {"truncation": True, "max_length": max_length, "verbose": False}
         # Asked for: ALBERT's tokenizer does not tell the texts of a pair apart by itself.
-        types = True if has_pairs else None
-        encoded = tokenizer(
-            texts,
-            pairs,
-            truncation=True,
-            max_length=max_length,
-            return_token_type_ids=types,
-            verbose=False,
-        )
+        encoded = tokenizer(texts, pairs, return_token_type_ids=has_pairs or None, **how)
         # Not the masks, which are all ones before there is padding.
         self.columns: dict[str, list[list[int]]] = {
             key: encoded[key] for key in ("input_ids", "token_type_ids") if key in encoded

@@ -30,10 +30,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 import deepenough
 from deepenough.artifacts import cache_folder, entry, key_of
@@ -114,29 +110,26 @@ def load(
         own_class = _own_class(name, place, revision)
         config = _from_pretrained(name, "config", AutoConfig, place, **options)
         chosen = saved_kind(config) if kind == "auto" else kind
-        weights = partial(
-            _from_pretrained,
-            name,
-            "weights",
-            place=place,
-            config=config,
-            output_loading_info=True,
-            dtype=getattr(torch, dtype),
-            use_safetensors=None if allow_pickle else True,
+        how: dict[str, Any] = {
+            "config": config,
+            "output_loading_info": True,
+            "dtype": getattr(torch, dtype),
+            "use_safetensors": None if allow_pickle else True,
             **options,
-        )
+        }
         model: PreTrainedModel
-        is_own = own_class is not None and kind == "auto"
-        model, info = weights(own_class if is_own else AUTO_CLASSES[chosen])
+        cls: Any = own_class if own_class and kind == "auto" else AUTO_CLASSES[chosen]
+        model, info = _from_pretrained(name, "weights", cls, place, **how)
         # A config may name no head, or be silent: whether there is one, the weights tell.
         extra, is_silent = set(info["unexpected_keys"]), not config.architectures
-        is_open = kind == "auto" and chosen == "encoder" and not is_own and (extra or is_silent)
-        for head in _heads(config) if is_open else ():
-            other, found = weights(AUTO_CLASSES[head])
-            used = extra - set(found["unexpected_keys"])
-            if not found["missing_keys"] and (used if extra else is_silent):
-                model, info, chosen = other, found, head
-                break
+        for head in ("masked", "causal") if kind == "auto" and cls is AutoModel else ():
+            cls = AUTO_CLASSES[head]
+            if type(config) in cls._model_mapping and (extra or is_silent):
+                other, found = _from_pretrained(name, "weights", cls, place, **how)
+                used = extra - set(found["unexpected_keys"])
+                if not found["missing_keys"] and (used if extra else is_silent):
+                    model, info, chosen = other, found, head
+                    break
         tokenizer = _from_pretrained(name, "tokenizer", AutoTokenizer, place, **options)
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         # For some architectures transformers makes one of nothing rather than fail.
@@ -162,16 +155,6 @@ def saved_kind(config: PreTrainedConfig) -> str:
     if names[0].endswith(("ForMaskedLM", "ForPreTraining")):
         return "masked"
     return "encoder"
-
-
-def _heads(config: PreTrainedConfig) -> list[str]:
-    """Return the kinds of head that a type of model may have, the one it is made for first."""
-    known = {
-        "masked": config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-        and not getattr(config, "is_decoder", False),
-        "causal": config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    }
-    return [kind for kind, is_known in known.items() if is_known]
 
 
 def _place(name: str) -> str:

@@ -87,20 +87,10 @@ class PonderConfig:
     @property
     def exit_setting(self) -> str:
         """The exit and its setting, as people read them."""
-        settings: dict[Exit, Any] = {
-            "quantile": self.exit_threshold or QUANTILE,
-            "confidence": self.exit_threshold or CONFIDENCE,
-            "patience": self.exit_patience,
-            "fixed": self.exit_pass or "all passes",
-            "sampled": "random",
-        }
-        return f"{self.exit_kind} at {settings[self.exit_kind]}"
-
-    @property
-    def exit_is_open(self) -> bool:
-        """Whether nothing was said about the exit, so that it may be chosen on held-out data."""
-        said = [name for name in OPTIONS if name.startswith("exit")]
-        return all(getattr(self, name) == getattr(PonderConfig(), name) for name in said)
+        usual = {"quantile": QUANTILE, "confidence": CONFIDENCE, "sampled": "random"}
+        own = {"patience": self.exit_patience, "fixed": self.exit_pass or "all passes"}
+        setting = self.exit_threshold or usual.get(self.exit_kind)
+        return f"{self.exit_kind} at {own.get(self.exit_kind, setting)}"
 
     def check(self) -> None:
         """Refuse exits that need halting probabilities nobody trains."""
@@ -356,10 +346,7 @@ def check_encoder(config: PreTrainedConfig) -> None:
 
 
 def check_config(config: PonderAlbertConfig | PonderEncoderConfig, wanted: Any) -> None:
-    """Check a config once more before a model is made: transformers may have changed it since.
-
-    `wanted` is the class that the model takes.
-    """
+    """Check a config and its class before a model is made: transformers may have changed it."""
     if not isinstance(config, wanted):
         raise UserError(
             f"A {type(config).__name__} says nothing of pondering: give a {wanted.__name__}, or "

@@ -158,17 +158,16 @@ def choose_exit(answers: AllPasses, options: PonderConfig) -> tuple[PonderConfig
     """
     if options.objective == "last":
         return options, "as only the last answer is trained"
-    suited = ("quantile",) if options.objective == "ponder" else ("confidence", "patience", "fixed")
-    points = [point for point in sweep(answers) if point["policy"] in suited]
+    suited = {"ponder": ("quantile",), "weighted": ("confidence", "patience", "fixed")}
+    points = [point for point in sweep(answers) if point["policy"] in suited[options.objective]]
     # At a tie the most cautious setting.
     best = max(points, key=lambda p: (p["accuracy"], -p["passes"], p["setting"]))
-    kind, setting = best["policy"], best["setting"]
-    option = {"patience": "exit_patience", "fixed": "exit_pass"}.get(kind, "exit_threshold")
-    reason = (
+    names = {"patience": "exit_patience", "fixed": "exit_pass"}
+    chosen = {names.get(best["policy"], "exit_threshold"): best["setting"]}
+    return replace(options, exit=best["policy"], **chosen), (
         f"the fewest passes ({best['passes']:.1f} of {answers.num_passes}) at the best accuracy "
         f"({best['accuracy']:.3f}) on {len(answers.labels)} validation examples"
     )
-    return replace(options, exit=kind, **{option: setting}), reason
 
 
 def passes_by(groups: Tensor, num_groups: int, passes: Tensor, num_passes: int) -> list[list[int]]:

@@ -32,7 +32,7 @@ from deepenough.ponder.config import (
     PonderTrainConfig,
     options_of,
 )
-from deepenough.ponder.evaluation import AllPasses, all_passes, choose_exit, quality
+from deepenough.ponder.evaluation import all_passes, choose_exit, quality
 from deepenough.ponder.modeling import (
     PonderAlbertForSequenceClassification,
     PonderClassifier,
@@ -102,7 +102,6 @@ class ClassificationTask(Task):
                 f"{self.world_size} processes: make dataset.batch_size a multiple of that."
             )
         self.terms: dict[str, float] = {}
-        self._valid: AllPasses | None = None
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return parameter groups: matrices decay, vectors do not; heads may learn faster."""
@@ -134,25 +133,20 @@ class ClassificationTask(Task):
         examples = self.examples.get(split)
         if examples is None or not len(examples):
             return {}
-        answers = all_passes(self.model, examples, accelerator)
-        if split == "valid":
-            self._valid = answers
-        elif split == "test":
+        if split == "test":
             self.choose_exit()
-        return quality(answers, self.model.exit_policy())
+        return quality(all_passes(self.model, examples, accelerator), self.model.exit_policy())
 
     def choose_exit(self) -> None:
-        """Give the model the exit that is best on the validation split, if none was named."""
-        config, valid = self.model.config, self.examples.get("valid")
-        options = options_of(config)
-        if not options.exit_is_open or valid is None or not len(valid):
-            return
-        if self._valid is None:  # resumed when all steps were made
-            self._valid = all_passes(self.model, valid)
-        options, config.exit_reason = choose_exit(self._valid, options)
-        for name in OPTIONS:
-            setattr(config, name, getattr(options, name))
-        logger.info("exit: %s (%s)", options.exit_setting, config.exit_reason)
+        """Give the trained model the exit that is best on validation examples, if none is named."""
+        config, examples = self.model.config, self.examples.get("valid")
+        options, usual = options_of(config), PonderConfig()
+        named = [name for name in OPTIONS if name.startswith("exit")]
+        is_open = all(getattr(options, name) == getattr(usual, name) for name in named)
+        if is_open and examples is not None and len(examples):
+            options, reason = choose_exit(all_passes(self.model, examples), options)
+            vars(config).update(asdict(options), exit_reason=reason)
+            logger.info("exit: %s (%s)", options.exit_setting, reason)
 
     def identity(self) -> dict[str, Any]:
         """Return what must not change between a checkpoint and the run that goes on from it."""

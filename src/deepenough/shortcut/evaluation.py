@@ -92,13 +92,18 @@ def evaluate(
     given = [shortcuts] if isinstance(shortcuts, Shortcuts) else list(shortcuts)
     for each in given:
         adapter.check_made_for(each.made_for, "These shortcuts")
-    if submodules is not None:
-        submodules.check_same_texts(given[0].meta)
+    modes = _by_mode(given)
+    of_maps = given[0].meta.get("data", {}).get("fingerprint")
+    if of_maps and submodules and submodules.texts not in (None, of_maps):
+        raise UserError(
+            "The sub-modules were fitted on other text than the maps, so that they cannot be "
+            "compared: fit both on the same text."
+        )
     evaluation = Evaluation(adapter.num_layers)
     reading = make_reading(adapter, positions, seed, batch_tokens, window)
     total = len(texts) if isinstance(texts, Sequence) else None
     with eval_mode(adapter.model), fused_gelu(adapter.model):
-        measuring = _Measuring(adapter, _by_mode(given), submodules, evaluation)
+        measuring = _Measuring(adapter, modes, submodules, evaluation)
         for batch in batches(tokenizer, texts, reading):
             measuring.add(batch)
             if progress is not None:

@@ -238,8 +238,8 @@ def _pad(windows: list[Window], padding: int, texts: int) -> TokenBatch:
 
 def check_vocabulary(adapter: Adapter, largest: int) -> None:
     """Refuse the ids of a tokenizer that knows more tokens than the model."""
-    num = adapter.model.get_input_embeddings().weight.shape[0]
-    if largest >= num:
+    table: Any = adapter.model.get_input_embeddings()
+    if largest >= (num := len(table.weight)):
         raise UserError(
             f"The tokenizer gives token {largest}, and the model knows tokens 0 to {num - 1}: give "
             "the tokenizer that belongs to the model."

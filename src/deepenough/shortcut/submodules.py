@@ -16,7 +16,7 @@ Shapes: B texts, T tokens, N chosen tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,20 +111,12 @@ class SubmoduleStatistics:
 class Submodules:
     """Linear stand-ins for the parts of every block of one model."""
 
-    def __init__(
-        self, maps: dict[Place, AffineMap], identity: dict[str, Any], texts: str | None = None
-    ) -> None:
-        """Take maps, `Adapter.identity()` of their model, and the hash of the texts if known."""
-        self.maps, self.identity, self.texts = maps, identity, texts
+    texts: str | None = None
+    """Hash of the texts they were fitted on, where that is known."""
 
-    def check_same_texts(self, meta: Mapping[str, Any]) -> None:
-        """Refuse to be shown beside shortcuts, of this `meta`, that were fitted on other texts."""
-        texts = meta.get("data", {}).get("fingerprint")
-        if texts and self.texts and texts != self.texts:
-            raise UserError(
-                "The sub-modules were fitted on other text than the maps, so that they cannot be "
-                "compared: fit both on the same text."
-            )
+    def __init__(self, maps: dict[Place, AffineMap], identity: dict[str, Any]) -> None:
+        """Take maps and `Adapter.identity()` of the model that they are of."""
+        self.maps, self.identity = maps, identity
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -154,7 +146,8 @@ class Submodules:
             with statistics.observing(*batch.wanted()):
                 run_batch(adapter, batch)
         fitted = cls.from_statistics(statistics, adapter, affine, ridge)
-        return cls(fitted.maps, fitted.identity, tally.fingerprint)
+        fitted.texts = tally.fingerprint
+        return fitted
 
     @classmethod
     def from_statistics(
