@@ -87,10 +87,14 @@ class PonderConfig:
     @property
     def exit_setting(self) -> str:
         """The exit and its setting, as people read them."""
-        usual = {"quantile": QUANTILE, "confidence": CONFIDENCE, "sampled": "random"}
-        own = {"patience": self.exit_patience, "fixed": self.exit_pass or "all passes"}
-        setting = self.exit_threshold or usual.get(self.exit_kind)
-        return f"{self.exit_kind} at {own.get(self.exit_kind, setting)}"
+        settings: dict[Exit, Any] = {
+            "quantile": self.exit_threshold or QUANTILE,
+            "confidence": self.exit_threshold or CONFIDENCE,
+            "patience": self.exit_patience,
+            "fixed": self.exit_pass or "all passes",
+            "sampled": "random",
+        }
+        return f"{self.exit_kind} at {settings[self.exit_kind]}"
 
     def check(self) -> None:
         """Refuse exits that need halting probabilities nobody trains."""

@@ -157,7 +157,7 @@ def choose_exit(answers: AllPasses, options: PonderConfig) -> tuple[PonderConfig
     passes. Where the last answer alone is trained there is nothing to choose.
     """
     if options.objective == "last":
-        return options, "as only the last answer is trained"
+        return replace(options, exit="fixed"), "as only the last answer is trained"
     suited = {"ponder": ("quantile",), "weighted": ("confidence", "patience", "fixed")}
     points = [point for point in sweep(answers) if point["policy"] in suited[options.objective]]
     # At a tie the most cautious setting.
