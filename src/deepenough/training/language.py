@@ -26,7 +26,6 @@ from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.tokens import ContextBatches, Prepared, TokenFile
 from deepenough.errors import UserError
-from deepenough.hf.intercept import eval_mode
 from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import from_all, place_among
 from deepenough.training.logging import perplexity, without_bars
@@ -101,7 +100,10 @@ class LanguageTask(Task):
         tokens = self.prepared.tokens.get(split)
         if tokens is None:
             return {}
-        return evaluate_language(self.model, tokens, self.data, accelerator)
+        was_training = self.model.training
+        values = evaluate_language(self.model, tokens, self.data, accelerator)
+        self.model.train(was_training)
+        return values
 
     def state(self) -> dict[str, Tensor]:
         """Return the memories by phase and layer."""
@@ -170,17 +172,17 @@ def evaluate_language(
     if num_streams < data.batch_size:  # so short that every process may read it all
         rank, world = 0, 1
     batches = ContextBatches(tokens.ids, num_streams, data.length, rank=rank, world_size=world)
+    model.eval()
     memories: Memories | None = None
     total, flops, count = 0.0, 0.0, 0
-    with eval_mode(model):
-        for index in range(len(batches)):
-            batch = batches[index]
-            targets = batch["labels"].to(model.device)
-            output = model(batch["input_ids"].to(model.device), targets=targets, memories=memories)
-            memories = output.memories
-            total += float(output.loss) * targets.numel()
-            flops += output.trace.total_flops
-            count += targets.numel()
+    for index in range(len(batches)):
+        batch = batches[index]
+        targets = batch["labels"].to(model.device)
+        output = model(batch["input_ids"].to(model.device), targets=targets, memories=memories)
+        memories = output.memories
+        total += float(output.loss) * targets.numel()
+        flops += output.trace.total_flops
+        count += targets.numel()
     per_token = flops / count
     if world > 1:
         total, count = sum(from_all(accelerator, total)), count * world
