@@ -31,7 +31,9 @@ def steps(path: Path) -> list[int]:
 class TestRecord:
     def test_a_line_is_a_flat_json_object(self) -> None:
         record = Record(10, "train", {"loss": 2.5, "pi": [[0.2, 0.3, 0.5]]}, time=1.5e9)
-        assert json.loads(record.to_json()) == {
+        content = json.loads(record.to_json())
+        assert content.pop("crc") == "4fb249bc"
+        assert content == {
             "step": 10,
             "kind": "train",
             "time": 1.5e9,
@@ -41,7 +43,7 @@ class TestRecord:
 
     @given(
         st.dictionaries(
-            st.text(max_size=5).filter(lambda key: key not in ("step", "kind", "time")),
+            st.text(max_size=5).filter(lambda key: key not in ("step", "kind", "time", "crc")),
             st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=20),
             max_size=4,
         )
@@ -172,11 +174,11 @@ class TestRunFolder:
     def run(self, tmp_path: Path) -> RunFolder:
         """A run that has written a little."""
         folder = RunFolder.create(tmp_path / "runs" / "first")
-        folder.config.write_text("steps: 3\n")
+        folder.config.write_text("method: par\nsteps: 3\nprovenance: {}\n")
         write(folder.metrics, 1)
-        for place in (folder.checkpoints, folder.model, folder.plots, folder.events):
-            place.mkdir()
-            (place / "file").write_text("content")
+        for name in ("checkpoints/step-000000001/state.json", "model/config.json", "plots/a.png"):
+            (folder.path / name).parent.mkdir(parents=True)
+            (folder.path / name).write_text("content")
         return folder
 
     def test_names_are_those_people_know(self) -> None:
@@ -240,7 +242,7 @@ class TestRunFolder:
         elsewhere = tmp_path / "precious"
         elsewhere.mkdir()
         (elsewhere / "file").write_text("kept")
-        (run.plots / "file").unlink()
+        (run.plots / "a.png").unlink()
         run.plots.rmdir()
         run.plots.symlink_to(elsewhere)
         RunFolder.create(run.path, overwrite=True)

@@ -67,7 +67,15 @@ from deepenough.measurement import (
     Scores,
     content_of,
 )
-from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_config, read_records
+from deepenough.runs import (
+    Metrics,
+    Record,
+    RunFolder,
+    checked_config,
+    model_folder,
+    read_config,
+    read_records,
+)
 from deepenough.trace import DepthTrace
 from deepenough.training.distributed import from_all, place_among
 from deepenough.training.language import evaluate_language as language_quality
@@ -132,7 +140,7 @@ def task_of(run: str) -> str:
 
 def trained_with(config_class: type[C], run: str) -> C:
     """Return the settings that a run was trained with."""
-    return resolve(config_class, _trained_folder(run).config)
+    return resolve(config_class, checked_config(_trained_folder(run)))
 
 
 def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
@@ -142,7 +150,8 @@ def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
         return
     records, _ = read_records(folder.metrics)
     step = max((record.step for record in records), default=0)
-    Metrics(folder.metrics).append(Record(step, kind, values))
+    with folder.lock():
+        Metrics(folder.metrics).append(Record(step, kind, values))
 
 
 # -- search and scores -----------------------------------------------------------------------------

@@ -53,7 +53,14 @@ from deepenough.ponder.halting import (
 )
 from deepenough.ponder.inference import PonderOutput, Prediction, Text, replay, select_pass
 from deepenough.ponder.modeling import PonderClassifier
-from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_records
+from deepenough.runs import (
+    Metrics,
+    Record,
+    RunFolder,
+    checked_config,
+    model_folder,
+    read_records,
+)
 from deepenough.trace import DepthTrace
 from deepenough.training.logging import without_bars
 
@@ -188,7 +195,7 @@ class FinishedRun:
         self.folder = RunFolder(model_folder(run).parent)
         self.trained: PonderTrainConfig | None = None
         if self.folder.config.is_file():
-            self.trained = resolve(PonderTrainConfig, self.folder.config)
+            self.trained = resolve(PonderTrainConfig, checked_config(self.folder))
         names: Any = self.model.config.id2label
         self.labels = [names[number] for number in range(self.model.num_labels)]
 
@@ -247,9 +254,10 @@ def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
     if finished.folder.is_run():
         step, number = _place(finished.folder)
         about = {"model": model.config.objective, "data": texts.name, "split": split}
-        metrics = Metrics(finished.folder.metrics)
-        for kind, found in records(answers, policy, finished.labels):
-            metrics.append(Record(step, kind, about | {"evaluation": number} | found))
+        with finished.folder.lock():
+            metrics = Metrics(finished.folder.metrics)
+            for kind, found in records(answers, policy, finished.labels):
+                metrics.append(Record(step, kind, about | {"evaluation": number} | found))
     return values
 
 

@@ -40,6 +40,7 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import LayerStack
 from deepenough.hf.layouts import LAYOUTS, register
+from deepenough.hf.saving import SealedPreTrainedModel
 from deepenough.ponder.config import (
     LABEL_ARGUMENTS,
     OPTIONS,
@@ -92,7 +93,7 @@ def classifier_head(width: int, num_labels: int, dropout: float) -> nn.Module:
     )
 
 
-class PonderClassifier(PreTrainedModel):
+class PonderClassifier(SealedPreTrainedModel):
     """A pondering classifier; subclasses say what its encoder and its classification heads are."""
 
     config: PonderAlbertConfig | PonderEncoderConfig
@@ -368,6 +369,7 @@ class PonderAlbertForSequenceClassification(PonderClassifier):
     config_class = PonderAlbertConfig
     config: PonderAlbertConfig
     base_model_prefix = "albert"
+    adds_heads = True
 
     def __init__(self, config: PonderAlbertConfig) -> None:
         super().__init__(config)
