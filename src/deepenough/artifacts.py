@@ -23,6 +23,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,13 +200,17 @@ def save_tensors(
 
     Where metadata are given, a checksum of them and of the tensors is added.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     whole = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     if metadata is not None:
         metadata = {**metadata, CHECKSUM: _tensor_digest(whole, metadata)}
     with atomic_path(path) as partial:
-        save_file(whole, partial, metadata)
+        try:
+            save_file(whole, partial, metadata)
+        except SafetensorError as error:  # a full disk, for all that is given here can be saved
+            raise OSError(str(error)) from error
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -437,8 +442,10 @@ def entry(folder: Path, fill: Callable[[Path], None]) -> Path:
 def _remove_abandoned(folder: Path) -> None:
     """Delete the temporary folders of processes that were killed: nobody holds their locks."""
     for temporary in folder.glob(".*-*"):
-        with contextlib.suppress(UserError, OSError), locked(temporary):
-            shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(UserError, OSError):
+            if time.time() - temporary.stat().st_mtime > 2:  # else it may just have been made
+                with locked(temporary):
+                    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _put(temporary: Path, folder: Path) -> None:

@@ -142,10 +142,9 @@ def write_texts(
     about |= {name: value for name, value in asdict(config).items() if name != "tokens"}
     folder.mkdir(parents=True, exist_ok=True)
     texts: list[SelfGenerated] = []
-    paths = sorted(folder.glob("part-*.safetensors"))
     number = 0
     try:
-        for path in paths:
+        while (path := folder / f"part-{number:05d}.safetensors").is_file():
             texts += load_texts(path, about)
             number += 1
     except DamagedError as error:

@@ -194,7 +194,7 @@ class FinishedRun:
         self.model, self.tokenizer = load_classifier(run)
         self.folder = RunFolder(model_folder(run).parent)
         self.trained: PonderTrainConfig | None = None
-        if self.folder.config.is_file():
+        if self.folder.is_run():
             self.trained = resolve(PonderTrainConfig, checked_config(self.folder))
         names: Any = self.model.config.id2label
         self.labels = [names[number] for number in range(self.model.num_labels)]

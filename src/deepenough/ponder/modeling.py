@@ -23,6 +23,7 @@ import math
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,11 +37,12 @@ from transformers import (
 )
 from transformers import initialization as init
 
+from deepenough.artifacts import verify
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import LayerStack
 from deepenough.hf.layouts import LAYOUTS, register
-from deepenough.hf.saving import SealedPreTrainedModel
+from deepenough.hf.saving import WEIGHTS, SealedPreTrainedModel
 from deepenough.ponder.config import (
     LABEL_ARGUMENTS,
     OPTIONS,
@@ -429,6 +431,7 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
         Arguments of the config change it. Of an encoder, the labels' names are kept if it was a
         classifier.
         """
+        verify(Path(str(name)), without=WEIGHTS)  # before a damaged config is read
         config = kwargs.get("config") or AutoConfig.from_pretrained(name, **kwargs)
         if isinstance(config, PonderEncoderConfig):
             return super().from_pretrained(name, *args, **kwargs)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from deepenough.artifacts import DamagedError, load_tensors, save_tensors
 from deepenough.config import provenance
@@ -173,7 +172,7 @@ class FitCheckpoint:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             save_tensors(self.path, statistics.state_dict(), header)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written ({error}): make room for it."
             ) from error
