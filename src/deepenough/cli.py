@@ -49,9 +49,7 @@ if TYPE_CHECKING:
 EXAMPLE = "deepenough demo --out runs/demo"
 
 #: What a full disk or a missing permission gives; any other error of the system is a bug.
-DISK_ERRORS = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-}
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 #: Commands that belong to no method, by the module that declares them.
 OTHERS = {
@@ -82,12 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        place = error.filename or "A file"
-        print(
-            f"deepenough: error: {place} cannot be read or written ({error.strerror}): make room, "
-            "or give the permission.",
-            file=sys.stderr,
-        )
+        advice = "make room, or give the permission"
+        print(f"deepenough: error: {error.filename} {error.strerror}: {advice}.", file=sys.stderr)
         return 2
 
 

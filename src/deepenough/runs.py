@@ -297,6 +297,23 @@ class RunFolder:
         """Return whether a run has begun to write here."""
         return any(place.is_file() for place in (self.config, self.metrics, self.log))
 
+    def settings(self) -> Path:
+        """Return the file of the settings; UserError where it is not as the run wrote it."""
+        try:
+            text = self.config.read_text(encoding="utf-8")
+            first, _, rest = text.partition("\n")
+            known = first.removeprefix(CHECKSUM_LINE)
+            is_changed = known not in (first, hashlib.sha256(rest.encode()).hexdigest())
+            if is_changed or not isinstance(yaml.safe_load(text), dict):
+                raise ValueError("the settings are not those of the run")
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise UserError(
+                f"{self.config} cannot be read, or is not as the run wrote it, so nothing tells "
+                f"what {self.path} was trained on: restore it (if you changed it on purpose, "
+                "delete its first line), leave the run out, or make it again."
+            ) from error
+        return self.config
+
     def _check_deletable(self) -> None:
         """Refuse to delete a folder that holds anything a run does not write."""
         names = sorted(
@@ -349,28 +366,9 @@ def model_folder(folder: str) -> Path:
     return path
 
 
-def checked_config(folder: RunFolder) -> Path:
-    """Return the file of a run's settings; UserError where it is not as the run wrote it."""
-    try:
-        text = folder.config.read_text(encoding="utf-8")
-        first, _, rest = text.partition("\n")
-        known = first.removeprefix(CHECKSUM_LINE)
-        is_changed = known != first and known != hashlib.sha256(rest.encode()).hexdigest()
-        if is_changed or not isinstance(yaml.safe_load(text), dict):
-            raise ValueError("the settings are not those of the run")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{folder.config} cannot be read, or is not as the run wrote it, so nothing tells what "
-            f"{folder.path} was trained on: restore it (if you changed it on purpose, delete its "
-            "first line), leave the run out, or make it again."
-        ) from error
-    return folder.config
-
-
 def read_config(run: str) -> dict[str, Any]:
     """Return the settings that a run was made with, as they stand in its file."""
-    path = checked_config(RunFolder.open(run))
-    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content: dict[str, Any] = yaml.safe_load(RunFolder.open(run).settings().read_text("utf-8"))
     return content
 
 

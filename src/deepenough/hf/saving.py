@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from deepenough.artifacts import DamagedError, seal, verify
 from deepenough.errors import UserError
-from deepenough.training import checkpoint as checkpoints
+from deepenough.training.checkpoint import load_last
 
 log = logging.getLogger("deepenough")
 
@@ -47,73 +47,73 @@ class SealedPreTrainedModel(PreTrainedModel):
                 the weights, or the weights are not finite or not those of such a model.
         """
         wants_info = kwargs.pop("output_loading_info", False)
-        folder = Path(name or "", kwargs.get("subfolder", "")) if name is not None else None
+        folder = Path(str(name), kwargs.get("subfolder", ""))
+        saved = _saved_weights(folder)
+        if saved is not None:
+            if kwargs.get("config") is None:
+                kind: Any = cls.config_class
+                config, kwargs = kind.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
+                kwargs["config"] = config
+            kwargs["state_dict"] = saved
         try:
-            if folder is not None and folder.is_dir():
-                kwargs |= _checked(cls, folder, kwargs)
-                name = None if "state_dict" in kwargs else name
-            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(
+                name if saved is None else None, *args, output_loading_info=True, **kwargs
+            )
         except (RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
             raise UserError(
-                f"The weights in {folder or name} are not those of a {cls.__name__}, or are "
-                f"damaged: give the folder that one was saved to ({reason})."
+                f"The weights in {folder} are not those of a {cls.__name__}, or are damaged: give "
+                f"the folder that one was saved to ({reason})."
             ) from error
         model, info = loaded
-        _check_weights(cls, folder or name, model, info)
-        if folder is not None and name is None and model.can_generate():
+        _check_weights(cls, folder, model, info)
+        if saved is not None and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(folder)
-        return (model, info) if wants_info else model
+        return loaded if wants_info else model
 
 
-def _checked(cls: Any, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Check a folder; return options that replace weights which are damaged by a checkpoint's."""
+def _saved_weights(folder: Path) -> dict[str, Any] | None:
+    """Check a folder; where only its weights are damaged, return those of the run's checkpoint."""
     try:
-        if not verify(folder):
+        if not verify(folder) and folder.is_dir():
             _say_unsealed(folder)
-        return {}
+        return None
     except DamagedError as error:
-        verify(folder, without=WEIGHTS)  # all but the weights must be good
+        verify(folder, without=WEIGHTS)
         try:
-            found, _ = checkpoints.load_last(folder.parent / "checkpoints")
-        except UserError:
+            found, _ = load_last(folder.parent / "checkpoints")
+        except UserError:  # all of them are damaged, too
             found = None
         if found is None:
             raise
         log.warning("%s The weights of its checkpoint at step %d are used.", error, found.step)
-        options = {name: value for name, value in options.items() if name != "subfolder"}
-        if options.get("config") is None:
-            config, _ = cls.config_class.from_pretrained(
-                folder, return_unused_kwargs=True, **options
-            )
-            options["config"] = config
-        return options | {"state_dict": found.model}
+        return found.model
 
 
 @functools.cache
 def _say_unsealed(folder: Path) -> None:
-    log.warning(
-        "%s has no checksums, as other software has saved it: whether it is whole is not known.",
-        folder,
-    )
+    log.warning("%s has no checksums, so nothing tells whether it is as it was saved.", folder)
 
 
-def _check_weights(cls: Any, place: Any, model: Any, info: dict[str, Any]) -> None:
+def _check_weights(cls: Any, folder: Path, model: Any, info: dict[str, Any]) -> None:
     """Refuse a model some of whose weights are new, left over or not finite."""
     missing, left_over = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if cls.adds_heads and cls.__name__ not in (model.config.architectures or ()):
         inner = f"{cls.base_model_prefix}."
         missing = [key for key in missing if key.startswith(inner) and ".pooler" not in key]
         left_over = []
+    infinite = (key for key, w in model.named_parameters() if not w.is_meta and not _is_finite(w))
     if missing or left_over:
         what = f"there is no {missing[0]}" if missing else f"{left_over[0]} belongs nowhere"
-        raise UserError(
-            f"The weights in {place} are not those of the {cls.__name__} that its config.json "
-            f"describes ({what}): give the folder that one was saved to by this version."
-        )
-    for key, weight in model.named_parameters():
-        if not weight.is_meta and not bool(weight.isfinite().all()):
-            raise UserError(
-                f"The weights in {place} are damaged: {key} is not finite; restore them from a "
-                "copy, or train anew."
-            )
+    elif (key := next(infinite, None)) is not None:
+        what = f"{key} is not finite"
+    else:
+        return
+    raise UserError(
+        f"The weights in {folder} are not those of a {cls.__name__} as its config.json describes "
+        f"it ({what}): give the folder that one was saved to by this version."
+    )
+
+
+def _is_finite(weight: Any) -> bool:
+    return bool(weight.isfinite().all())

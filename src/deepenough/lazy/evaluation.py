@@ -67,15 +67,7 @@ from deepenough.measurement import (
     Scores,
     content_of,
 )
-from deepenough.runs import (
-    Metrics,
-    Record,
-    RunFolder,
-    checked_config,
-    model_folder,
-    read_config,
-    read_records,
-)
+from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_config, read_records
 from deepenough.trace import DepthTrace
 from deepenough.training.distributed import from_all, place_among
 from deepenough.training.language import evaluate_language as language_quality
@@ -140,7 +132,7 @@ def task_of(run: str) -> str:
 
 def trained_with(config_class: type[C], run: str) -> C:
     """Return the settings that a run was trained with."""
-    return resolve(config_class, checked_config(_trained_folder(run)))
+    return resolve(config_class, _trained_folder(run).settings())
 
 
 def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:

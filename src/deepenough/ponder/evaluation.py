@@ -53,14 +53,7 @@ from deepenough.ponder.halting import (
 )
 from deepenough.ponder.inference import PonderOutput, Prediction, Text, replay, select_pass
 from deepenough.ponder.modeling import PonderClassifier
-from deepenough.runs import (
-    Metrics,
-    Record,
-    RunFolder,
-    checked_config,
-    model_folder,
-    read_records,
-)
+from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_records
 from deepenough.trace import DepthTrace
 from deepenough.training.logging import without_bars
 
@@ -195,7 +188,7 @@ class FinishedRun:
         self.folder = RunFolder(model_folder(run).parent)
         self.trained: PonderTrainConfig | None = None
         if self.folder.is_run():
-            self.trained = resolve(PonderTrainConfig, checked_config(self.folder))
+            self.trained = resolve(PonderTrainConfig, self.folder.settings())
         names: Any = self.model.config.id2label
         self.labels = [names[number] for number in range(self.model.num_labels)]
 

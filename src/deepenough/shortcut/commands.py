@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from deepenough.artifacts import write_text
 from deepenough.config import Command, dump, resolve
 from deepenough.errors import UserError
-from deepenough.runs import Record, RunFolder, checked_config, read_config, read_records
+from deepenough.runs import Record, RunFolder, read_config, read_records
 from deepenough.shortcut.config import (
     ShortcutEvalConfig,
     ShortcutFitConfig,
@@ -240,7 +240,7 @@ def _open(folder: str) -> tuple[RunFolder, ShortcutFitConfig]:
             f"{folder} is not a run of deepenough shortcut fit: give the folder of one."
         )
     run = RunFolder.open(folder)
-    return run, resolve(ShortcutFitConfig, checked_config(run))
+    return run, resolve(ShortcutFitConfig, run.settings())
 
 
 def _saved(run: RunFolder) -> list[Shortcuts]:

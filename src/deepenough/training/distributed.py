@@ -87,20 +87,19 @@ def agree(function: Callable[[], T]) -> T:
 
     Else those that go on would wait for the one that refuses.
     """
-    answer: T | None = None
+    answer: list[T] = []
     refusal: UserError | None = None
     try:
-        answer = function()
+        answer.append(function())
     except UserError as error:
         refusal = error
     refusals = [refusal]
     if dist.is_initialized():
         refusals = [None] * dist.get_world_size()
         dist.all_gather_object(refusals, refusal)
-    for each in refusals:
-        if each is not None:
-            raise each
-    return answer  # type: ignore[return-value]
+    if (first := next(filter(None, refusals), None)) is not None:
+        raise first
+    return answer[0]
 
 
 def from_all(accelerator: Accelerator | None, value: T) -> list[T]:
