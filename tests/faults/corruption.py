@@ -617,6 +617,21 @@ def refuses(words: str, folder: Path) -> tuple[str, str]:
     return ("silent", "it was done") if outcome in ("same", "recovered") else (outcome, text)
 
 
+def all_written(words: str) -> Reader:
+    """Return a reader that runs a command and looks whether the files it names are there."""
+
+    def read(folder: Path) -> Any:
+        printed = command(words, folder)
+        for line in printed.splitlines():
+            if line.endswith((".png", ".pdf", ".svg", ".html", ".md", ".json")):
+                file = folder / line.split()[-1]
+                if not file.stat().st_size:
+                    raise RuntimeError(f"{file} is empty")
+        return printed
+
+    return read
+
+
 def place_faults(harness: Harness) -> Iterator[tuple[str, str, str, str]]:
     """Yield kind, command, outcome and what was said, of every fault that is no damaged file."""
     for name, (words, out, needs) in WRITING.items():
@@ -632,7 +647,7 @@ def place_faults(harness: Harness) -> Iterator[tuple[str, str, str, str]]:
                 size = int(kind.split()[-1][:-1]) * 1024
                 with small_disk(target, size):
                     # What fits into so small a place is right to succeed.
-                    outcome, text = run_case(lambda f, w=words: command(w, f), folder, None, None)
+                    outcome, text = run_case(all_written(words), folder, None, None)
                 if outcome != "refused":
                     outcome = "same" if outcome != "traceback" else outcome
                 yield kind, name, outcome, text
