@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepenough.config import RunConfig, dump
 from deepenough.errors import UserError
-from deepenough.runs import Metrics, Record, RunFolder, append_record, read_records
+from deepenough.runs import (
+    Metrics,
+    Record,
+    RunFolder,
+    append_record,
+    read_config,
+    read_records,
+)
 
 
 @pytest.fixture
@@ -31,7 +40,9 @@ def steps(path: Path) -> list[int]:
 class TestRecord:
     def test_a_line_is_a_flat_json_object(self) -> None:
         record = Record(10, "train", {"loss": 2.5, "pi": [[0.2, 0.3, 0.5]]}, time=1.5e9)
-        assert json.loads(record.to_json()) == {
+        content = json.loads(record.to_json())
+        assert content.pop("crc") == "4fb249bc"
+        assert content == {
             "step": 10,
             "kind": "train",
             "time": 1.5e9,
@@ -41,7 +52,7 @@ class TestRecord:
 
     @given(
         st.dictionaries(
-            st.text(max_size=5).filter(lambda key: key not in ("step", "kind", "time")),
+            st.text(max_size=5).filter(lambda key: key not in ("step", "kind", "time", "crc")),
             st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=20),
             max_size=4,
         )
@@ -172,11 +183,11 @@ class TestRunFolder:
     def run(self, tmp_path: Path) -> RunFolder:
         """A run that has written a little."""
         folder = RunFolder.create(tmp_path / "runs" / "first")
-        folder.config.write_text("steps: 3\n")
+        folder.config.write_text("method: par\nsteps: 3\nprovenance: {}\n")
         write(folder.metrics, 1)
-        for place in (folder.checkpoints, folder.model, folder.plots, folder.events):
-            place.mkdir()
-            (place / "file").write_text("content")
+        for name in ("checkpoints/step-000000001/state.json", "model/config.json", "plots/a.png"):
+            (folder.path / name).parent.mkdir(parents=True)
+            (folder.path / name).write_text("content")
         return folder
 
     def test_names_are_those_people_know(self) -> None:
@@ -240,7 +251,7 @@ class TestRunFolder:
         elsewhere = tmp_path / "precious"
         elsewhere.mkdir()
         (elsewhere / "file").write_text("kept")
-        (run.plots / "file").unlink()
+        (run.plots / "a.png").unlink()
         run.plots.rmdir()
         run.plots.symlink_to(elsewhere)
         RunFolder.create(run.path, overwrite=True)
@@ -271,3 +282,72 @@ class TestRunFolder:
             RunFolder.open(tmp_path / "missing")
         with pytest.raises(UserError, match="not a run folder"):
             RunFolder.open(tmp_path)
+
+    @pytest.mark.parametrize("content", ["a: 1\n", "method: mine\n", ""])
+    def test_overwrite_refuses_what_another_program_wrote(
+        self, tmp_path: Path, content: str
+    ) -> None:
+        """Also where its files have our names."""
+        (tmp_path / "config.yaml").write_text(content)
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text("{}")
+        with pytest.raises(UserError, match="no run has written there"):
+            RunFolder.create(tmp_path, overwrite=True)
+        assert (tmp_path / "model" / "config.json").is_file()
+
+    @pytest.mark.parametrize(
+        "name", ["model/thesis.tex", "plots/data.csv", "checkpoints/x.py", "derived/my.txt", "tune"]
+    )
+    def test_overwrite_refuses_foreign_files_at_any_depth(self, run: RunFolder, name: str) -> None:
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).write_text("by hand")
+        with pytest.raises(UserError, match=name):
+            RunFolder.create(run.path, overwrite=True)
+        assert steps(run.metrics) == [1]
+
+    def test_a_run_that_was_killed_at_once_is_overwritten(self, tmp_path: Path) -> None:
+        for text in ("", "2026-01-01 00:00:00,000 INFO going on from step 3\n"):
+            (tmp_path / "training.log").write_text(text)
+            RunFolder.create(tmp_path, overwrite=True)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_what_a_kill_left_half_written_is_deleted(self, run: RunFolder) -> None:
+        (run.checkpoints / "step-000000003.tmp").mkdir()
+        (run.path / "model.old.tmp").mkdir()
+        (run.path / "metrics.jsonl.tmp").write_text("half")
+        RunFolder.create(run.path, resume=True)
+        assert not list(run.path.rglob("*.tmp"))
+        assert steps(run.metrics) == [1]
+
+    def test_a_folder_that_another_writes_is_refused(self, run: RunFolder) -> None:
+        def begin(**options: bool) -> None:
+            RunFolder.create(run.path, **options)
+
+        with run.lock(), ThreadPoolExecutor(1) as pool:
+            for options in ({"resume": True}, {"overwrite": True}):
+                with pytest.raises(UserError, match="Another command is writing into"):
+                    pool.submit(begin, **options).result()
+        assert steps(run.metrics) == [1]
+        RunFolder.create(run.path, resume=True)
+
+    @pytest.mark.parametrize("content", ["- a\n- b\n", "", "3\n", "a: [\n"])
+    def test_settings_that_are_none_are_refused(self, run: RunFolder, content: str) -> None:
+        run.config.write_text(content)
+        with pytest.raises(UserError, match="is not as the run wrote it"):
+            read_config(str(run.path))
+
+    def test_settings_that_were_changed_are_refused(self, run: RunFolder) -> None:
+        dump(RunConfig(out="here"), run.config)
+        assert read_config(str(run.path))["out"] == "here"
+        run.config.write_text(run.config.read_text().replace("here", "gone"))
+        with pytest.raises(UserError, match="delete its first line"):
+            read_config(str(run.path))
+        run.config.write_text(run.config.read_text().partition("\n")[2])
+        assert read_config(str(run.path))["out"] == "gone"
+
+
+def test_a_flipped_bit_in_a_record_is_noticed(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(path, 1, 2, 4)
+    path.write_bytes(path.read_bytes().replace(b'"loss": 0.5', b'"loss": 0.4'))
+    assert steps(path) == [1, 4]
+    assert "1 line(s)" in caplog.text and "are damaged and skipped" in caplog.text

@@ -1,8 +1,10 @@
 """Everything saved: safetensors and JSON, whole or not at all, checksummed, tied to a model.
 
 A file is written under a temporary name, flushed to disk and renamed, so that a kill or a full disk
-leaves the previous one as it was. An artifact is a safetensors file with a JSON file beside it,
-which holds its format, its index and its SHA-256; nothing is pickled.
+leaves the previous one as it was. Everything is checked when it is read. A JSON file carries the
+checksum of its own content; an artifact is a safetensors file with a JSON file beside it, which
+holds its format, its index and its SHA-256; a folder has the SHA-256 of its files in
+`checksums.json` (`seal` writes it, `verify` checks it). Nothing is pickled.
 
 `fingerprint` ties what was fitted to the model it was fitted for. All weights would take seconds to
 hash, and minutes for a large model; a few numbers of every tensor show any training step. They are
@@ -16,19 +18,34 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepenough.errors import UserError
 
+try:
+    import fcntl
+except ImportError:  # Windows: nothing stops a second writer there
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedConfig
 
+log = logging.getLogger("deepenough")
+
+#: What stands in a folder beside what is kept there: checksums, and the lock of who writes there.
+SEAL, LOCK = "checksums.json", ".lock"
+#: Endings of names that only a kill leaves behind; what has the second was whole.
+PARTIAL, ASIDE, STAGED = ".tmp", ".old.tmp", ".next"
+CHECKSUM = "checksum"
 NUM_SAMPLES = 64
 # Set by how a model is loaded, saved or asked, not by what it computes.
 IGNORED = {
@@ -38,24 +55,111 @@ IGNORED = {
 }
 
 
+class DamagedError(UserError):
+    """A file is not what was saved: cut, changed or exchanged."""
+
+
+def disk_reason(error: BaseException) -> str | None:
+    """Return why the system refused to write, None for an error of another kind.
+
+    Libraries written in Rust raise errors of their own, whose text ends with the system's number.
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    text = " ".join(str(error).split())
+    return text if "os error" in text else None
+
+
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary name for a file or folder, which becomes `path` when the block ends well.
 
-    What stood at `path` before is replaced; where the block fails, it is still there.
+    What stood at `path` before is replaced; where the block fails, it is still there. A folder
+    cannot be replaced at once: it is moved aside first, from where `restore` takes it back.
     """
     final = Path(path)
-    partial = final.with_name(f"{final.name}.tmp")
+    partial, aside = (final.with_name(f"{final.name}{ending}") for ending in (PARTIAL, ASIDE))
+    restore(final)
     _remove(partial)
     try:
         yield partial
         _flush(partial)
-        if partial.is_dir():
-            _remove(final)
+        if partial.is_dir() and final.exists():
+            os.replace(final, aside)
         os.replace(partial, final)
         _sync(final.parent)
+        _remove(aside)
     finally:
         _remove(partial)
+        restore(final)
+
+
+def restore(path: Path) -> Path:
+    """Take back what a kill left aside while it was being replaced; return `path`."""
+    aside = path.with_name(f"{path.name}{ASIDE}")
+    if aside.exists() and not path.exists():
+        with contextlib.suppress(OSError):
+            os.replace(aside, path)
+    return path
+
+
+def remove_partial(folder: Path) -> None:
+    """Delete what a kill left half-written in a folder, to be called by who has locked it."""
+    for aside in folder.rglob(f"*{ASIDE}"):
+        restore(aside.with_name(aside.name.removesuffix(ASIDE)))
+    for partial in list(folder.rglob(f"*{PARTIAL}")):
+        _remove(partial)
+
+
+_held: set[tuple[Path, int]] = set()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Be the only one who writes into a folder; the system frees it when a process dies.
+
+    Raises:
+        UserError: Another command, or another thread of this process, is writing there.
+    """
+    holder = folder.resolve(), threading.get_ident()
+    if holder in _held:  # a command within a command
+        yield
+        return
+    handle = _lock(folder)
+    _held.add(holder)
+    try:
+        yield
+    finally:
+        _held.remove(holder)
+        with contextlib.suppress(OSError):
+            (folder / LOCK).unlink()
+        os.close(handle)
+
+
+def _lock(folder: Path) -> int:
+    path = folder / LOCK
+    while True:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UserError(
+                f"{folder} cannot be written to ({error.strerror}): allow it, or make room."
+            ) from error
+        try:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise UserError(
+                f"Another command is writing into {folder}: wait until it has ended, or choose "
+                "another folder."
+            ) from None
+        except OSError:  # a file system without locks
+            return handle
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
+        os.close(handle)  # who held it has deleted the file since it was opened
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -65,40 +169,95 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write a JSON file, whole or not at all; NaN and infinity are refused."""
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    """Write a JSON file with its checksum, whole or not at all; NaN and infinity are refused."""
+    plain = json.loads(json.dumps(content, allow_nan=False))
+    write_text(path, json.dumps({**plain, CHECKSUM: _digest(plain)}, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what `write_json` wrote, or a JSON object without a checksum by someone else.
+
+    Raises:
+        ValueError: The file holds no JSON object, or another than was written.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("it holds no JSON object")
+    known = content.pop(CHECKSUM, None)
+    if known is not None and known != _digest(content):
+        raise ValueError("its content is not what its checksum says")
+    return content
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def save_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file, whole or not at all; views of one storage are written apart."""
+    """Write a safetensors file, whole or not at all; views of one storage are written apart.
+
+    Where metadata are given, a checksum of them and of the tensors is added.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    whole = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    if metadata is not None:
+        metadata = {**metadata, CHECKSUM: _tensor_digest(whole, metadata)}
     with atomic_path(path) as partial:
-        save_file({k: v.detach().contiguous() for k, v in tensors.items()}, partial, metadata)
+        try:
+            save_file(whole, partial, metadata)
+        except SafetensorError as error:  # a full disk, for all that is given here can be saved
+            raise OSError(str(error)) from error
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file.
 
     Raises:
-        UserError: The file is missing or damaged.
+        DamagedError: The file is missing or damaged.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} is damaged ({error}): delete it and make it anew.") from error
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+        known = metadata.pop(CHECKSUM, None)
+        if known is not None and known != _tensor_digest(tensors, metadata):
+            raise ValueError("its content is not what its checksum says")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DamagedError(f"{path} is damaged ({error}): delete it and make it anew.") from error
+    return tensors, metadata
+
+
+def _tensor_digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    import torch
+
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def save_artifact(path: Path, tensors: Mapping[str, Tensor], index: Mapping[str, Any]) -> None:
-    """Write tensors to `path`, and beside it a JSON file of that name with index and checksum."""
+    """Write tensors to `path`, and beside it a JSON file of that name with index and checksum.
+
+    The tensors wait beside their place until the index is there: a kill between leaves both the
+    new index and what it describes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(path, {name: tensor.cpu() for name, tensor in tensors.items()})
-    write_json(path.with_suffix(".json"), {**index, "sha256": sha256(path)})
+    staged = path.with_name(f"{path.name}{STAGED}")
+    try:
+        save_tensors(staged, tensors)
+        write_json(path.with_suffix(".json"), {**index, "sha256": sha256(staged)})
+        os.replace(staged, path)
+        _sync(path.parent)
+    finally:
+        _remove(staged)
 
 
 def load_artifact(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -112,12 +271,64 @@ def load_artifact(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor
     Raises:
         ValueError: Says what is wrong with the files.
     """
-    index = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    index = read_json(path.with_suffix(".json"))
     if index["format"] != kind or index["version"] > version:
         raise ValueError(f"its format is not {kind}, version {version}")
-    if sha256(path) != index["sha256"]:
-        raise ValueError(f"{path.name} is not the file it describes")
-    return load_tensors(path)[0], index
+    staged = path.with_name(f"{path.name}{STAGED}")
+    for place in (path, staged):
+        if place.is_file() and sha256(place) == index["sha256"]:
+            return load_tensors(place)[0], index
+    raise ValueError(f"{path.name} is not the file it describes")
+
+
+def seal(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Write the SHA-256 of the files named, by default of all in a folder, beside them."""
+    if names is None:
+        files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        names = (path.as_posix() for path in files if path.name not in (SEAL, LOCK))
+    write_json(folder / SEAL, {"files": {name: sha256(folder / name) for name in sorted(names)}})
+
+
+def verify(folder: Path, without: str = SEAL) -> bool:
+    """Check a folder's files against its checksums and return whether it has any.
+
+    Files whose names end with `without` are left out.
+
+    Raises:
+        DamagedError: Names the first file that is not as it was saved, and the remedy.
+    """
+    path = folder / SEAL
+    if not path.is_file():
+        return False
+    remedy = "restore it from a copy, or make it anew"
+    if (folder.parent / "checkpoints").is_dir():
+        remedy = "repeat the command that trained the model with --resume, which writes it anew"
+    try:
+        files = dict(read_json(path)["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{path} is damaged ({error}): {remedy}.") from error
+    for name, known in files.items():
+        file = folder / name
+        if name.endswith(without):
+            continue
+        if not file.is_file():
+            raise DamagedError(f"{file} is missing: {remedy}.")
+        if sha256(file) != known:
+            raise DamagedError(
+                f"{file} is not the file that was saved, as its SHA-256 tells: {remedy}; if it was "
+                f"changed on purpose, delete {SEAL} beside it."
+            )
+    return True
+
+
+def is_intact(folder: Path) -> bool:
+    """Return whether a folder is there, with files as they were saved; damage is said."""
+    try:
+        return folder.is_dir() and (verify(folder) or True)
+    except DamagedError as error:
+        reason = str(error).partition(": ")[0]
+        log.warning("%s is damaged and made anew (%s)", folder, reason)
+        return False
 
 
 def sha256(path: Path) -> str:
@@ -174,8 +385,9 @@ def _remove(path: Path) -> None:
 #
 # An entry is a folder named by the hash of everything that decides its content, so a stale entry
 # can never be read. It is filled under a temporary name and renamed into place: a killed process
-# leaves only a temporary folder, and of two processes that prepare the same entry one wins and
-# the other uses what is there.
+# leaves only a temporary folder, which the next one deletes, and of two processes that prepare the
+# same entry one wins and the other uses what is there. One that does not match its checksums is
+# made anew.
 
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
@@ -197,24 +409,43 @@ def key_of(*parts: str) -> str:
 
 
 def entry(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """Return `folder`; if it is missing, `fill` a temporary one first, which becomes it."""
-    if folder.is_dir():
-        return folder
+    """Return `folder`; if it is missing or damaged, `fill` a temporary one, which becomes it."""
     try:
+        if is_intact(folder):
+            if not (folder / SEAL).is_file():  # made before entries had checksums
+                with contextlib.suppress(OSError):
+                    seal(folder)
+            return folder
+        if folder.is_dir():
+            shutil.rmtree(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder.parent)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
-            fill(temporary)
-            temporary.chmod(0o755)  # mkdtemp makes it private, but a cache may be shared
+            with locked(temporary):
+                fill(temporary)
+                seal(temporary)
+                temporary.chmod(0o755)  # mkdtemp makes it private, but a cache may be shared
             _put(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
+    except Exception as error:
+        if isinstance(error, UserError) or (reason := disk_reason(error)) is None:
+            raise
         raise UserError(
-            f"The cache {folder.parent} could not be written ({error.strerror or error}): "
-            "free some space or name another folder as cache."
+            f"The cache {folder.parent} could not be written ({reason}): free some space or name "
+            "another folder as cache."
         ) from error
     return folder
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Delete the temporary folders of processes that were killed: nobody holds their locks."""
+    for temporary in folder.glob(".*-*"):
+        with contextlib.suppress(UserError, OSError):
+            if time.time() - temporary.stat().st_mtime > 2:  # else it may just have been made
+                with locked(temporary):
+                    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _put(temporary: Path, folder: Path) -> None:

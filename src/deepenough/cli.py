@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import importlib
 import io
 import json
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 
 EXAMPLE = "deepenough demo --out runs/demo"
 
+#: What a full disk or a missing permission gives; any other error of the system is a bug.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+
 #: Commands that belong to no method, by the module that declares them.
 OTHERS = {
     "compare": "deepenough.compare.commands:COMPARE",
@@ -73,6 +77,12 @@ def main(argv: list[str] | None = None) -> int:
         if not _reader_gone():
             raise
         return 141  # as a shell reports a program whose reader has left
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        advice = "make room, or give the permission"
+        print(f"deepenough: error: {error.filename} {error.strerror}: {advice}.", file=sys.stderr)
+        return 2
 
 
 def run(words: list[str]) -> int:

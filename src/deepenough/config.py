@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import hashlib
 import operator
 import os
 import platform
@@ -37,6 +38,8 @@ if TYPE_CHECKING:  # both take a while to load, which `deepenough --help` need n
 S = TypeVar("S")
 
 METHOD, PROVENANCE = "method", "provenance"
+#: First line of a run's config.yaml.
+CHECKSUM_LINE = "# Written by deepenough; SHA-256 of what follows: "
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -293,7 +296,7 @@ def dump(
     content: dict[str, Any] = {METHOD: method} if method else {}
     content |= to_dict(settings) | {PROVENANCE: {**provenance(), **(extra or {})}}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
-    write_text(path, text)
+    write_text(path, f"{CHECKSUM_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
 
 
 def nearest(name: str, names: list[str]) -> str | None:

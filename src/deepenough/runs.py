@@ -11,10 +11,15 @@ appends `Record`s, reports read them, and neither knows the other. Two choices f
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import time as clock
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +27,23 @@ from typing import Any
 
 import yaml
 
-from deepenough.artifacts import atomic_path
+from deepenough.artifacts import LOCK, atomic_path, locked, remove_partial, restore, verify
+from deepenough.config import CHECKSUM_LINE
 from deepenough.errors import UserError
 
-_OWN_KEYS = ("step", "kind", "time")
+log = logging.getLogger("deepenough")
 
-#: What a fit of maps writes into its run folder, beside what a training writes.
-FITTED = {"shortcuts", "affine", "tuning"}
+_OWN_KEYS = ("step", "kind", "time")
+#: Last key of a record's line: a checksum of all before it.
+_CHECK = ', "crc": "'
+#: Everything that a command of ours writes into a run folder.
+_WRITTEN = re.compile(
+    r"((derived|tuning)/)*(config\.yaml|metrics\.(jsonl|part)|training\.log|\.lock"
+    r"|frontier\w*(\.data)?\.(json|png|pdf|svg)|events/events\.out\.tfevents\.[^/]+"
+    r"|(checkpoints|model|shortcuts|affine)/.*\.(safetensors|json|txt|model|jinja)"
+    r"|plots/[^/]+\.(png|pdf|svg|gif|json)"
+    r"|(events|checkpoints|model|shortcuts|affine|plots)/)"
+)
 
 
 @dataclass(frozen=True)
@@ -41,20 +56,27 @@ class Record:
     time: float = field(default_factory=clock.time)
 
     def __post_init__(self) -> None:
-        if taken := [key for key in _OWN_KEYS if key in self.values]:
+        if taken := [key for key in (*_OWN_KEYS, "crc") if key in self.values]:
             raise ValueError(f"a record's values cannot be named {taken[0]!r}, a key of its own")
 
     def to_json(self) -> str:
         """Return the record as one line without its line end."""
         own = {"step": self.step, "kind": self.kind, "time": self.time}
-        return json.dumps(own | self.values, default=_plain)
+        line = json.dumps(own | self.values, default=_plain)
+        return f'{line[:-1]}{_CHECK}{zlib.crc32(line.encode()):08x}"}}'
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Record:
         """Read one line; ValueError if it is not a record."""
-        content = json.loads(line)
+        text = line if isinstance(line, str) else line.decode()
+        content = json.loads(text)
         if not isinstance(content, dict):
             raise ValueError("a record is a JSON object")
+        known = content.pop("crc", None)
+        if known is not None:
+            whole = text.rpartition(_CHECK)[0] + "}"
+            if known != f"{zlib.crc32(whole.encode()):08x}":
+                raise ValueError("a record is not what its checksum says")
         try:
             step, kind, time = (content.pop(key) for key in _OWN_KEYS)
         except KeyError as error:
@@ -117,7 +139,10 @@ def append_record(path: str | os.PathLike[str], record: Record) -> None:
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
-    """Return all records of a metrics file in order, and how many corrupted lines were skipped."""
+    """Return all records of a metrics file in order, and how many corrupted lines were skipped.
+
+    Skipping is said, since what follows from the rest may be other than the run had found.
+    """
     if not Path(path).is_file():
         raise UserError(
             f"There is no metrics file {path}; give the folder of a run that has started."
@@ -129,6 +154,8 @@ def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
             num_corrupted += 1
         else:
             records.append(record)
+    if num_corrupted:
+        log.warning("%d line(s) of %s are damaged and skipped.", num_corrupted, path)
     return records, num_corrupted
 
 
@@ -213,13 +240,20 @@ class RunFolder:
         holding anything a run does not write is refused.
         """
         folder = cls.check(path, resume, overwrite)
-        if overwrite and folder.path.is_dir():
-            folder._delete()
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
+            with folder.lock():
+                remove_partial(folder.path)
+                if overwrite:
+                    folder._delete()
         except OSError as error:
             raise UserError(f"The run folder {path} cannot be made: {error.strerror}.") from error
         return folder
+
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        """Be the only run that writes into the folder; of several processes the first is."""
+        is_main = os.environ.get("RANK", "0") == "0"
+        return locked(self.path) if is_main else contextlib.nullcontext()
 
     @classmethod
     def check(
@@ -263,16 +297,34 @@ class RunFolder:
         """Return whether a run has begun to write here."""
         return any(place.is_file() for place in (self.config, self.metrics, self.log))
 
+    def settings(self) -> Path:
+        """Return the file of the settings; UserError where it is not as the run wrote it."""
+        try:
+            text = self.config.read_text(encoding="utf-8")
+            first, _, rest = text.partition("\n")
+            known = first.removeprefix(CHECKSUM_LINE)
+            is_changed = known not in (first, hashlib.sha256(rest.encode()).hexdigest())
+            if is_changed or not isinstance(yaml.safe_load(text), dict):
+                raise ValueError("the settings are not those of the run")
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise UserError(
+                f"{self.config} cannot be read, or is not as the run wrote it, so nothing tells "
+                f"what {self.path} was trained on: restore it (if you changed it on purpose, "
+                "delete its first line), leave the run out, or make it again."
+            ) from error
+        return self.config
+
     def _check_deletable(self) -> None:
         """Refuse to delete a folder that holds anything a run does not write."""
-        names = {place.name for place in vars(self).values() if place != self.path} | FITTED
-        # A kill may leave the temporary form of one of our own files behind.
-        foreign = sorted(
-            entry.name
-            for entry in self.path.iterdir()
-            if entry.name.removesuffix(".tmp") not in names
+        names = sorted(
+            path.relative_to(self.path).as_posix() + "/" * path.is_dir()
+            for path in self.path.rglob("*")
+            if path.is_symlink() or not path.is_dir()
         )
-        if foreign or not self.is_run():
+        # A kill may leave the temporary form of one of our own files behind.
+        endings = re.compile(r"((\.old)?\.tmp|\.next)(?=/|$)")
+        foreign = [name for name in names if not _WRITTEN.fullmatch(endings.sub("", name))]
+        if foreign or not self._is_own():
             reason = f"it holds {foreign[0]}" if foreign else "no run has written there"
             raise UserError(
                 f"{self.path} is not overwritten because {reason}; choose another folder."
@@ -280,9 +332,20 @@ class RunFolder:
         if Path.cwd().is_relative_to(self.path.resolve()):
             raise UserError(f"{self.path} is the current folder; overwrite it from outside.")
 
+    def _is_own(self) -> bool:
+        """Return whether what is here was written by a run, not by another program."""
+        if self.config.is_file():
+            return b"\nprovenance:" in self.config.read_bytes()
+        if self.metrics.is_file():
+            return any(record for _, record in _lines(self.metrics))
+        said = self.log.read_bytes()[:200] if self.log.is_file() else b"nothing"
+        return not said or b" INFO " in said  # a run was killed before its first record
+
     def _delete(self) -> None:
         # The entries go, the folder stays: it may be a mount point or a symbolic link.
         for entry in self.path.iterdir():
+            if entry.name == LOCK:
+                continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
@@ -290,28 +353,23 @@ class RunFolder:
 
 
 def model_folder(folder: str) -> Path:
-    """Return the folder of a model: that of a finished run, or the folder itself."""
+    """Return the folder of a model, its small files checked: of a finished run, or the folder."""
     path = Path(folder)
+    restore(path / "model")
     path = path / "model" if (path / "model" / "config.json").is_file() else path
     if not (path / "config.json").is_file():
         raise UserError(
             f"There is no model in {folder}: give the folder of a finished run, or one with a "
             "config.json."
         )
+    verify(path, without=".safetensors")  # which are checked when they are loaded
     return path
 
 
 def read_config(run: str) -> dict[str, Any]:
     """Return the settings that a run was made with, as they stand in its file."""
-    folder = RunFolder.open(run)
-    try:
-        content = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{folder.config} cannot be read, so nothing tells what {run} was trained on: leave "
-            "the run out, or make it again."
-        ) from error
-    return content if isinstance(content, dict) else {}
+    content: dict[str, Any] = yaml.safe_load(RunFolder.open(run).settings().read_text("utf-8"))
+    return content
 
 
 def read_section(run: str, name: str) -> dict[str, Any]:

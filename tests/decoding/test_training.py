@@ -202,6 +202,13 @@ def test_an_earlier_run_is_overwritten_only_if_asked(tuned_run) -> None:
     first = tune_run(tuned_run)
     with pytest.raises(UserError, match="exists already"):
         tune_run(tuned_run)
+    refused = replace(tuned_run, overwrite=True, head=replace(tuned_run.head, held_out=500))
+    with pytest.raises(UserError, match=r"lower head\.held_out"):
+        tune_run(refused)
+    refused = replace(tuned_run, overwrite=True, head=replace(tuned_run.head, start="nowhere"))
+    with pytest.raises(UserError, match="nowhere holds no draft model"):
+        tune_run(refused)
+    assert DraftModel.from_pretrained(tuned_run.out).meta["after"] == first.meta["after"]
     again = tune_run(replace(tuned_run, overwrite=True))
     assert again.meta["after"] == first.meta["after"]
 
@@ -221,3 +228,4 @@ def test_too_few_texts_are_refused(tuned_run) -> None:
     tuned_run.head.held_out = 500
     with pytest.raises(UserError, match=r"lower head\.held_out"):
         tune_run(tuned_run)
+    assert not Path(tuned_run.out).exists()

@@ -51,6 +51,9 @@ def test_a_longer_memory_is_seen(trained: Path, tiny: Tiny) -> None:
     assert found != measure()["loss"]
     config = json.loads((trained / "model" / "config.json").read_text())
     (trained / "model" / "config.json").write_text(json.dumps(config | {"mem_len": 4 * own}))
+    with pytest.raises(UserError, match=r"changed on purpose, delete checksums\.json"):
+        measure()
+    (trained / "model" / "checksums.json").unlink()
     assert measure()["loss"] == pytest.approx(found)
 
 
@@ -74,9 +77,11 @@ def test_the_split_is_the_one_that_training_held_out(trained: Path, tiny: Tiny) 
     measure = measurer(trained, tiny)
     before = measure()["tokens"]
     config = (trained / "config.yaml").read_text()
-    (trained / "config.yaml").write_text(
-        config.replace("valid_fraction: 0.05", "valid_fraction: 0.2")
-    )
+    changed = config.replace("valid_fraction: 0.05", "valid_fraction: 0.2")
+    (trained / "config.yaml").write_text(changed)
+    with pytest.raises(UserError, match="if you changed it on purpose, delete its first line"):
+        measure()
+    (trained / "config.yaml").write_text(changed.partition("\n")[2])
     assert measure()["tokens"] > 2 * before
 
 

@@ -144,3 +144,20 @@ def test_a_run_in_the_way_is_refused_and_a_finished_fit_resumes(
     assert after.tuned.keys() == before.tuned.keys()
     assert main([*words, "--resume", "--ridge", "3"]) == 2
     assert "holds another fit, with ridge = 0.0 where this has 3.0" in capsys.readouterr().err
+
+
+def test_overwrite_replaces_its_own_run_and_only_once_all_else_is_good(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    words = ["shortcut", "fit", str(model), "--out", str(folder), "--overwrite"]
+    good = [*words, "--data", str(text), "--maps", "both"]
+    for _ in range(2):
+        assert main(good) == 0
+    before = {path.name: path.stat().st_mtime_ns for path in (folder / "shortcuts").iterdir()}
+    assert main([*words, "--data", str(tmp_path / "missing.txt")]) == 2
+    (folder / "mine.txt").write_text("by hand")
+    assert main(good) == 2
+    assert "it holds mine.txt" in capsys.readouterr().err
+    after = {path.name: path.stat().st_mtime_ns for path in (folder / "shortcuts").iterdir()}
+    assert before == after

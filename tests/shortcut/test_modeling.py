@@ -343,7 +343,12 @@ def test_an_altered_index(
 ) -> None:
     _, folder = saved
     index = folder / "shortcuts.json"
-    index.write_text(json.dumps(json.loads(index.read_text()) | changes))
+    content = json.loads(index.read_text()) | changes
+    index.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="not what its checksum says"):
+        Shortcuts.from_pretrained(folder)
+    del content["checksum"]
+    index.write_text(json.dumps(content))
     with pytest.raises(UserError, match=said):
         Shortcuts.from_pretrained(folder)
 
@@ -353,6 +358,7 @@ def test_a_file_that_is_no_safetensors_is_refused(saved: tuple[Shortcuts, Path])
     (folder / "shortcuts.safetensors").write_bytes(b"\x80\x04cos\nsystem\n.")
     index = json.loads((folder / "shortcuts.json").read_text())
     index["sha256"] = sha256(folder / "shortcuts.safetensors")
+    del index["checksum"]
     (folder / "shortcuts.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="damaged"):
         Shortcuts.from_pretrained(folder)

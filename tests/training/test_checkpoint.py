@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -123,11 +124,45 @@ def test_a_write_that_the_system_refuses_leaves_the_previous_one(
     assert load(tmp_path).step == 1
 
 
-def test_what_a_kill_left_is_cleared(tmp_path: Path) -> None:
+def test_what_a_kill_left_half_written_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step-000000003.tmp").mkdir(parents=True)
     assert load_last(tmp_path) == (None, [])
-    save(tmp_path, make(5), keep=1)
+
+
+def test_a_checkpoint_that_was_being_replaced_is_taken_back(tmp_path: Path) -> None:
+    path = save(tmp_path, make(5), keep=1)
+    path.rename(path.with_name(f"{path.name}.old.tmp"))  # as a kill leaves it
+    assert load(tmp_path).step == 5
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-000000005"]
+
+
+@pytest.mark.parametrize("part", ["model", "optimizers", "task"])
+def test_a_part_of_another_checkpoint_is_refused(tmp_path: Path, part: str) -> None:
+    """Each is a good file by itself, and gives other weights than were trained."""
+    older, newer = (save(tmp_path, make(step), keep=2) for step in (1, 2))
+    file = f"{part}.safetensors"
+    same = (newer / file).read_bytes() == (older / file).read_bytes()
+    shutil.copyfile(older / file, newer / file)
+    found, damaged = load_last(tmp_path)
+    assert found is not None
+    assert (found.step, damaged) == ((2, []) if same else (1, ["step-000000002"]))
+
+
+def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    older, newer = (save(tmp_path, make(step), keep=2) for step in (1, 2))
+    shutil.rmtree(newer)
+    shutil.copytree(older, newer)
+    found, damaged = load_last(tmp_path)
+    assert found is not None and found.step == 1 and damaged == ["step-000000002"]
+
+
+def test_one_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path, make(1), keep=2)
+    file = save(tmp_path, make(2), keep=2) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+    assert load_last(tmp_path)[1] == ["step-000000002"]
 
 
 def test_optimizers_come_back_to_the_last_bit() -> None:

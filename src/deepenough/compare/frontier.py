@@ -62,13 +62,13 @@ def run_comparison(settings: CompareConfig, advance: Advance | None = None) -> d
     if twice is not None:
         raise UserError(f"Two runs are called {twice}: name every run once.")
     out = Path(settings.out)
-    with writing(out):  # before hours of measuring
-        pass
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     folders = dict(zip(names, settings.runs, strict=True))
     candidates = [_open(run, name, settings) for name, run in folders.items()]
     check_one_task(candidates, settings.runs)
+    with writing(out):  # before hours of measuring
+        pass
     points, bookkeeping = measure(candidates, settings, advance)
     better = candidates[0].task.higher_is_better
     for point in points:

@@ -24,7 +24,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from deepenough.artifacts import cache_folder, entry, key_of
+from deepenough.artifacts import cache_folder, entry, key_of, verify
 from deepenough.data.config import TokenizerConfig
 from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
@@ -53,6 +53,8 @@ def load_tokenizer(
     found = next((place for place in candidates(os.fspath(path)) if place.exists()), None)
     if found is not None and found.is_file():
         return fast_tokenizer(found.read_bytes(), lowercase, found)
+    if found is not None:
+        verify(found, without=".safetensors")
     tokenizer: PreTrainedTokenizerBase
     try:
         tokenizer = AutoTokenizer.from_pretrained(os.fspath(found or path))

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Binomial, kl_divergence
 
-from deepenough.artifacts import write_json
+from deepenough.artifacts import read_json, write_json
 from deepenough.decoding.early_exit import (
     POLICIES,
     ExitCheck,
@@ -272,7 +271,7 @@ class Calibration:
                 f"There is no guarantee at {path}: make one with deepenough decode calibrate."
             )
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
                 raise ValueError(f"its format is not {FORMAT} {VERSION}")
             for name in ("exit_layers", "exit_vocab", "thresholds", "risks", "p_values"):

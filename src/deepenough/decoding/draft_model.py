@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -212,7 +211,7 @@ class DraftModel:
         index |= {"meta": self.meta, "choice": self.choice}
         try:
             save_artifact(Path(folder) / TENSORS, self.head.state_dict(), index)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise UserError(f"The draft model cannot be written to {folder}: {error}.") from error
 
     @classmethod

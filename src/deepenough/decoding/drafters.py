@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -266,7 +265,7 @@ class LinearDrafter(Drafter):
         index = {"format": FORMAT, "version": VERSION, "maps": len(self.maps), "meta": self.meta}
         try:
             save_artifact(Path(folder) / TENSORS, tensors, index)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise UserError(
                 f"The linear drafter cannot be written to {folder}: {error}."
             ) from error

@@ -12,6 +12,7 @@ Shapes: B texts, T tokens, D width.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from deepenough.artifacts import load_tensors, save_tensors
+from deepenough.artifacts import DamagedError, load_tensors, save_tensors
 from deepenough.data.corpus import open_corpus
 from deepenough.decoding.config import MIN_PROMPT_TOKENS, SelfGeneratedConfig
 from deepenough.decoding.drafters import Drafter, Proposal
@@ -31,6 +32,8 @@ from deepenough.decoding.request import SequenceState, plain_request
 from deepenough.decoding.verification import ForwardStrategy, decode
 from deepenough.errors import UserError
 from deepenough.training.config import seed_at
+
+log = logging.getLogger("deepenough")
 
 
 @dataclass
@@ -138,9 +141,15 @@ def write_texts(
     about = {"model": engine.adapter.identity()["fingerprint"], "seed": seed, "data": data}
     about |= {name: value for name, value in asdict(config).items() if name != "tokens"}
     folder.mkdir(parents=True, exist_ok=True)
-    paths = sorted(folder.glob("part-*.safetensors"))
-    texts = [text for path in paths for text in load_texts(path, about)]
-    done, number = count_new(texts), len(paths)
+    texts: list[SelfGenerated] = []
+    number = 0
+    try:
+        while (path := folder / f"part-{number:05d}.safetensors").is_file():
+            texts += load_texts(path, about)
+            number += 1
+    except DamagedError as error:
+        log.warning("%s It is written again, and what came after it.", error)
+    done = count_new(texts)
     prompts = islice(make_prompts(tokenizer, data, config), len(texts), None)
     while done < config.tokens and (batch := list(islice(prompts, config.batch))):
         generator = None
@@ -170,7 +179,8 @@ def save_texts(path: Path, texts: Sequence[SelfGenerated], about: Mapping[str, A
         "states": torch.cat([text.states_TD for text in texts]).cpu().half(),
     }
     try:
-        save_tensors(path, tensors, {name: str(value) for name, value in about.items()})
+        known = {name: str(value) for name, value in about.items()}
+        save_tensors(path, tensors, known | {"part": path.stem})
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error}): make room and go on with --resume."
@@ -180,6 +190,8 @@ def save_texts(path: Path, texts: Sequence[SelfGenerated], about: Mapping[str, A
 def load_texts(path: Path, about: Mapping[str, Any]) -> list[SelfGenerated]:
     """Return the texts that `save_texts` wrote; refuse those that were made in another way."""
     tensors, known = load_tensors(path)
+    if known.get("part", path.stem) != path.stem:
+        raise DamagedError(f"{path} is another part of the texts: delete it and make it anew.")
     for name, value in about.items():
         if known.get(name) != str(value):
             raise UserError(

@@ -33,6 +33,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from deepenough.artifacts import atomic_path, seal
 from deepenough.config import dump, provenance, validate
 from deepenough.decoding.config import DraftTrainConfig
 from deepenough.decoding.draft_model import DraftHead, DraftModel, HeadShape
@@ -51,6 +53,7 @@ from deepenough.decoding.self_generated import (
     SelfGenerated,
     count_new,
     decode_prompts,
+    make_prompts,
     read_lines,
     write_texts,
 )
@@ -348,27 +351,52 @@ def tune_run(
     model, tokenizer = config.model.load()
     model.to(accelerator.device)  # type: ignore[arg-type]
     engine = make_engine(model)
+    earlier = None
+    if config.head.start is not None:
+        earlier = DraftModel.from_pretrained(config.head.start)
+        engine.adapter.check_made_for(earlier.linear_drafter.made_for, "The drafts of head.start")
+    # What full texts take; if the model ends them early, there are more.
+    batches = -(-config.text.tokens // (config.text.new_tokens * config.text.batch))
+    prompts = make_prompts(tokenizer, config.data, config.text)
+    _check_number(len(list(islice(prompts, batches * config.text.batch))), config)
     run = RunFolder.create(config.out, resume=config.resume, overwrite=config.overwrite)
     config = replace(config, resume=False, overwrite=False)
+    with run.lock():
+        return _tune(config, run, engine, tokenizer, accelerator, earlier, progress)
+
+
+def _check_number(num_texts: int, config: DraftTrainConfig) -> None:
+    """Refuse to hold out all texts that the model writes."""
+    if num_texts <= config.head.held_out:
+        raise UserError(
+            f"The model writes {num_texts} texts, and {config.head.held_out} of them are held out: "
+            "raise text.tokens, lower head.held_out or text.min_chars, or give more text."
+        )
+
+
+def _tune(
+    config: DraftTrainConfig,
+    run: RunFolder,
+    engine: Engine,
+    tokenizer: Any,
+    accelerator: Accelerator,
+    earlier: DraftModel | None,
+    progress: Callable[[int, int | None], None] | None,
+) -> DraftModel:
+    """Let the model write and fit drafts to it, which start as `earlier`; return them."""
     dump(config, run.config)
     folder, seed = run.checkpoints / "text", config.train.seed
     texts = write_texts(folder, engine, tokenizer, config.data, config.text, seed, progress)
     own, adapter = config.head, engine.adapter
-    if len(texts) <= own.held_out:
-        raise UserError(
-            f"The model wrote {len(texts)} texts, and {own.held_out} of them are held out: raise "
-            "text.tokens or lower head.held_out."
-        )
+    _check_number(len(texts), config)
     # The latest texts, so that going on with more of them would hold out others only.
     used, held_out = texts[: -own.held_out], texts[-own.held_out :]
     log.info("fitting a linear drafter to %d texts", len(used))
     linear = fit_linear_drafter(adapter, used, own.draft_vocab, asdict(config.text))
     head = DraftHead(HeadShape.of(adapter), seed, _DROPOUT)
-    if own.start is None:
+    if earlier is None:
         head.start_from(*linear.maps[0], scale_D=_scale(used))
     else:
-        earlier = DraftModel.from_pretrained(own.start)
-        adapter.check_made_for(earlier.linear_drafter.made_for, "The drafts of head.start")
         head.load_state_dict(earlier.head.state_dict())
     train = config.train.for_epochs(own.epochs, len(used) // min(own.texts, len(used)))
     config = replace(config, train=train, resume=True)
@@ -382,7 +410,9 @@ def tune_run(
     if config.until == "choice":
         log.info("looking for the fastest drafts on this machine")
         draft_model.choice = fastest_drafts(engine, draft_model, held_out[:_TIMED_PROMPTS])
-        draft_model.save_pretrained(run.model)
+        with atomic_path(run.model) as partial:
+            draft_model.save_pretrained(partial)
+            seal(partial)
     return draft_model
 
 

@@ -179,6 +179,8 @@ def _from_pretrained(name: str, what: str, cls: Any, place: str, **options: Any)
     """Call `from_pretrained`; whatever it raises becomes a sentence about what to do."""
     try:
         return cls.from_pretrained(place, **options)
+    except UserError:
+        raise
     except Exception as error:  # transformers and the hub's client raise many kinds
         raise UserError(_explanation(name, what, place, error)) from error
 

@@ -132,7 +132,7 @@ def task_of(run: str) -> str:
 
 def trained_with(config_class: type[C], run: str) -> C:
     """Return the settings that a run was trained with."""
-    return resolve(config_class, _trained_folder(run).config)
+    return resolve(config_class, _trained_folder(run).settings())
 
 
 def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
@@ -142,7 +142,8 @@ def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
         return
     records, _ = read_records(folder.metrics)
     step = max((record.step for record in records), default=0)
-    Metrics(folder.metrics).append(Record(step, kind, values))
+    with folder.lock():
+        Metrics(folder.metrics).append(Record(step, kind, values))
 
 
 # -- search and scores -----------------------------------------------------------------------------

@@ -26,13 +26,13 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     Cache,
     DynamicCache,
-    PreTrainedModel,
 )
 from transformers import initialization as init
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
 from deepenough.hf.generation import CheckedGenerationMixin
+from deepenough.hf.saving import SealedPreTrainedModel
 from deepenough.lazy.config import TRANSFORMER
 from deepenough.lazy.config import LazyTransformerConfig as LazyTransformerConfig
 from deepenough.lazy.equilibrium import run_with_halting
@@ -264,7 +264,7 @@ def _trace(
 # -- models ----------------------------------------------------------------------------------------
 
 
-class LazyPreTrainedModel(PreTrainedModel):
+class LazyPreTrainedModel(SealedPreTrainedModel):
     """Base of both models: weights, embeddings, losses."""
 
     config_class = LazyTransformerConfig

@@ -72,7 +72,7 @@ def evaluate(config: ParEvalConfig) -> dict[str, float]:
 def _trained_on(folder: str) -> DatasetConfig:
     """Return how the text of a training was cut; the defaults where no run tells."""
     path = model_folder(folder)
-    if path.name == "model" and RunFolder(path.parent).config.is_file():
+    if path.name == "model" and RunFolder(path.parent).is_run():
         return resolve(DatasetConfig, overrides=read_section(folder, "dataset"))
     return DatasetConfig()
 

@@ -24,7 +24,6 @@ from transformers import (
     Cache,
     DynamicCache,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 from transformers import initialization as init
 from transformers.utils.generic import ModelOutput
@@ -32,6 +31,7 @@ from transformers.utils.generic import ModelOutput
 from deepenough.config import validate
 from deepenough.errors import UserError
 from deepenough.hf.generation import CheckedGenerationMixin
+from deepenough.hf.saving import SealedPreTrainedModel
 from deepenough.nn.layers import Dropout
 from deepenough.nn.relative_attention import RelativeAttention
 from deepenough.par.config import IDENTITY, OPEN, ParModelConfig, check_pattern
@@ -129,7 +129,7 @@ class ParOutput(ModelOutput):
     trace: DepthTrace | None = None
 
 
-class ParForCausalLM(PreTrainedModel, CheckedGenerationMixin):
+class ParForCausalLM(SealedPreTrainedModel, CheckedGenerationMixin):
     """A causal language model of attention, dense, identity and open blocks."""
 
     config_class = ParConfig

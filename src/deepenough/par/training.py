@@ -144,7 +144,8 @@ def derive_run(run: RunFolder, budget: float | None = None) -> DerivedPattern:
     earlier = [record.values for record in records if record.kind == "derive"]
     if is_main_process() and earlier[-1:] != [values]:
         last = max(record.step for record in records)
-        append_record(run.metrics, Record(last, "derive", values))
+        with run.lock():
+            append_record(run.metrics, Record(last, "derive", values))
     return DerivedPattern(pattern, rows[-1], values.get("relative_cost"))
 
 

@@ -207,8 +207,8 @@ class FinishedRun:
         self.model, self.tokenizer = load_classifier(run)
         self.folder = RunFolder(model_folder(run).parent)
         self.trained: PonderTrainConfig | None = None
-        if self.folder.config.is_file():
-            self.trained = resolve(PonderTrainConfig, self.folder.config)
+        if self.folder.is_run():
+            self.trained = resolve(PonderTrainConfig, self.folder.settings())
         names: Any = self.model.config.id2label
         self.labels = [names[number] for number in range(self.model.num_labels)]
 
@@ -268,9 +268,10 @@ def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
     if finished.folder.is_run():
         step, number = _place(finished.folder)
         about = {"model": model.config.objective, "data": texts.name, "split": split}
-        metrics = Metrics(finished.folder.metrics)
-        for kind, found in records(answers, policy, finished.labels):
-            metrics.append(Record(step, kind, about | {"evaluation": number} | found))
+        with finished.folder.lock():
+            metrics = Metrics(finished.folder.metrics)
+            for kind, found in records(answers, policy, finished.labels):
+                metrics.append(Record(step, kind, about | {"evaluation": number} | found))
     return values
 
 

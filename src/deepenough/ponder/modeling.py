@@ -23,6 +23,7 @@ import math
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,10 +37,12 @@ from transformers import (
 )
 from transformers import initialization as init
 
+from deepenough.artifacts import verify
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import LayerStack, eval_mode
 from deepenough.hf.layouts import LAYOUTS, register
+from deepenough.hf.saving import WEIGHTS, SealedPreTrainedModel
 from deepenough.ponder.config import (
     ENCODERS,
     LABEL_ARGUMENTS,
@@ -93,7 +96,7 @@ def classifier_head(width: int, num_labels: int, dropout: float) -> nn.Module:
     )
 
 
-class PonderClassifier(PreTrainedModel):
+class PonderClassifier(SealedPreTrainedModel):
     """A pondering classifier; subclasses say what its encoder and its classification heads are."""
 
     config: PonderAlbertConfig | PonderEncoderConfig
@@ -402,6 +405,7 @@ class PonderAlbertForSequenceClassification(PonderClassifier):
     config_class = PonderAlbertConfig
     config: PonderAlbertConfig
     base_model_prefix = "albert"
+    adds_heads = True
 
     def __init__(self, config: PonderAlbertConfig) -> None:
         super().__init__(config)
@@ -461,6 +465,7 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
         Arguments of the config change it. Of an encoder, the labels' names are kept if it was a
         classifier.
         """
+        verify(Path(str(name)), without=WEIGHTS)  # before a damaged config is read
         config = kwargs.get("config") or AutoConfig.from_pretrained(name, **kwargs)
         if isinstance(config, PonderEncoderConfig):
             return super().from_pretrained(name, *args, **kwargs)

@@ -30,11 +30,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from deepenough.config import RunConfig, bounded, validate
 from deepenough.errors import UserError
+from deepenough.hf.saving import SealedPreTrainedModel
 from deepenough.nn.adaptive_computation_time import act_halting
 from deepenough.ponder.figures import PARITY
 from deepenough.ponder.halting import (
@@ -182,7 +183,7 @@ def parity_ref(vector: Sequence[float]) -> int:
 # -- network ---------------------------------------------------------------------------------------
 
 
-class ParityModel(PreTrainedModel):
+class ParityModel(SealedPreTrainedModel):
     """A GRU cell that is applied to the same input until it halts."""
 
     config_class = ParityConfig

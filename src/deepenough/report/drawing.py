@@ -21,6 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
+from deepenough.artifacts import atomic_path, write_text
 from deepenough.errors import UserError
 from deepenough.figure import (
     Chart,
@@ -65,7 +66,7 @@ def save_figures(figures: Sequence[FigureSpec], folder: Path | str) -> list[Path
         written += save(figure, folder)
         data = Path(folder) / f"{figure.name}.data.json"
         with writing(data.parent):
-            data.write_text(json.dumps(as_json(figure)) + "\n")
+            write_text(data, json.dumps(as_json(figure)) + "\n")
         written.append(data)
     return written
 
@@ -77,12 +78,15 @@ def save(spec: FigureSpec, folder: Path | str, formats: Sequence[str] = FORMATS)
         for name, figure in draw(spec):
             for ending in (ending for ending in formats if ending != "gif"):
                 file = Path(folder) / f"{name}.{ending}"
-                figure.savefig(file, metadata=cast("dict[str, Any] | None", _NO_DATE[ending]))
+                about = cast("dict[str, Any] | None", _NO_DATE[ending])
+                with atomic_path(file) as partial:
+                    figure.savefig(partial, format=ending, metadata=about)
                 written.append(file)
         for panel in spec.panels if "gif" in formats else ():
             if isinstance(panel, HeatMap) and len(panel.frames) > 1:
                 file = Path(folder) / f"{spec.name}.gif"
-                save_gif(animate(spec, panel), file)
+                with atomic_path(file) as partial:
+                    save_gif(animate(spec, panel), partial)
                 written.append(file)
     return written
 
@@ -213,4 +217,4 @@ def save_gif(frames: Sequence[Image.Image], file: Path) -> None:
     palette.putpalette((np.vstack([greys, shades]) * 255).round().astype(np.uint8).tobytes())
     images = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     times = [FRAME_MS] * (len(images) - 1) + [LAST_FRAME_MS]
-    images[0].save(file, save_all=True, append_images=images[1:], duration=times, loop=0)
+    images[0].save(file, "GIF", save_all=True, append_images=images[1:], duration=times, loop=0)

@@ -6,7 +6,6 @@ of per-batch perplexities is dominated by the worst batches and is no perplexity
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from deepenough.artifacts import read_json
 from deepenough.errors import UserError
 from deepenough.figure import (
     BLACK,
@@ -186,7 +186,7 @@ def read_frontier(folder: Path | str) -> Frontier:
     """Read a comparison from its folder; points that lack a number are left out."""
     file = Path(folder) / FRONTIER_FILE
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         task, rows = content["task"], content["points"]
         points = [row for row in rows if numbers(row, *_NEEDED) is not None]
         title = "{kind} of {data} ({split})".format(**task)

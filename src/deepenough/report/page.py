@@ -22,6 +22,7 @@ from string import Template
 from typing import Any
 from urllib.parse import quote
 
+from deepenough.artifacts import write_text
 from deepenough.errors import UserError
 from deepenough.figure import (
     Chart,
@@ -189,7 +190,7 @@ def write_page(report: Report, file: Path) -> None:
 def _write(file: Path, content: str) -> None:
     with writing(file.parent):
         # A prompt may hold half a character, which no file can.
-        file.write_text(content, encoding="utf-8", errors="replace")
+        write_text(file, content.encode("utf-8", errors="replace").decode())
 
 
 def compose(report: Report) -> str:

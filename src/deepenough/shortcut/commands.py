@@ -10,12 +10,14 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepenough.artifacts import write_text
 from deepenough.config import Command, dump, resolve
 from deepenough.errors import UserError
-from deepenough.runs import Metrics, Record, RunFolder, read_config, read_records
+from deepenough.runs import Record, RunFolder, read_config, read_records
 from deepenough.shortcut.config import (
     ShortcutEvalConfig,
     ShortcutFitConfig,
@@ -41,8 +43,8 @@ _LENS_ROWS = 10
 
 def fit(config: ShortcutFitConfig) -> None:
     """Run `deepenough shortcut fit`; interrupted, it goes on with `resume`."""
-    from deepenough.shortcut.training import tune
-    from deepenough.training.distributed import is_main_process
+    from deepenough.shortcut.fitting import init_distributed
+    from deepenough.training.distributed import agree, is_main_process
     from deepenough.training.trainer import keep_freed_memory
 
     keep_freed_memory()
@@ -50,9 +52,23 @@ def fit(config: ShortcutFitConfig) -> None:
     RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
     texts = config.dataset.read(config.data)
     model, tokenizer = config.model.load()
-    run = RunFolder.create(config.out, resume=config.resume, overwrite=config.overwrite)
+    init_distributed()
+    run = RunFolder(Path(config.out))
+    options = {"resume": config.resume, "overwrite": config.overwrite}
+    agree(lambda: is_main_process() and RunFolder.create(config.out, **options))
+    with run.lock():
+        _fit_all(config, run, model, tokenizer, texts)
+
+
+def _fit_all(
+    config: ShortcutFitConfig, run: RunFolder, model: Any, tokenizer: Any, texts: list[str]
+) -> None:
+    """Fit, or read what is fitted already, and write the maps that are asked for."""
+    from deepenough.shortcut.training import tune
+    from deepenough.training.distributed import is_main_process
+
     if is_main_process():
-        dump(config, run.config)
+        dump(replace(config, resume=False, overwrite=False), run.config)
     is_affine = config.fit.maps == "affine"
     found = {"shortcuts": _fit(config, run, model, tokenizer, texts, "shortcuts", is_affine)}
     if config.fit.maps == "both":
@@ -224,7 +240,7 @@ def _open(folder: str) -> tuple[RunFolder, ShortcutFitConfig]:
             f"{folder} is not a run of deepenough shortcut fit: give the folder of one."
         )
     run = RunFolder.open(folder)
-    return run, resolve(ShortcutFitConfig, run.config)
+    return run, resolve(ShortcutFitConfig, run.settings())
 
 
 def _saved(run: RunFolder) -> list[Shortcuts]:
@@ -243,12 +259,9 @@ def _replace_records(run: RunFolder, records: Sequence[Record]) -> None:
     kinds = {record.kind for record in records}
     earlier = read_records(run.metrics)[0] if run.metrics.exists() else []
     kept = [record for record in earlier if record.kind not in kinds]
-    part = run.metrics.with_suffix(".part")
-    part.unlink(missing_ok=True)
-    metrics = Metrics(part)
-    for record in [*kept, *records]:
-        metrics.append(record)
-    part.replace(run.metrics)
+    lines = (f"{record.to_json()}\n" for record in [*kept, *records])
+    with run.lock():
+        write_text(run.metrics, "".join(lines))
 
 
 COMMANDS: tuple[Command, ...] = (

@@ -10,6 +10,7 @@ and must be the same.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -19,9 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
-from deepenough.artifacts import load_tensors, save_tensors
+from deepenough.artifacts import DamagedError, load_tensors, save_tensors
 from deepenough.config import provenance
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
@@ -34,6 +34,9 @@ from deepenough.shortcut.reading import (
     run_batch,
 )
 from deepenough.shortcut.statistics import LayerStatistics, Targets, statistics_bytes
+from deepenough.training.distributed import agree
+
+log = logging.getLogger("deepenough")
 
 Progress = Callable[[int, int | None], None]
 
@@ -104,7 +107,7 @@ def _accumulate(
 ) -> Tally:
     """Add up this process's share of the texts, from where a checkpoint stands."""
     rank, world = init_distributed()
-    done, texts_so_far = checkpoint.load(statistics) if checkpoint else (0, "")
+    done, texts_so_far = agree(lambda: checkpoint.load(statistics) if checkpoint else (0, ""))
     total = len(texts) if isinstance(texts, Sized) else None
     tally = Tally()
     index = 0
@@ -143,7 +146,11 @@ class FitCheckpoint:
         """Fill in the sums; return how many batches are done and the hash of their texts."""
         if not self.path.is_file():
             return 0, ""
-        tensors, header = load_tensors(self.path)
+        try:
+            tensors, header = load_tensors(self.path)
+        except DamagedError as error:
+            log.warning("%s The fit begins again.", error)
+            return 0, ""
         try:
             check_same_fit(self.path.parent, json.loads(header["about"]), self.about)
             statistics.load_state_dict(tensors)
@@ -165,7 +172,7 @@ class FitCheckpoint:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             save_tensors(self.path, statistics.state_dict(), header)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written ({error}): make room for it."
             ) from error

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -299,7 +298,7 @@ class Shortcuts:
         }
         try:
             save_artifact(Path(folder) / TENSORS, tensors, index)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise UserError(f"Shortcuts cannot be written to {folder}: {error}.") from error
 
     @classmethod

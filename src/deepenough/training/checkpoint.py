@@ -1,7 +1,8 @@
 """Checkpoints on disk: folders of safetensors and JSON, complete or absent.
 
 A checkpoint is written under a temporary name and renamed when everything is on disk, so that a
-kill or a full disk at any moment leaves the previous one as it was. Nothing is pickled. Randomness
+kill or a full disk at any moment leaves the previous one as it was. It has checksums: one that was
+damaged, or into which a file of another was put, is passed over. Nothing is pickled. Randomness
 needs no place in it: the loop derives every seed from the run's seed and the step.
 """
 
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deepenough.artifacts import atomic_path
+from deepenough.artifacts import ASIDE, DamagedError, atomic_path, restore, seal, verify
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder
 from deepenough.training.logging import writing
@@ -48,8 +49,6 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     Later ones go too: they are of a past from which the run did not go on.
     """
     final = folder / f"{_PREFIX}{checkpoint.step:09d}"
-    for left in folder.glob(f"{_PREFIX}*.tmp"):  # by a kill
-        shutil.rmtree(left, ignore_errors=True)
     with writing(final), atomic_path(final) as partial:
         partial.mkdir(parents=True)
         for part in _PARTS:
@@ -59,6 +58,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             save_file(copies, partial / f"{part}.safetensors")
         content = {"step": checkpoint.step} | checkpoint.values
         (partial / _STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        seal(partial)
     names = list_names(folder)
     kept = names[: names.index(final.name) + 1][-keep:]
     for name in names:
@@ -76,7 +76,7 @@ def load_last(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     for name in reversed(list_names(folder)):
         try:
             return _load(folder / name), damaged
-        except (OSError, ValueError, TypeError, KeyError, SafetensorError):
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError, DamagedError):
             damaged.append(name)
     if damaged:
         raise UserError(
@@ -90,12 +90,17 @@ def list_names(folder: Path) -> list[str]:
     """Return the checkpoints that are there, oldest first."""
     if not folder.is_dir():
         return []
+    for aside in folder.glob(f"{_PREFIX}*{ASIDE}"):
+        restore(aside.with_name(aside.name.removesuffix(ASIDE)))
     names = (entry.name for entry in folder.iterdir())
     return sorted(n for n in names if n.startswith(_PREFIX) and not n.endswith(".tmp"))
 
 
 def _load(path: Path) -> Checkpoint:
+    verify(path)
     values = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    if f"{_PREFIX}{values['step']:09d}" != path.name:
+        raise ValueError("it is of another step")
     # Copies, because what is loaded is mapped from the file at any alignment, on which the last bit
     # of a matrix product may depend.
     tensors = {

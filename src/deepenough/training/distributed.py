@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
@@ -79,6 +80,26 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result
+
+
+def agree(function: Callable[[], T]) -> T:
+    """Run `function` in every process and return its result; a UserError of any is raised in all.
+
+    Else those that go on would wait for the one that refuses.
+    """
+    answer: list[T] = []
+    refusal: UserError | None = None
+    try:
+        answer.append(function())
+    except UserError as error:
+        refusal = error
+    refusals = [refusal]
+    if dist.is_initialized():
+        refusals = [None] * dist.get_world_size()
+        dist.all_gather_object(refusals, refusal)
+    if (first := next(filter(None, refusals), None)) is not None:
+        raise first
+    return answer[0]
 
 
 def from_all(accelerator: Accelerator | None, value: T) -> list[T]:

@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from safetensors import SafetensorError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from transformers.utils import logging as transformers_logging
 
+from deepenough.artifacts import disk_reason
 from deepenough.errors import UserError
 from deepenough.runs import Metrics, Record, RunFolder
 
@@ -35,8 +35,9 @@ def writing(path: Path) -> Iterator[None]:
     """Say in a sentence what a full disk or a missing permission means for a run."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except Exception as error:
+        if isinstance(error, UserError) or (reason := disk_reason(error)) is None:
+            raise
         raise UserError(
             f"{path} cannot be written ({reason}); the last checkpoint is intact: make room and go "
             "on with --resume."

@@ -24,14 +24,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from deepenough.artifacts import atomic_path
+from deepenough.artifacts import atomic_path, is_intact, restore, seal
 from deepenough.config import dump, validate
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder, read_records
 from deepenough.training import checkpoint as checkpoints
 from deepenough.training.checkpoint import Checkpoint
 from deepenough.training.config import TrainingConfig, lr_factor, seed_at
-from deepenough.training.distributed import on_main
+from deepenough.training.distributed import agree, on_main
 from deepenough.training.logging import Meter, Recorder, log_to, reading, writing
 from deepenough.training.task import Task
 
@@ -74,7 +74,7 @@ class Trainer:
 
     def resume(self) -> int:
         """Take up the last checkpoint in the run folder, if there is one; return the steps done."""
-        found, damaged = checkpoints.load_last(self.run.checkpoints)
+        found, damaged = agree(lambda: checkpoints.load_last(self.run.checkpoints))
         step = found.step if found is not None else 0
         if step != on_main(self.accelerator, lambda: step):
             raise UserError(
@@ -85,16 +85,21 @@ class Trainer:
             names = ", ".join(damaged)
             logger.warning("The checkpoint %s cannot be read: going on from step %d.", names, step)
         if found is not None:
-            self._restore(found)
+            agree(lambda: self._restore(found))
         self.first = step
         on_main(self.accelerator, lambda: self.recorder.begin(step))
         return step
 
     def _restore(self, found: Checkpoint) -> None:
         checkpoints.check_identity(found.values["run"], self.task.identity(), self.run)
-        self.task.model.load_state_dict(found.model)
-        for phase, optimizer in self.optimizers.items():
-            checkpoints.restore_optimizer(phase, optimizer, found.optimizers)
+        try:
+            self.task.model.load_state_dict(found.model)
+            for phase, optimizer in self.optimizers.items():
+                checkpoints.restore_optimizer(phase, optimizer, found.optimizers)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(
+                f"The checkpoint in {self.run.path} is of another model: give another folder."
+            ) from error
         vars(self.meter).update(found.values["meter"])
         # A checkpoint holds the streams of all processes, whose number may have changed.
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
@@ -208,9 +213,10 @@ class Trainer:
         run, steps = self.run, self.settings.steps
 
         def write_model() -> bool:
-            if not run.model.exists():
+            if not is_intact(restore(run.model)):
                 with writing(run.model), atomic_path(run.model) as partial:
                     self.task.save(partial)
+                    seal(partial)
             records = read_records(run.metrics)[0] if run.metrics.is_file() else []
             return any(record.step == steps and record.kind == "test" for record in records)
 
@@ -240,6 +246,7 @@ def training(config: Any, task: Task, accelerator: Accelerator) -> Iterator[Trai
             dump(replace(config, resume=False, overwrite=False), run.config)
 
     with contextlib.ExitStack() as stack:
+        agree(lambda: stack.enter_context(run.lock()))
         if accelerator.is_main_process:
             stack.enter_context(log_to(run.log))
         trainer = Trainer(task, config.train, run, accelerator)
