@@ -15,6 +15,7 @@ import torch
 from deepenough import artifacts
 from deepenough.artifacts import (
     DamagedError,
+    FinishedParts,
     atomic_path,
     cache_folder,
     entry,
@@ -92,6 +93,24 @@ def test_two_at_once_agree(tmp_path):
         thread.join()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a" / "x").read_text() == "same"
+
+
+def test_parts_are_kept_until_all_is_done(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        return {"values": [1.5, float("inf")], "number": len(made)}
+
+    first = FinishedParts(tmp_path, "work", {"seed": 0})
+    assert first.get("a", make) == FinishedParts(tmp_path, "work", {"seed": 0}).get("a", make)
+    assert FinishedParts(tmp_path, "work", {"seed": 1}).get("a", make)["number"] == 2
+    for path in (tmp_path / "checkpoints").rglob("a.json"):
+        path.write_text("{")  # damaged
+    assert first.get("a", make)["number"] == 3
+    first.close()
+    assert list(tmp_path.iterdir()) == []
+    assert FinishedParts(None, "work").get("a", make)["number"] == 4
 
 
 # -- replacing, checksums and locks ----------------------------------------------------------------

@@ -454,3 +454,46 @@ def _put(temporary: Path, folder: Path) -> None:
     except OSError:
         if not folder.is_dir():  # else another process was first, with the same content
             raise
+
+
+# -- long work in parts ----------------------------------------------------------------------------
+
+
+class FinishedParts:
+    """The finished parts of a long measurement, kept until the whole of it is done.
+
+    A command that was stopped and is repeated finds them and measures only what is missing. They
+    lie in `checkpoints/` of the folder that the command writes to, under a hash of everything that
+    decides them, so that those of other settings are never read.
+    """
+
+    def __init__(self, folder: Path | None, kind: str, *decides: object) -> None:
+        """Look for the parts of a `kind` of work in a folder; None keeps nothing."""
+        self._all = None if folder is None else folder / "checkpoints"
+        self._kind, self._name = kind, f"{kind}-{key_of(*map(repr, decides))}"
+
+    def get(self, name: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a part that was finished before, or `make` it and keep it."""
+        if self._all is None:
+            return dict(make())
+        path = self._all / self._name / f"{name}.json"
+        with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or it is damaged
+            return dict(json.loads(read_json(path)["part"]))
+        text = json.dumps(make())  # a text of its own, which may hold NaN and infinity
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"part": text})
+        return dict(json.loads(text))
+
+    def close(self) -> None:
+        """Delete all parts of this kind of work: its result is on disk."""
+        if self._all is not None:
+            for parts in self._all.glob(f"{self._kind}-*"):
+                shutil.rmtree(parts, ignore_errors=True)
+            with contextlib.suppress(OSError):  # others keep something there
+                self._all.rmdir()
+
+
+def files_of(*folders: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of every file in some folders, if they are there."""
+    paths = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]

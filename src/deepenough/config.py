@@ -61,6 +61,8 @@ class Command:
     """Options whose values may stand first, without their names; `name*` takes all that follow."""
     draws: str = ""
     """The option that names a run whose figures are drawn afterwards, into `out`."""
+    goes_on: bool = False
+    """Whether it has no `--resume`, but goes on where it was stopped when it is repeated."""
 
 
 @dataclass

@@ -20,10 +20,10 @@ import re
 import shutil
 import time as clock
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -138,6 +138,23 @@ def append_record(path: str | os.PathLike[str], record: Record) -> None:
     Metrics(path).append(record)
 
 
+def replace_records(
+    path: Path, records: Sequence[Record], replaced: Callable[[Record], bool] | None = None
+) -> None:
+    """Write records, all or none, in the place of those that are `replaced`.
+
+    By default these are all of the same kinds.
+    """
+    kinds = {record.kind for record in records}
+    replaced = replaced or (lambda record: record.kind in kinds)
+    with atomic_path(path) as partial, open(partial, "wb") as file:
+        for line, record in _lines(path) if path.exists() else ():
+            if record is None or not replaced(record):
+                file.write(line if line.endswith(b"\n") else line + b"\n")
+        for record in records:
+            file.write(record.to_json().encode() + b"\n")
+
+
 def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
     """Return all records of a metrics file in order, and how many corrupted lines were skipped.
 
@@ -213,7 +230,10 @@ class RunFolder:
         plots: Pictures drawn from the records.
         derived: The run that trains what a search has found.
         events: TensorBoard event files.
+        begun: Folders in which this process has started or resumed a run.
     """
+
+    begun: ClassVar[set[Path]] = set()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -248,6 +268,7 @@ class RunFolder:
                     folder._delete()
         except OSError as error:
             raise UserError(f"The run folder {path} cannot be made: {error.strerror}.") from error
+        cls.begun.add(folder.path.resolve())
         return folder
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
@@ -265,7 +286,10 @@ class RunFolder:
             raise UserError("A run is either resumed or overwritten; give only one of the two.")
         if folder.path.exists() and not folder.path.is_dir():
             raise UserError(f"{path} is a file; choose another folder for the run.")
-        if folder.path.is_dir() and any(folder.path.iterdir()):
+        # A kill may leave no more than the temporary form of a first file: nothing has begun.
+        left = (".tmp", ".lock")
+        entries = folder.path.iterdir() if folder.path.is_dir() else ()
+        if any(not entry.name.endswith(left) for entry in entries):
             if overwrite:
                 folder._check_deletable()
             elif not resume:
