@@ -10,9 +10,12 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from deepenough.config import Command, bounded
+from deepenough.artifacts import FinishedParts
+from deepenough.config import Command, bounded, provenance
 from deepenough.errors import UserError
 
 PROMPT = "The capital of France is Paris, and the capital of Germany is"
@@ -38,9 +41,9 @@ def run_demo(config: DemoConfig) -> None:
 
     began = time.perf_counter()
     steps = demo_steps(config)
-    for number, (what, words) in enumerate(steps, start=1):
-        line = shlex.join(["deepenough", *words])
-        print(f"\n[{number}/{len(steps)}] {what}\n$ {line}", file=sys.stderr, flush=True)
+    parts = FinishedParts(Path(config.out), "demo", config, provenance())
+
+    def make(line: str, words: list[str]) -> dict[str, Any]:
         try:
             # In this process: loading torch anew for each step would take a minute.
             code = run(words)
@@ -48,8 +51,15 @@ def run_demo(config: DemoConfig) -> None:
             raise UserError(f"{error} The demo stopped at {line}.") from error
         if code:
             raise UserError(f"The demo stopped at {line}; see above why.")
+        return {}
+
+    for number, (what, words) in enumerate(steps, start=1):
+        line = shlex.join(["deepenough", *words])
+        print(f"\n[{number}/{len(steps)}] {what}\n$ {line}", file=sys.stderr, flush=True)
+        parts.get(str(number), partial(make, line, words))  # unless an interrupted demo has done it
         if number < len(steps):  # the report's path is to stand last
             print(f"  {time.perf_counter() - began:.0f} s so far", file=sys.stderr, flush=True)
+    parts.close()
 
 
 def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:
@@ -113,5 +123,6 @@ DEMO = Command(
     description="Every method in small, in a few minutes, without data or network, into one\n"
     "report: shortcuts and lossless speed on a real model, a search for blocks, pondering\n"
     "on parity, a lazy transformer on programs.",
+    goes_on=True,
     example="deepenough demo --out runs/demo",
 )

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from deepenough.artifacts import FinishedParts
 from deepenough.compare import protocol
 from deepenough.compare.config import CompareConfig
 from deepenough.compare.protocol import count_flops, measure
@@ -90,8 +91,31 @@ def test_bookkeeping_is_measured(clock):
     sleeper = Sleeper("a", [20, 10], [], clock)
     found, bookkeeping = measure([sleeper], CompareConfig(rounds=6, count_flops=False))
     assert found[0]["flops_counted"] is None
-    # Between two passes the clock is read once more, and so at the end of all.
-    assert bookkeeping == pytest.approx(0.001 * (6 * 2 + 1) / (6 * (0.021 + 0.011)))
+    # Between two passes the clock is read once more, and so at the end of every round.
+    assert bookkeeping == pytest.approx(0.001 * 6 * (2 + 1) / (6 * (0.021 + 0.011)))
+
+
+def test_an_interrupted_comparison_measures_only_what_is_missing(tmp_path, clock):
+    config, diary = CompareConfig(rounds=3, count_flops=False), []
+    whole, _ = measure([Sleeper("a", [20, 10], [], clock)], config)
+
+    class Interrupted(Sleeper):
+        def run(self, point):
+            if len(diary) == 7:  # both were run and judged, and the first round is timed
+                raise KeyboardInterrupt
+            return super().run(point)
+
+    parts = FinishedParts(tmp_path, "compare", config)
+    with pytest.raises(KeyboardInterrupt):
+        measure([Interrupted("a", [20, 10], diary, clock)], config, parts=parts)
+    diary.clear()
+    found, _ = measure([Sleeper("a", [20, 10], diary, clock)], config, parts=parts)
+    assert len(diary) == 2 + 2 * 2  # a pass of each to warm up, then two rounds
+    for row, expected in zip(found, whole, strict=True):
+        assert row["quality"] == expected["quality"] and row["units"] == expected["units"]
+        assert row["milliseconds"] == pytest.approx(expected["milliseconds"])
+    parts.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_flops_are_counted_by_torch():

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepenough import Shortcuts, UserError
+from deepenough.decoding import calibration
 from deepenough.decoding.api import early_exit, speculate
 from deepenough.decoding.calibration import (
     INDEX,
@@ -210,3 +211,27 @@ def test_bad_input(model, shortcuts, tmp_path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"format": "something"}))
     with pytest.raises(UserError, match="cannot be read"):
         early_exit(model, shortcuts, guarantee=tmp_path)
+
+
+@pytest.mark.parametrize("fill", ["copy", "deferred"])
+def test_an_interrupted_calibration_goes_on(model, shortcuts, tmp_path, monkeypatch, fill) -> None:
+    """Nothing is promised before all texts are written and measured."""
+    fast, texts = exiting(model, shortcuts, fill), make_texts(40)
+    whole = calibrate(fast, tokens, texts, **LIMITS)
+    written = 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal written
+        written += 1
+        if written == 3:
+            raise KeyboardInterrupt
+        return continue_prompts(*arguments)
+
+    monkeypatch.setattr(calibration, "continue_prompts", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(fast, tokens, texts, **LIMITS, resume=tmp_path)
+    assert not (tmp_path / INDEX).exists()
+    assert calibrate(fast, tokens, texts, **LIMITS, resume=tmp_path) == whole
+    assert written == 3 + 3  # of five batches, two were written before
+    assert [path.name for path in tmp_path.iterdir()] == [INDEX]
+    assert Calibration.from_pretrained(tmp_path) == whole

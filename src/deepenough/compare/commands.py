@@ -43,6 +43,7 @@ COMPARE = Command(
     run=_compare,
     description="Measure runs of one task at several operating points: quality against layers,\n"
     "FLOPs and milliseconds, with intervals, in frontier.json and pictures.",
+    goes_on=True,
     example="deepenough compare runs/first runs/second --out runs/both",
     positional=("runs*",),
 )

@@ -13,13 +13,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepenough.artifacts import write_json
+from deepenough.artifacts import FinishedParts, files_of, write_json
 from deepenough.compare.config import CompareConfig
 from deepenough.compare.protocol import Advance, measure
 from deepenough.config import provenance, resolve, to_dict, validate
@@ -69,7 +69,11 @@ def run_comparison(settings: CompareConfig, advance: Advance | None = None) -> d
     check_one_task(candidates, settings.runs)
     with writing(out):  # before hours of measuring
         pass
-    points, bookkeeping = measure(candidates, settings, advance)
+    places = [place for run in settings.runs for place in _model_places(RunFolder(Path(run)))]
+    tasks = [candidate.task for candidate in candidates]
+    about = (replace(settings, out=""), tasks, files_of(*places), torch.get_num_threads())
+    parts = FinishedParts(out, "compare", *about, provenance())
+    points, bookkeeping = measure(candidates, settings, advance, parts)
     better = candidates[0].task.higher_is_better
     for point in points:
         point["folder"] = folders[point["run"]]
@@ -91,7 +95,13 @@ def run_comparison(settings: CompareConfig, advance: Advance | None = None) -> d
     }
     with writing(out):
         write_json(out / FRONTIER, content)
+    parts.close()
     return content
+
+
+def _model_places(folder: RunFolder) -> tuple[Path, ...]:
+    """Return where a run keeps what is compared: a model, the one it led to, or maps."""
+    return folder.model, folder.derived / "model", folder.path / "shortcuts"
 
 
 def check_one_task(candidates: Sequence[Candidate], runs: Sequence[str]) -> None:
@@ -127,8 +137,7 @@ def _open(run: str, name: str, settings: CompareConfig) -> Candidate:
             "to compare: leave it out."
         )
     folder = RunFolder.open(run)
-    places = (folder.model, folder.derived / "model", folder.path / "shortcuts")
-    if not any(place.is_dir() for place in places):
+    if not any(place.is_dir() for place in _model_places(folder)):
         raise UserError(
             f"The run {run} is not finished: it has no model. Resume it with --resume, or leave it "
             "out."

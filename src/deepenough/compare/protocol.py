@@ -15,49 +15,75 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from deepenough.artifacts import FinishedParts
 from deepenough.compare.config import CompareConfig
-from deepenough.measurement import Candidate, Interval, OperatingPoint, median_interval
+from deepenough.measurement import Candidate, Interval, OperatingPoint, Scores, median_interval
 
 #: Hears how many passes are done, and of how many.
 Advance = Callable[[int, int], None]
 
 
 def measure(
-    candidates: Sequence[Candidate], config: CompareConfig, advance: Advance | None = None
+    candidates: Sequence[Candidate],
+    config: CompareConfig,
+    advance: Advance | None = None,
+    parts: FinishedParts | None = None,
 ) -> tuple[list[dict[str, Any]], float]:
     """Measure every operating point of every candidate.
+
+    What a point scored and every round that is timed are `parts`: those that are there already are
+    not measured again.
 
     Returns:
         A row of `frontier.json` for every point, and the time that the rounds took with no model
         at work, as a share of the rest.
     """
     pairs = [(candidate, point) for candidate in candidates for point in candidate.points()]
+    parts = parts or FinishedParts(None, "compare")
     total = len(pairs) * (1 + config.rounds)
-    prepared = []
-    for done, (candidate, point) in enumerate(pairs, start=1):
+    cold = set(range(len(pairs)))
+
+    def score(place: int) -> dict[str, Any]:
+        candidate, point = pairs[place]
         judged = candidate.judge(point, candidate.run(point))
         counted = count_flops(candidate, point) if config.count_flops else None
-        prepared.append((judged, counted))
+        cold.discard(place)
+        return {"judged": asdict(judged), "counted": counted}
+
+    def time_round(order: list[int]) -> dict[str, Any]:
+        while cold:  # a point that was scored before the command was stopped
+            _timed(*pairs[cold.pop()])
+        begun = time.perf_counter()
+        own = {place: _timed(*pairs[place]) for place in order}
+        spent = time.perf_counter() - begun
+        return {"seconds": [own[place] for place in range(len(pairs))], "spent": spent}
+
+    prepared = []
+    for place in range(len(pairs)):
+        part = parts.get(f"point-{place}", partial(score, place))
+        quality = Interval(*part["judged"].pop("quality"))
+        prepared.append((Scores(quality, **part["judged"]), part["counted"]))
         if advance is not None:
-            advance(done, total)
-    seconds: list[list[float]] = [[] for _ in pairs]
+            advance(place + 1, total)
     shuffle = random.Random(config.seed).shuffle
-    begun = time.perf_counter()
+    rounds: list[dict[str, Any]] = []
     for number in range(1, config.rounds + 1):
         order = list(range(len(pairs)))
         shuffle(order)
         if advance is not None:
             advance(number * len(pairs), total)
-        for place in order:
-            seconds[place].append(_timed(*pairs[place]))
+        rounds.append(parts.get(f"round-{number}", partial(time_round, order)))
+    seconds = [list(own) for own in zip(*(each["seconds"] for each in rounds), strict=True)]
     at_work = sum(map(sum, seconds))
-    bookkeeping = (time.perf_counter() - begun - at_work) / at_work
+    bookkeeping = (sum(each["spent"] for each in rounds) - at_work) / at_work
     rows = []
     for (candidate, point), (judged, counted), own in zip(pairs, prepared, seconds, strict=True):
         # Round by round, in which a slow round cancels.

@@ -28,6 +28,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Binomial, kl_divergence
 
-from deepenough.artifacts import read_json, write_json
+from deepenough.artifacts import FinishedParts, read_json, write_json
+from deepenough.config import provenance
 from deepenough.decoding.early_exit import (
     POLICIES,
     ExitCheck,
@@ -312,6 +314,7 @@ def calibrate(
     new_tokens: int = 64,
     batch: int = 8,
     progress: Callable[[int, int], Any] | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> Calibration:
     """Find the fastest of `thresholds` whose risk is at most `max_disagreement`, if there is one.
 
@@ -328,6 +331,8 @@ def calibrate(
         new_tokens: Most new tokens of each text.
         batch: Texts written at once.
         progress: Called with how many texts are written, and of how many.
+        resume: A folder in which texts and measurements are kept until all is done, so that an
+            interrupted call goes on when it is repeated.
     """
     rule = getattr(fast, "exit_rule", None)
     if not isinstance(rule, ExitRule):
@@ -355,27 +360,42 @@ def calibrate(
             f"are {needed * new_tokens} new tokens, and more if the exits err at all."
         )
     engine: Engine = fast.decoding_engine
+    identity, maps = engine.adapter.identity(), _maps_hash(rule)
+    vocab = None if rule.exit_vocab is None else tuple(rule.exit_vocab.tolist())
+    decides = (identity, maps, policy, rule.layers, rule.kv_propagation, vocab, prompts, new_tokens)
+    folder = None if resume is None else Path(resume)
+    parts = FinishedParts(folder, "calibrate", *decides, batch, provenance())
+
+    def write(start: int) -> dict[str, Any]:
+        made = continue_prompts(engine, prompts[start : start + batch], new_tokens)
+        return {"texts": [(text.ids_T.tolist(), text.prompt) for text in made]}
+
     written: list[SelfGenerated] = []
     for start in range(0, len(prompts), batch):
-        written += continue_prompts(engine, prompts[start : start + batch], new_tokens)
+        for ids, prompt in parts.get(f"texts-{start}", partial(write, start))["texts"]:
+            written.append(SelfGenerated(torch.tensor(ids), torch.empty(0), prompt))
         if progress is not None:
             progress(len(written), len(prompts))
     measure = threshold_losses(engine, rule, written)
     layers: dict[float, float] = {}
 
-    def losses(threshold: float) -> Tensor:
+    def measured(threshold: float) -> dict[str, Any]:
         losses_N, layers_N = measure(threshold)
-        layers[threshold] = float(layers_N.mean())
-        return losses_N
+        return {"losses": losses_N.tolist(), "layers": float(layers_N.mean())}
+
+    def losses(threshold: float) -> Tensor:
+        part = parts.get(f"threshold-{threshold}", partial(measured, threshold))
+        layers[threshold] = part["layers"]
+        return torch.tensor(part["losses"], dtype=torch.float64)
 
     found, risks, p_values = learn_then_test(losses, thresholds, max_disagreement, confidence)
-    return Calibration(
+    calibration = Calibration(
         threshold=found,
         policy=names[type(policy)],
         policy_options=options,
         exit_layers=tuple(sorted(set(rule.layers))),
         kv_propagation=rule.kv_propagation,
-        exit_vocab=None if rule.exit_vocab is None else tuple(rule.exit_vocab.tolist()),
+        exit_vocab=vocab,
         max_disagreement=max_disagreement,
         confidence=confidence,
         texts=len(written),
@@ -384,6 +404,10 @@ def calibrate(
         risks=tuple(risks),
         p_values=tuple(p_values),
         layers=None if found is None else layers[found],
-        model=engine.adapter.identity(),
-        maps=_maps_hash(rule),
+        model=identity,
+        maps=maps,
     )
+    if folder is not None:
+        calibration.save_pretrained(folder)
+        parts.close()
+    return calibration

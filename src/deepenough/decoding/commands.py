@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepenough.config import Command
@@ -195,7 +196,7 @@ def calibrate(config: CalibrateConfig) -> None:
     import random
 
     from deepenough.decoding.api import early_exit
-    from deepenough.decoding.calibration import calibrate
+    from deepenough.decoding.calibration import INDEX, calibrate
     from deepenough.decoding.early_exit import make_policy
     from deepenough.shortcut.modeling import Shortcuts
     from deepenough.training.logging import reading
@@ -213,6 +214,7 @@ def calibrate(config: CalibrateConfig) -> None:
         kv_propagation=config.kv_propagation,
         exit_vocab=_first_tokens(model, config.exit_vocab),
     )
+    folder = config.out or config.shortcuts
     with reading("texts") as progress:
         found = calibrate(
             fast,
@@ -223,8 +225,9 @@ def calibrate(config: CalibrateConfig) -> None:
             prompt_tokens=config.prompt_tokens,
             new_tokens=config.new_tokens,
             progress=progress,
+            resume=folder,
         )
-    path = str(found.save_pretrained(config.out or config.shortcuts))
+    path = str(Path(folder) / INDEX)
     if config.json:
         print(json.dumps({**vars(found), "exit_vocab": config.exit_vocab, "file": path}))
     else:
@@ -275,6 +278,7 @@ COMMANDS = (
         run=calibrate,
         description="Find the fastest exit threshold whose disagreement with the full model is\n"
         "bounded with the confidence asked for, on texts that the model writes itself.",
+        goes_on=True,
         example="deepenough decode calibrate smollm2 --shortcuts runs/shortcut/shortcuts \\\n"
         "    --data mytext.txt",
         positional=("model.name",),

@@ -344,14 +344,18 @@ class GenerationCandidate:
             pad_token_id=end[0] if isinstance(end, list) else end,
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
+            return_dict_in_generate=True,
         )
         for prompt in self.prompts:
-            ids = model.generate(
+            output = model.generate(
                 prompt[None], attention_mask=torch.ones_like(prompt)[None], generation_config=config
             )
+            if getattr(output, "interrupted", False):  # a text that was cut is not measured
+                raise KeyboardInterrupt
+            ids = output.sequences
             new = ids.shape[1] - len(prompt)
             plain = model is self.model
-            trace = full_trace(self.costs, len(prompt), new) if plain else model.trace
+            trace = full_trace(self.costs, len(prompt), new) if plain else output.trace
             texts.append((ids[0], trace))
         return texts
 

@@ -384,7 +384,8 @@ def _tune(
     progress: Callable[[int, int | None], None] | None,
 ) -> DraftModel:
     """Let the model write and fit drafts to it, which start as `earlier`; return them."""
-    dump(config, run.config)
+    if not run.config.is_file():  # else what was trained stays described as it was
+        dump(config, run.config)
     folder, seed = run.checkpoints / "text", config.train.seed
     texts = write_texts(folder, engine, tokenizer, config.data, config.text, seed, progress)
     own, adapter = config.head, engine.adapter

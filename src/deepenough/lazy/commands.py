@@ -142,6 +142,7 @@ COMMANDS = (
         config="deepenough.lazy.config:SweepConfig",
         run=sweep,
         description="Measure BLEU over a grid of encoder and decoder steps.",
+        goes_on=True,
         example="deepenough lazy sweep runs/lazy-multi30k --encoder_steps [6,9] --beams 1",
         positional=("run",),
     ),

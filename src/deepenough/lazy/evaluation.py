@@ -2,8 +2,8 @@
 
 Beside quality, a translator's evaluation measures the steps, FLOPs and seconds of the encoder. A
 sweep repeats it for other numbers of steps than those of training (the paper's "zero-shot
-inferring"). Every result is appended to the run's records as soon as it is found, so that an
-interrupted sweep loses nothing. What values of `epsilon` save is for `deepenough compare`.
+inferring"). Every result is appended to the run's records as soon as it is found, and a sweep that
+was interrupted goes on behind it. What values of `epsilon` save is for `deepenough compare`.
 
 What concerns programs alone is in `programs.py`, which builds on this module.
 """
@@ -14,6 +14,7 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from deepenough.artifacts import FinishedParts, files_of
 from deepenough.config import resolve, validate
 from deepenough.data.batches import cut_by_tokens
 from deepenough.data.tokenizer import load_tokenizer, lowers_case
@@ -136,14 +138,15 @@ def trained_with(config_class: type[C], run: str) -> C:
 
 
 def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
-    """Append to the run's records, at its last step; a bare model folder keeps none."""
+    """Append to the run's records, at its last step, once; a bare model folder keeps none."""
     folder = RunFolder(model_folder(run).parent)
     if not folder.metrics.is_file():
         return
     records, _ = read_records(folder.metrics)
     step = max((record.step for record in records), default=0)
-    with folder.lock():
-        Metrics(folder.metrics).append(Record(step, kind, values))
+    if not any(record.kind == kind and record.values == values for record in records):
+        with folder.lock():
+            Metrics(folder.metrics).append(Record(step, kind, values))
 
 
 # -- search and scores -----------------------------------------------------------------------------
@@ -269,7 +272,9 @@ def evaluate_translation(config: LazyEvalConfig) -> dict[str, Any]:
     validate(config)
     translator = load_translator(config.run)
     pairs = measured_pairs(config, translator)
-    return _measure(config, TRANSLATION, translator, pairs, config.search)
+    values = _measure(config, translator, pairs, config.search)
+    keep_record(config.run, TRANSLATION, values)
+    return values
 
 
 def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
@@ -289,8 +294,14 @@ def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
     for search in searches:  # all are checked before the first is measured
         search.check_for(translator.model)
     pairs = measured_pairs(config, translator).head(config.sentences)
-    for search in searches:
-        yield _measure(config, STEPS_RECORD, translator, pairs, search)
+    model = model_folder(config.run)
+    parts = FinishedParts(model.parent, "sweep", config, files_of(model))
+    for number, search in enumerate(searches):
+        measure = partial(_measure, config, translator, pairs, search)
+        values = parts.get(str(number), measure)
+        keep_record(config.run, STEPS_RECORD, values)
+        yield values
+    parts.close()
 
 
 def measured_pairs(config: LazyEvalConfig, translator: Translator) -> EncodedPairs:
@@ -305,13 +316,9 @@ def measured_pairs(config: LazyEvalConfig, translator: Translator) -> EncodedPai
 
 
 def _measure(
-    config: LazyEvalConfig,
-    kind: str,
-    translator: Translator,
-    pairs: EncodedPairs,
-    search: BeamSearchConfig,
+    config: LazyEvalConfig, translator: Translator, pairs: EncodedPairs, search: BeamSearchConfig
 ) -> dict[str, Any]:
-    """Record BLEU and seconds of the search, and what the encoder did; return all of it."""
+    """Return BLEU and seconds of the search, and what the encoder did."""
     model = translator.model
     started = time.perf_counter()
     translations = translate_pairs(*translator, pairs, search)
@@ -323,9 +330,7 @@ def _measure(
     values |= {name: getattr(model.config, name) for name in CALL_OPTIONS} | search.halting()
     values |= {"sentences": len(pairs), "seconds": seconds}
     values |= measure_encoder(model, pairs, search, NUM_TIMINGS)
-    values |= {"split": config.split, "test": config.test}
-    keep_record(config.run, kind, values)
-    return values
+    return values | {"split": config.split, "test": config.test}
 
 
 @torch.inference_mode()

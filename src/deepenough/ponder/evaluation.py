@@ -55,7 +55,7 @@ from deepenough.ponder.halting import (
 )
 from deepenough.ponder.inference import PonderOutput, Prediction, Text, replay, select_pass
 from deepenough.ponder.modeling import PonderClassifier
-from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_records
+from deepenough.runs import Record, RunFolder, model_folder, read_records, replace_records
 from deepenough.trace import DepthTrace
 from deepenough.training.logging import without_bars
 
@@ -268,10 +268,11 @@ def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
     if finished.folder.is_run():
         step, number = _place(finished.folder)
         about = {"model": model.config.objective, "data": texts.name, "split": split}
+        about |= {"evaluation": number}
+        found = records(answers, policy, finished.labels)
+        whole = [Record(step, kind, about | own) for kind, own in found]
         with finished.folder.lock():
-            metrics = Metrics(finished.folder.metrics)
-            for kind, found in records(answers, policy, finished.labels):
-                metrics.append(Record(step, kind, about | {"evaluation": number} | found))
+            replace_records(finished.folder.metrics, whole, lambda earlier: False)
     return values
 
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepenough.artifacts import write_text
 from deepenough.config import Command, dump, resolve
 from deepenough.errors import UserError
-from deepenough.runs import Record, RunFolder, read_config, read_records
+from deepenough.runs import Record, RunFolder, read_config, replace_records
 from deepenough.shortcut.config import (
     ShortcutEvalConfig,
     ShortcutFitConfig,
@@ -89,7 +87,7 @@ def _fit_all(
         each.save_pretrained(run.path / name)
         shutil.rmtree(run.checkpoints / name, ignore_errors=True)
     shutil.rmtree(tuning.model, ignore_errors=True)  # the maps are on disk once
-    _replace_records(run, [found["shortcuts"].record()])
+    replace_records(run.metrics, [found["shortcuts"].record()])
     print(
         f"{len(found['shortcuts'].maps)} maps of {config.model.name} in {config.out}/shortcuts; "
         f"next: deepenough shortcut eval {config.out} --data {config.data}"
@@ -185,7 +183,8 @@ def evaluate(config: ShortcutEvalConfig) -> None:
         "seconds": time.perf_counter() - started,
     }
     records = evaluation.records()
-    _replace_records(run, [Record(0, "evaluation", about), *records])
+    with run.lock():
+        replace_records(run.metrics, [Record(0, "evaluation", about), *records])
     print(f"{'mode':>14} {'layer':>5}" + "".join(f"{name:>11}" for name in _COLUMNS))
     for values in (record.values for record in records if record.kind == "layer"):
         numbers = "".join(f"{values[key]:>11.3f}" for key in _COLUMNS.values())
@@ -215,7 +214,8 @@ def lens(config: ShortcutLensConfig) -> None:
         shortcuts = others[0]
     model, tokenizer = fitted.model.load()
     record = look(model, tokenizer, shortcuts, config.prompt, config.mode)
-    _replace_records(run, [record])
+    with run.lock():
+        replace_records(run.metrics, [record])
     values = record.values
     last = len(values["layers"]) - 1
     heads = [Column(Text(repr(token)[1:-1])) for token in values["tokens"]]
@@ -252,16 +252,6 @@ def _saved(run: RunFolder) -> list[Shortcuts]:
             f"{run.path} has no maps yet: let deepenough shortcut fit finish (--resume goes on)."
         )
     return [Shortcuts.from_pretrained(folder) for folder in folders if folder.is_dir()]
-
-
-def _replace_records(run: RunFolder, records: Sequence[Record]) -> None:
-    """Write records in place of earlier ones of the same kinds."""
-    kinds = {record.kind for record in records}
-    earlier = read_records(run.metrics)[0] if run.metrics.exists() else []
-    kept = [record for record in earlier if record.kind not in kinds]
-    lines = (f"{record.to_json()}\n" for record in [*kept, *records])
-    with run.lock():
-        write_text(run.metrics, "".join(lines))
 
 
 COMMANDS: tuple[Command, ...] = (
