@@ -23,8 +23,12 @@ import json
 import os
 import re
 import select
+import shlex
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from deepenough import __version__
@@ -61,18 +65,20 @@ OTHERS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for a user's mistake, 130 for Ctrl-C."""
+    """Run one command and return its exit code.
+
+    That is 2 for a user's mistake, 130 for Ctrl-C and 143 for SIGTERM.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        code = run(words)
+        with _termination_is_an_exit():
+            code = run(words)
         sys.stdout.flush()
-        return code
     except UserError as error:
         print(f"deepenough: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("deepenough: interrupted", file=sys.stderr)
-        return 130
+        code = 128 + signal.SIGINT
     except BrokenPipeError:
         if not _reader_gone():
             raise
@@ -83,6 +89,35 @@ def main(argv: list[str] | None = None) -> int:
         advice = "make room, or give the permission"
         print(f"deepenough: error: {error.filename} {error.strerror}: {advice}.", file=sys.stderr)
         return 2
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM) and os.environ.get("RANK", "0") == "0":
+        print(f"deepenough: interrupted{_how_to_go_on(words)}", file=sys.stderr)
+    return code
+
+
+@contextlib.contextmanager
+def _termination_is_an_exit() -> Iterator[None]:
+    """Let SIGTERM end a command as an exit does, so that what is half done is cleared away."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _how_to_go_on(words: list[str]) -> str:
+    """Return what to add to the news that a command was interrupted: the command that goes on."""
+    name, rest = _split(words, commands())
+    command = commands()[name]
+    config = parse_command(command, name, rest)
+    if not (command.goes_on or hasattr(config, "resume")):
+        return ""
+    line = shlex.join(["deepenough", *words])
+    if hasattr(config, "resume") and Path(config.out).resolve() in RunFolder.begun:
+        line = re.sub(r" --(overwrite|resume)([= ](true|false))?(?= |$)", "", line) + " --resume"
+    return f"; go on with: {line}"
 
 
 def run(words: list[str]) -> int:

@@ -1,11 +1,12 @@
 """Two real processes give what one gives: the same losses, validation and choices to 1e-5.
 
-Without dropout, whose masks differ by process. The Gumbel noise does not: each process takes its
-streams' share of one draw.
+Language models and translators without dropout, whose masks differ by process; classifiers with it:
+each process takes its rows' share of one draw, as it takes its streams' share of the Gumbel noise.
 """
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from deepenough.__main__ import main
 from deepenough.training.trainer import Trainer
@@ -32,7 +39,10 @@ SETTINGS = {
     "train.accumulate": 2,
 }
 
-COMPARED = ("loss", "bits_per_byte", "bleu", "tau", "entropy", "expected_cost", "grad_norm")
+COMPARED = (
+    *("loss", "bits_per_byte", "bleu", "tau", "entropy", "expected_cost", "grad_norm"),
+    *("task", "kl", "accuracy", "passes", "agreement"),
+)
 
 
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +75,7 @@ def assert_close(one: Path, two: Path) -> None:
                 num_compared += 1
         for row, other in zip(before.get("pi", []), after.get("pi", []), strict=True):
             assert other == pytest.approx(row, abs=1e-5)
-        if before["kind"] in ("valid", "test"):
+        if before["kind"] in ("valid", "test") and "tokens" in before:
             assert after["tokens"] == before["tokens"]
         if before["kind"] == "derive":
             assert after["pattern"] == before["pattern"]
@@ -117,6 +127,56 @@ def test_pairs_of_different_lengths_are_shared_by_two_processes(
     torchrun("-m", "deepenough", *flags(settings | {"out": str(two)}, command))
     assert_close(one, two)
     assert records(one)[-1]["bleu"] > 10.0, "translations are compared by their BLEU"
+
+
+def assert_same_weights(one: Path, two: Path, tolerance: float = 1e-5) -> None:
+    first, second = load_file(one), load_file(two)
+    assert first.keys() == second.keys() and first
+    for name, weight in first.items():
+        if not name.endswith("key.bias"):  # which no attention depends on: its gradient is rounding
+            close = {"rtol": tolerance, "atol": tolerance}
+            torch.testing.assert_close(second[name], weight, **close, msg=name)
+
+
+def test_a_classifier_drops_in_two_processes_what_it_drops_in_one(
+    tmp_path: Path, reviews: Path, tiny_bert: Path
+) -> None:
+    """In embeddings, attention and heads; batches have texts of several lengths."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    settings = {"out": one, "data": reviews, "model.encoder": tiny_bert, "epochs": "null"}
+    settings |= {"model.dropout": 0.2, "dataset.batch_size": 8, "train.steps": 16}
+    settings |= {"train.warmup": 2, "train.log_every": 1, "train.valid_every": 4}
+    settings |= {"train.accumulate": 2, "train.lr": 1e-3}
+    assert main(flags(settings, ("ponder", "train"))) == 0
+    torchrun("-m", "deepenough", *flags(settings | {"out": two}, ("ponder", "train")))
+    assert_close(one, two)
+    assert_same_weights(one / "model/model.safetensors", two / "model/model.safetensors")
+
+
+def test_maps_are_tuned_in_two_processes_as_in_one(tmp_path: Path) -> None:
+    words = [f"w{number}" for number in range(40)]
+    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(
+        tmp_path / "gpt2"
+    )
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
+    config = GPT2Config(**sizes, initializer_range=0.3)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    draw = random.Random(0)
+    lines = [" ".join(draw.choices(words, k=draw.randrange(8, 30))) for _ in range(120)]
+    (tmp_path / "words.txt").write_text("\n".join(lines))
+    one, two = tmp_path / "one", tmp_path / "two"
+    settings = {"out": one, "model.name": tmp_path / "gpt2", "data": tmp_path / "words.txt"}
+    settings |= {"dataset.min_chars": 10, "tuned": "true", "tune.batch": 50, "tune.held_out": 64}
+    settings |= {"tune.top_tokens": 20, "tune.sampled_tokens": 5, "train.steps": 30}
+    settings |= {"train.log_every": 1, "train.valid_every": 10}
+    assert main(flags(settings, ("shortcut", "fit"))) == 0
+    torchrun("-m", "deepenough", *flags(settings | {"out": two}, ("shortcut", "fit")))
+    assert_close(one / "tuning", two / "tuning")
+    name = "shortcuts/shortcuts.safetensors"
+    assert_same_weights(one / name, two / name, 1e-4)
 
 
 def test_runs_move_between_one_process_and_two(

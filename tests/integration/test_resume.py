@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from deepenough.__main__ import main
+from deepenough.par import training
 from deepenough.training.trainer import Trainer
 
 Tiny = Callable[..., dict[str, Any]]
@@ -124,6 +125,58 @@ def test_retraining_is_resumed_too(
     assert main(flags("search", settings, "--resume")) == 0
     assert_same(whole, broken)
     assert_same(whole / "derived", broken / "derived")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_after_a_step_and_names_the_command_that_goes_on(
+    tmp_path: Path,
+    tiny: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    sent: signal.Signals,
+    code: int,
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "a run"
+    step = Trainer._step
+
+    def signalled(self: Trainer, number: int) -> Any:
+        if number == 5:
+            os.kill(os.getpid(), sent)
+        return step(self, number)
+
+    settings = tiny(stopped, {"model.dropout": 0.1}, log_every=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", signalled)
+        assert main(flags("train", settings, "--overwrite")) == code
+    assert (stopped / "checkpoints" / "step-000000006").is_dir()  # which no setting asks for
+    assert not (stopped / "model").exists()
+    said = capsys.readouterr().err.rpartition("go on with: deepenough ")[2]
+    assert "--overwrite" not in said and said.endswith("--resume\n")
+    assert main(shlex.split(said)) == 0
+    assert main(flags("train", settings | {"out": whole})) == 0
+    assert_same(whole, stopped)
+
+
+def test_the_second_signal_stops_at_once(
+    tmp_path: Path,
+    tiny: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def signalled(self: Trainer, number: int) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr(Trainer, "_step", signalled)
+    settings = tiny(tmp_path / "run")
+    assert main(flags("train", settings)) == 130
+    assert "once more stops at once" in capsys.readouterr().err
+    # Before a run has begun there is nothing to resume, and an earlier one is not taken for it.
+    monkeypatch.setattr(training, "_prepare", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    words = flags("train", tiny(tmp_path / "other"), "--overwrite")
+    assert main(words) == 130
+    assert capsys.readouterr().err.endswith(f"go on with: {shlex.join(['deepenough', *words])}\n")
 
 
 def test_the_advice_of_commands_can_be_followed(

@@ -283,7 +283,8 @@ def test_states_are_kept_as_exactly_as_the_limit_allows(
     assert torch.equal(kept(exact).states, full.states)
     half = kept(exact - 1)
     assert half.states.dtype == torch.bfloat16 and not caplog.text
-    assert torch.allclose(full.batch(3).states, half.batch(3).states, rtol=0.01)
+    exact_batch, half_batch = full.batch(3)[0], half.batch(3)[0]
+    assert torch.allclose(exact_batch.states, half_batch.states, rtol=0.01)
     part = kept(0.4 * exact)  # of 2/3 that all of them take in bfloat16
     assert "60 % of the text" in caplog.text
     assert 0.5 * len(full.last) < len(part.last) < 0.7 * len(full.last)
@@ -293,7 +294,7 @@ def test_states_are_kept_as_exactly_as_the_limit_allows(
 def test_an_epoch_has_every_position_once(llama: PreTrainedModel, tokenizer: Any) -> None:
     found = TuningStates(adapt(llama), tokenizer, make_texts(0, 60), [0, 2], 1, 0)
     found.keep(whitening(found.sample(10_000).states), 1e9)
-    total = sum(found.batch(index).last.double().sum(0) for index in range(len(found.last)))
+    total = sum(found.batch(index)[0].last.double().sum(0) for index in range(len(found.last)))
     torch.testing.assert_close(total, found.last.double().sum(0))
 
 
@@ -304,8 +305,14 @@ def test_processes_share_the_text_but_not_the_sample(
         TuningStates(adapt(llama), tokenizer, make_texts(0, 60), [0], 32, 0, share)
         for share in ((0, 1), (0, 2), (1, 2))
     )
-    read = [batch.ids.tolist() for part in parts for batch in part.tuned_on]
-    assert sorted(read) == sorted(batch.ids.tolist() for batch in whole.tuned_on)
+    for each in (whole, *parts):
+        each.keep(whitening(each.sample(10_000).states), 1e9)
+    assert sum(len(part.last) for part in parts) == len(whole.last)
+    for index in range(12):  # into the second epoch
+        (expected, share), *found = (each.batch(index) for each in (whole, *parts))
+        assert share == 1 and sum(own for _, own in found) == pytest.approx(2)
+        rows = [row for batch, own in found if own for row in batch.last.tolist()]
+        assert sorted(rows) == sorted(expected.last.tolist())
     assert torch.equal(parts[0].sample(50).last, parts[1].sample(50).last)
     held_out = [part.held_out(20).last for part in parts]
     assert torch.equal(*held_out) and len(held_out[0]) == 20

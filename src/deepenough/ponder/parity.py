@@ -47,9 +47,9 @@ from deepenough.ponder.halting import (
     ponder_loss,
 )
 from deepenough.ponder.inference import replay, select_pass
-from deepenough.runs import Record, RunFolder, append_record, read_records
+from deepenough.runs import Record, RunFolder, read_records, replace_records
 from deepenough.training.config import TrainingConfig, seed_at
-from deepenough.training.distributed import make_accelerator, on_main
+from deepenough.training.distributed import make_accelerator, mean_of_all, on_main
 from deepenough.training.logging import without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, Task
 from deepenough.training.trainer import check_folder, training
@@ -261,8 +261,9 @@ def _record_difficulty(task: ParityTask, run: RunFolder) -> None:
     if any(record.kind == PARITY for record in read_records(run.metrics)[0]):
         return  # the run was finished before
     train = task.settings.train
-    for band in task.measure(seed_at(train.seed, "final")):
-        append_record(run.metrics, Record(train.steps, PARITY, band))
+    bands = task.measure(seed_at(train.seed, "final"))
+    # All at once: a kill between two of them must not pass for a run that is finished.
+    replace_records(run.metrics, [Record(train.steps, PARITY, band) for band in bands])
 
 
 class ParityTask(Task):
@@ -274,7 +275,7 @@ class ParityTask(Task):
     def __init__(
         self, model: ParityModel, settings: ParityTrainConfig, accelerator: Accelerator
     ) -> None:
-        self.model, self.settings = model, settings
+        self.model, self.settings, self.accelerator = model, settings, accelerator
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.terms: dict[str, float] = {}
 
@@ -306,7 +307,7 @@ class ParityTask(Task):
 
     def train_values(self) -> dict[str, Any]:
         """Return the terms of the last loss."""
-        return self.terms
+        return mean_of_all(self.accelerator, self.terms)
 
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return quality on the bands of training, and on those beyond."""

@@ -39,7 +39,7 @@ from deepenough.ponder.modeling import (
     PonderEncoderForSequenceClassification,
 )
 from deepenough.runs import RunFolder
-from deepenough.training.distributed import make_accelerator
+from deepenough.training.distributed import make_accelerator, mean_of_all
 from deepenough.training.logging import without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, Task
 from deepenough.training.trainer import check_folder, training
@@ -78,6 +78,7 @@ class ClassificationTask(Task):
 
     unit = "examples"
     model: PonderClassifier
+    deals_rows = True
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class ClassificationTask(Task):
         accelerator: Accelerator,
     ) -> None:
         self.model, self.tokenizer, self.examples = model, tokenizer, examples
+        self.accelerator = accelerator
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.batches = LengthBatches(
             examples["train"].lengths, config.dataset.batch_size, config.train.seed
@@ -118,15 +120,16 @@ class ClassificationTask(Task):
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss of this process's share of a batch."""
         rows = self.batches.rows(step * self.config.train.accumulate + micro)
+        batch = self.examples["train"].batch(rows, self.model.device)
         # Every other one: neighbours are of a length, so processes get like work.
-        own = rows[self.rank :: self.world_size]
-        output = model(**self.examples["train"].batch(own, self.model.device))
+        own = {name: column[self.rank :: self.world_size] for name, column in batch.items()}
+        output = model(**own)
         self.terms = {name: float(term.detach()) for name, term in output.terms.items()}
-        return BatchLoss(output.loss, output.terms["task"], len(own))
+        return BatchLoss(output.loss, output.terms["task"], len(own["labels"]))
 
     def train_values(self) -> dict[str, Any]:
         """Return the terms of the last loss."""
-        return self.terms
+        return mean_of_all(self.accelerator, self.terms)
 
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return loss, accuracy and mean passes with the exit of the model's own settings."""

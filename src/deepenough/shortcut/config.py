@@ -114,8 +114,8 @@ class TuneConfig:
     """Positions of held-out text on which progress is measured."""
 
     memory: float = bounded(4.0, gt=0)
-    """GiB in which the states of the text may be kept; where all of them need more, maps are tuned
-    on a part of the text."""
+    """GiB in which the states of the text may be kept, over all processes; where all of them need
+    more, maps are tuned on a part of the text."""
 
 
 def tuning_defaults() -> TrainingConfig:

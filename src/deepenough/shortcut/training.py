@@ -46,7 +46,7 @@ from deepenough.shortcut.tuned_maps import (
     whitening,
 )
 from deepenough.training.config import seed_at
-from deepenough.training.distributed import is_main_process, make_accelerator
+from deepenough.training.distributed import is_main_process, make_accelerator, place_among
 from deepenough.training.logging import reading
 from deepenough.training.task import BatchLoss, Task
 from deepenough.training.trainer import check_folder, training
@@ -153,10 +153,11 @@ class TuneTask(Task):
         self.train = config.train
         self._start = shortcuts
         own, seed, last = config.tune, config.train.seed, adapter.num_layers
-        batch = max(1, own.batch // accelerator.num_processes)
-        share = (accelerator.process_index, accelerator.num_processes)
+        share = place_among(accelerator)
         window = shortcuts.meta.get("fit", {}).get("window")  # text is read as it was for the fit
-        self.states = TuningStates(adapter, tokenizer, texts, layers, batch, seed, share, window)
+        self.states = TuningStates(
+            adapter, tokenizer, texts, layers, own.batch, seed, share, window
+        )
         sample = self.states.sample(SAMPLE_PER_WIDTH * adapter.width)
         matrices = torch.stack([shortcuts.matrix(i, last).float().cpu() for i in layers])
         biases = torch.zeros(len(layers), adapter.width)
@@ -180,11 +181,14 @@ class TuneTask(Task):
         """Return the KL of a batch: the sum over layers to minimise, their mean to record."""
         index = step * self.train.accumulate + micro
         device = self.maps.change.device
-        states, last = (tensor.to(device) for tensor in self.states.batch(index))
+        (states, last), share = self.states.batch(index)
+        states, last = states.to(device), last.to(device)
         logits, log_weight = self._tokens(index)
         with torch.no_grad():
             log_p = (logits(last).float() + log_weight).log_softmax(-1)
         values = divergences(model(states), logits, log_p, log_weight)
+        # The mean over processes must be that over positions, of which they have more or fewer.
+        values = values * share
         # The sum, so that a layer's gradient does not depend on how many others there are.
         return BatchLoss(values.sum(), values.detach().mean(), len(last))
 
@@ -293,35 +297,35 @@ class TuningStates:
             layers: Layers whose states are wanted.
             batch: Positions in a step, and most tokens in a batch of text.
             seed: Seed of samples and of the order of positions.
-            share: `(k, n)`: of `n` processes, number `k` tunes on its share of the text.
+            share: `(k, n)`: of `n` processes, number `k` keeps every `n`-th batch of the text. All
+                of them make the batches of one process, from which each takes what it keeps.
             window: Longest stretch of text that is run at once.
         """
         self.adapter, self.layers, self.tally = adapter, list(layers), Tally()
         how = make_reading(adapter, "all", seed, batch_tokens=batch, window=window)
         found = list(batches(tokenizer, texts, how, self.tally))
-        rank, world_size = share
-        if len(found) < 1 + world_size:
+        self.rank, self.world_size = share
+        if len(found) < 1 + self.world_size:
             raise UserError(
-                f"The texts make {len(found)} batches, but {1 + world_size} are needed, one of "
-                "them to hold out: give more text or a smaller batch."
+                f"The texts make {len(found)} batches, but {1 + self.world_size} are needed, one "
+                "of them to hold out: give more text or a smaller batch."
             )
         # Neighbouring batches are of similar length, so every so-many-th is a fair sample.
         every = min(HELD_OUT_EVERY, len(found))
         self._held_out = found[every - 1 :: every]
         del found[every - 1 :: every]
-        self._all, self._batch, self._seed = found, batch, seed
-        self.tuned_on = found[rank::world_size]
+        self.tuned_on, self._batch, self._seed = found, batch, seed
 
     def sample(self, num: int) -> LayerStates:
         """Return about `num` positions of the text of all processes, the same for each."""
-        return self._sample(self._all, num)
+        return self._sample(self.tuned_on, num)
 
     def held_out(self, num: int) -> LayerStates:
         """Return about `num` positions of text that is not tuned on."""
         return self._sample(self._held_out, num)
 
     def keep(self, white: Whitening, limit: float) -> None:
-        """Run the texts that are tuned on, and keep their states, whitened, in `limit` bytes."""
+        """Run this process's texts, and keep their states, whitened, in `limit` bytes of all."""
         num = _num_positions(self.tuned_on)
         dtype = (
             torch.float32 if num * self._position_bytes(torch.float32) <= limit else torch.bfloat16
@@ -329,32 +333,45 @@ class TuningStates:
         share = limit / (num * self._position_bytes(dtype))
         if share < 1:
             of = len(self.tuned_on)
-            fewer = max(1, int(share * of))
+            fewer = max(self.world_size, int(share * of))
             self.tuned_on = [self.tuned_on[place * of // fewer] for place in range(fewer)]
             log.warning(
                 "The states of %d %% of the text fill tune.memory, and maps are tuned on no more.",
                 100 * share,
             )
-            num = _num_positions(self.tuned_on)
+        lengths = torch.tensor([_num_positions([batch]) for batch in self.tuned_on])
+        owner = torch.arange(len(lengths)) % self.world_size
+        is_own = (owner == self.rank).repeat_interleave(lengths)
+        # Where a position's states are kept; -1 where another process keeps them.
+        self._place = (is_own.cumsum(0) - 1).masked_fill(~is_own, -1)
+        num = int(is_own.sum())
         self.states = torch.empty(len(self.layers), num, self.adapter.width, dtype=dtype)
         self.last = torch.empty(num, self.adapter.width)
         done = 0
         with reading("positions") as show:
-            for tokens in self.tuned_on:
+            for tokens in self.tuned_on[self.rank :: self.world_size]:
                 states, last = self._run(tokens)
                 rows = slice(done, done := done + len(last))
                 self.states[:, rows], self.last[rows] = white(states), last
                 if is_main_process():
                     show(done, num)
 
-    def batch(self, index: int) -> LayerStates:
-        """Return the states of one step, whitened; an epoch is a random order of all positions."""
-        num = len(self.last)
+    def batch(self, index: int) -> tuple[LayerStates, float]:
+        """Return what this process keeps of one step's states, whitened, and its share in them.
+
+        An epoch is a random order of all positions. A share of 1 is that of equal parts; a process
+        that keeps none of them returns one of its own, with a share of 0.
+        """
+        num = len(self._place)
         size = min(self._batch, num)
         epoch, turn = divmod(index, num // size)
         generator = torch.Generator().manual_seed(seed_at(self._seed, "positions", epoch))
         chosen = torch.randperm(num, generator=generator)[turn * size : (turn + 1) * size]
-        return LayerStates(self.states[:, chosen].float(), self.last[chosen])
+        own = self._place[chosen]
+        own = own[own >= 0]
+        share = len(own) * self.world_size / size
+        own = own if len(own) else torch.zeros(1, dtype=torch.long)
+        return LayerStates(self.states[:, own].float(), self.last[own]), share
 
     def _position_bytes(self, dtype: torch.dtype) -> int:
         """Return the memory that one position takes; the last state is always kept exactly."""

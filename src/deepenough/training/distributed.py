@@ -6,7 +6,7 @@ Processes come from `torchrun` or `accelerate launch`; alone, everything here co
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepenough.errors import UserError
 from deepenough.training.config import TrainingConfig
@@ -80,6 +81,31 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result
+
+
+class SharedDropout(TorchDispatchMode):
+    """On a CPU, drop in the rows of this process what one process would drop in them.
+
+    Within it, dropout is drawn for the rows of all processes, to which they are dealt in turn.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
+        self.rank, self.world = place_among(accelerator)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation of torch."""
+        if func is not torch.ops.aten.bernoulli_.float:
+            return func(*args, **kwargs or {})
+        own, keep = args
+        of_all = own.new_empty(len(own) * self.world, *own.shape[1:]).bernoulli_(keep)
+        return own.copy_(of_all[self.rank :: self.world])
+
+
+def mean_of_all(accelerator: Accelerator, values: Mapping[str, float]) -> dict[str, float]:
+    """Return the means of values over all processes, in all."""
+    gathered = from_all(accelerator, dict(values))
+    return {name: sum(own[name] for own in gathered) / len(gathered) for name in values}
 
 
 def agree(function: Callable[[], T]) -> T:

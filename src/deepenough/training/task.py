@@ -36,6 +36,9 @@ class Task(ABC):
     model: nn.Module
     phase = WEIGHTS
     """Name of the one optimiser."""
+    deals_rows = False
+    """Whether processes are dealt the rows of one batch in turn, padded alike. On a CPU they then
+    drop what one process would; else each draws a dropout of its own."""
 
     def weights(self) -> list[nn.Parameter]:
         """Return the parameters that the one optimiser trains."""

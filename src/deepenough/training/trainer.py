@@ -14,6 +14,9 @@ import contextlib
 import ctypes
 import logging
 import math
+import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -31,7 +34,7 @@ from deepenough.runs import RunFolder, read_records
 from deepenough.training import checkpoint as checkpoints
 from deepenough.training.checkpoint import Checkpoint
 from deepenough.training.config import TrainingConfig, lr_factor, seed_at
-from deepenough.training.distributed import agree, on_main
+from deepenough.training.distributed import SharedDropout, agree, on_main
 from deepenough.training.logging import Meter, Recorder, log_to, reading, writing
 from deepenough.training.task import Task
 
@@ -45,6 +48,8 @@ class StepResult(NamedTuple):
     grad_norm: float
     units: int
     """Over all processes."""
+    stop: bool
+    """Whether a signal has asked any process to stop."""
 
 
 class Trainer:
@@ -71,6 +76,7 @@ class Trainer:
         self.meter = Meter()
         self.recorder = Recorder(run, accelerator.is_main_process)
         self.first = 0
+        self._signals: list[int] = []
 
     def resume(self) -> int:
         """Take up the last checkpoint in the run folder, if there is one; return the steps done."""
@@ -123,7 +129,10 @@ class Trainer:
         on_main(self.accelerator, write)
 
     def fit(self) -> None:
-        """Train to the last step, measure on the test split, write the model."""
+        """Train to the last step, measure on the test split, write the model.
+
+        Ctrl-C and SIGTERM stop it after the step that is being made, with a checkpoint.
+        """
         settings, task = self.settings, self.task
         task.model.train()
         is_main = self.accelerator.is_main_process
@@ -131,14 +140,18 @@ class Trainer:
             contextlib.closing(self.recorder),
             reading("steps", "training", self.first, enabled=is_main) as show,
         ):
-            for step in range(self.first, settings.steps):
-                started = time.perf_counter()
-                result = self._step(step)
-                seconds = time.perf_counter() - started
-                self.meter.add(result.loss, result.units, seconds)
-                rate = f"{result.units / max(seconds, 1e-9):,.0f} {task.unit}/s"
-                show(step + 1, settings.steps, f"loss {result.loss:.3f}, {rate}")
-                self._after(step + 1, result)
+            with noted_signals() as self._signals:
+                for step in range(self.first, settings.steps):
+                    started = time.perf_counter()
+                    result = self._step(step)
+                    seconds = time.perf_counter() - started
+                    self.meter.add(result.loss, result.units, seconds)
+                    rate = f"{result.units / max(seconds, 1e-9):,.0f} {task.unit}/s"
+                    show(step + 1, settings.steps, f"loss {result.loss:.3f}, {rate}")
+                    self._after(step + 1, result)
+                    if result.stop:
+                        terminated = signal.SIGTERM in self._signals
+                        raise SystemExit(128 + signal.SIGTERM) if terminated else KeyboardInterrupt
             self._finish()
 
     def _after(self, done: int, result: StepResult) -> None:
@@ -151,7 +164,7 @@ class Trainer:
             self.recorder.record(done, "train", values | self.task.train_values())
         if done % settings.valid_every == 0 or last:
             self._evaluate(done, "valid")
-        if done % settings.save_every == 0 or last:
+        if done % settings.save_every == 0 or last or result.stop:
             # No checkpoint of weights that are not finite may replace a good one.
             if not all(bool(p.isfinite().all()) for p in self.task.model.parameters()):
                 raise self._diverged(done, "Weights became infinite")
@@ -166,19 +179,25 @@ class Trainer:
 
     def _phase(self, step: int, phase: str) -> StepResult:
         settings, accelerator = self.settings, self.accelerator
-        torch.manual_seed(seed_at(settings.seed, step, phase, accelerator.process_index))
+        shares = self.task.deals_rows and accelerator.device.type == "cpu"
+        dropout = SharedDropout(accelerator) if shares and accelerator.num_processes > 1 else None
+        process = 0 if shares else accelerator.process_index
+        torch.manual_seed(seed_at(settings.seed, step, phase, process))
         total = torch.zeros((), device=accelerator.device)
         units = 0
         for micro in range(settings.accumulate):
             last = micro == settings.accumulate - 1
             # Gradients travel between processes once a step, with the last batch.
             with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
-                with accelerator.autocast():
+                with accelerator.autocast(), dropout or contextlib.nullcontext():
                     batch = self.task.loss(self.model, phase, step, micro)
                 accelerator.backward(batch.objective / settings.accumulate)
             total += batch.loss.detach() / settings.accumulate
             units += batch.units
-        loss = float(accelerator.reduce(total, reduction="mean"))
+        # All processes stop at the same step, whichever has heard a signal.
+        asked = torch.tensor(float(bool(self._signals)), device=total.device)
+        mean = accelerator.reduce(torch.stack([total, asked]), reduction="mean")
+        loss, stop = float(mean[0]), bool(mean[1] > 0)
         optimizer = self.optimizers[phase]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = float(nn.utils.clip_grad_norm_(parameters, settings.clip or math.inf))
@@ -189,7 +208,7 @@ class Trainer:
         optimizer.step()
         for each in self.optimizers.values():
             each.zero_grad(set_to_none=True)
-        return StepResult(loss, norm, units * accelerator.num_processes)
+        return StepResult(loss, norm, units * accelerator.num_processes, stop)
 
     def _evaluate(self, step: int, split: str) -> None:
         started = time.perf_counter()
@@ -256,6 +275,27 @@ def training(config: Any, task: Task, accelerator: Accelerator) -> Iterator[Trai
         else:  # what was trained stays described as it was
             logger.info("All %d steps are made already: nothing is trained.", trainer.first)
         yield trainer
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Yield a list that Ctrl-C and SIGTERM are noted in; the second time they act as before."""
+    noted: list[int] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, _: Any) -> None:
+        noted.append(number)
+        signal.signal(number, before[number])
+        sys.stderr.write("stopping after this step; once more stops at once\n")
+
+    if threading.current_thread() is threading.main_thread():
+        for each in (signal.SIGINT, signal.SIGTERM):
+            before[each] = signal.signal(each, note)
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def keep_freed_memory() -> None:
