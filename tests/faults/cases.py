@@ -222,13 +222,20 @@ def _content(path: Path) -> Any:
             for name, tensor in tensors
         }
     if path.suffix == ".jsonl":
-        return [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
+        return [_timeless(_parsed(line)) for line in path.read_text().splitlines()]
     if path.suffix == ".json" and not path.name.endswith(".data.json"):  # of a picture
         return _timeless(json.loads(path.read_text()))
     if path.suffix == ".yaml":
         lines = path.read_text().splitlines()
         return [line for line in lines if not CLOCK.search(line)]
     return "there"
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return f"torn: {line}"
 
 
 def _timeless(value: Any) -> Any:
