@@ -916,7 +916,7 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for path in sorted(folder.rglob("metrics.jsonl")):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         found[str(path.relative_to(folder))] = [
-            {k: v for k, v in record.items() if not re.search("second|time|folder|path", k)}
+            {k: v for k, v in record.items() if not re.search("second|time|folder|path|crc", k)}
             for record in records
         ]
     return found

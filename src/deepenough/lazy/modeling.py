@@ -32,7 +32,6 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
 from deepenough.hf.generation import CheckedGenerationMixin
-from deepenough.hf.saving import SealedPreTrainedModel
 from deepenough.lazy.config import TRANSFORMER
 from deepenough.lazy.config import LazyTransformerConfig as LazyTransformerConfig
 from deepenough.lazy.equilibrium import run_with_halting
@@ -47,6 +46,7 @@ from deepenough.lazy.layers import (
 )
 from deepenough.nn.layers import Dropout
 from deepenough.trace import DepthTrace
+from deepenough.training.checkpoint import SealedPreTrainedModel
 
 IGNORE_INDEX = -100
 """Target of a position that is not to be predicted."""

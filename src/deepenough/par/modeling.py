@@ -31,7 +31,6 @@ from transformers.utils.generic import ModelOutput
 from deepenough.config import validate
 from deepenough.errors import UserError
 from deepenough.hf.generation import CheckedGenerationMixin
-from deepenough.hf.saving import SealedPreTrainedModel
 from deepenough.nn.layers import Dropout
 from deepenough.nn.relative_attention import RelativeAttention
 from deepenough.par.config import IDENTITY, OPEN, ParModelConfig, check_pattern
@@ -44,6 +43,7 @@ from deepenough.par.layers import (
     relative_context,
 )
 from deepenough.trace import DepthTrace
+from deepenough.training.checkpoint import SealedPreTrainedModel
 
 Memories = tuple[Tensor | None, ...]
 """Normalised states of earlier tokens, one entry a block; None for a block without attention."""

@@ -42,7 +42,6 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import LayerStack, eval_mode
 from deepenough.hf.layouts import LAYOUTS, register
-from deepenough.hf.saving import WEIGHTS, SealedPreTrainedModel
 from deepenough.ponder.config import (
     ENCODERS,
     LABEL_ARGUMENTS,
@@ -74,6 +73,7 @@ from deepenough.ponder.inference import (
     run_batch,
     select_pass,
 )
+from deepenough.training.checkpoint import WEIGHTS, SealedPreTrainedModel
 
 # -- what all architectures have in common ---------------------------------------------------------
 

@@ -35,7 +35,6 @@ from transformers import initialization as init
 
 from deepenough.config import RunConfig, bounded, validate
 from deepenough.errors import UserError
-from deepenough.hf.saving import SealedPreTrainedModel
 from deepenough.nn.adaptive_computation_time import act_halting
 from deepenough.ponder.figures import PARITY
 from deepenough.ponder.halting import (
@@ -48,6 +47,7 @@ from deepenough.ponder.halting import (
 )
 from deepenough.ponder.inference import replay, select_pass
 from deepenough.runs import Record, RunFolder, read_records, replace_records
+from deepenough.training.checkpoint import SealedPreTrainedModel
 from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import make_accelerator, mean_of_all, on_main
 from deepenough.training.logging import without_bars

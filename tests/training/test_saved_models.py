@@ -13,8 +13,7 @@ from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM
 
 from deepenough import LazyTransformerForConditionalGeneration, ParConfig, ParForCausalLM
 from deepenough.errors import UserError
-from deepenough.hf.saving import _say_unsealed
-from deepenough.training.checkpoint import Checkpoint, save
+from deepenough.training.checkpoint import Checkpoint, _say_unsealed, save
 
 
 @pytest.fixture
