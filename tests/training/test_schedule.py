@@ -1,11 +1,15 @@
 """Schedules against values worked out by hand."""
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepenough.cli import _settings_class, commands
+from deepenough.config import Command
 from deepenough.training.config import TrainingConfig, lr_factor, tau_at
 
 
@@ -36,6 +40,40 @@ def test_other_schedules_by_hand(schedule: str, expected: list[float]) -> None:
 def test_there_need_be_no_warmup(schedule: str) -> None:
     settings = TrainingConfig(steps=3, warmup=0, schedule=schedule)  # type: ignore[arg-type]
     assert lr_factor(settings, 0) == 1.0
+
+
+@given(steps=st.integers(1, 5000), warmup=st.floats(0, 1, exclude_max=True) | st.integers(1, 9000))
+def test_the_warmup_is_never_longer_than_the_training(steps: int, warmup: float) -> None:
+    settings = TrainingConfig(steps=steps, warmup=warmup)
+    assert 0 <= settings.warmup_steps <= steps
+    if warmup < 1:
+        assert settings.warmup_steps == pytest.approx(warmup * steps, abs=0.5)
+    elif warmup <= steps:
+        assert settings.warmup_steps == warmup
+    assert max(lr_factor(settings, step) for step in (0, settings.warmup_steps)) > 0.99
+
+
+def test_the_default_of_every_method_is_a_share_of_the_training() -> None:
+    """An explicit number of steps would be too long for a short training."""
+    sections = {
+        f"{name} {field.name}": getattr(settings, field.name)
+        for name, command in commands().items()
+        for settings in [_defaults(command)]
+        for field in dataclasses.fields(settings)
+    }
+    found = {name: part for name, part in sections.items() if isinstance(part, TrainingConfig)}
+    assert len(found) >= 6
+    assert {name: part.warmup for name, part in found.items() if not 0 < part.warmup < 1} == {}
+
+
+def _defaults(command: Command) -> Any:
+    settings_class = _settings_class(command, [])
+    required = {
+        field.name: "x"
+        for field in dataclasses.fields(settings_class)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    return settings_class(**required)
 
 
 def test_tau_by_hand() -> None:

@@ -297,6 +297,15 @@ def test_the_learning_rate_follows_schedule_and_scale(tmp_path: Path, line: Any)
     assert seen == pytest.approx([0.25, 2.5, 0.5, 5.0, 0.5, 5.0, 0.25, 2.5])
 
 
+def test_a_warmup_longer_than_the_training_is_shortened_and_said(
+    tmp_path: Path, line: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(line(), tmp_path, steps=20, warmup=400, lr=0.5)
+    assert "warm-up of 400 steps is longer than the training of 20, so it takes 2" in caplog.text
+    trainer._step(2)
+    assert trainer.optimizers["weights"].param_groups[0]["lr"] == 0.5
+
+
 def test_accumulation_is_the_mean_over_batches(tmp_path: Path, line: Any) -> None:
     """Two batches of four lanes move the weights as one of eight does."""
 
@@ -344,6 +353,7 @@ def test_every_step_draws_its_own_noise(tmp_path: Path, line: Any) -> None:
         {"lr": 0.0},
         {"lr": math.nan},
         {"warmup": -1},
+        {"warmup": 2.5},
         {"clip": -0.5},
         {"weight_decay": -1.0},
         {"betas": [0.9]},

@@ -198,7 +198,7 @@ class DraftTrainConfig(RunConfig):
     train: TrainingConfig = field(
         default_factory=lambda: TrainingConfig(
             lr=1e-3,
-            warmup=50,
+            warmup=0.05,
             weight_decay=0.05,
             precision="fp32",
             log_every=20,

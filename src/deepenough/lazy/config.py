@@ -316,7 +316,7 @@ class TranslationTrainConfig(LazyTrainConfig):
     )
     train: TrainingConfig = field(
         default_factory=lambda: TrainingConfig(
-            lr=1.5e-3, warmup=1000, weight_decay=0.01, betas=[0.9, 0.98]
+            lr=1.5e-3, warmup=0.1, weight_decay=0.01, betas=[0.9, 0.98]
         )
     )
     search: BeamSearchConfig = field(default_factory=BeamSearchConfig)
@@ -349,7 +349,7 @@ class ProgramTrainConfig(LazyTrainConfig):
         )
     )
     train: TrainingConfig = field(
-        default_factory=lambda: TrainingConfig(steps=4000, lr=1e-3, warmup=400, betas=[0.9, 0.98])
+        default_factory=lambda: TrainingConfig(steps=4000, lr=1e-3, warmup=0.1, betas=[0.9, 0.98])
     )
 
 

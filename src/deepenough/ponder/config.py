@@ -173,7 +173,7 @@ class PonderTrainConfig(RunConfig):
     ponder: PonderConfig = field(default_factory=PonderConfig)
     train: TrainingConfig = field(
         default_factory=lambda: TrainingConfig(
-            lr=1e-4, warmup=300, schedule="linear", valid_every=1000, save_every=1000
+            lr=1e-4, warmup=0.1, schedule="linear", valid_every=1000, save_every=1000
         )
     )
 

@@ -135,7 +135,7 @@ class ParityTrainConfig(RunConfig):
         default_factory=lambda: TrainingConfig(
             steps=8_000,
             lr=2e-3,
-            warmup=500,
+            warmup=0.0625,
             weight_decay=0.1,
             betas=[0.9, 0.99],
             valid_every=1000,

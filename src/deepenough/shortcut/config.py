@@ -123,7 +123,7 @@ def tuning_defaults() -> TrainingConfig:
     return TrainingConfig(
         steps=300,
         lr=1e-3,
-        warmup=10,
+        warmup=0.03,
         weight_decay=0.0,
         clip=0.0,  # the layers are independent: a common limit would tie them together
         precision="fp32",

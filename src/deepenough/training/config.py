@@ -21,8 +21,8 @@ class TrainingConfig:
     lr: float = bounded(2e-3, gt=0, lt=math.inf)
     """Highest learning rate."""
 
-    warmup: int = bounded(400, ge=0)
-    """Steps over which the learning rate rises from 0."""
+    warmup: float = bounded(0.2, ge=0)
+    """Steps over which the learning rate rises from 0; below 1, a share of the training."""
 
     schedule: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
@@ -65,6 +65,16 @@ class TrainingConfig:
         """Refuse what no single range can tell."""
         if len(self.betas) != 2:
             raise UserError(f"train.betas must be two numbers: got {self.betas}.")
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise UserError(
+                f"train.warmup is a number of steps or a share below 1: got {self.warmup}."
+            )
+
+    @property
+    def warmup_steps(self) -> int:
+        """Return the steps of the warm-up; one longer than the training is a tenth of that."""
+        given = self.warmup if self.warmup >= 1 else round(self.warmup * self.steps)
+        return int(given) if given <= self.steps else self.steps // 10
 
     def for_epochs(self, epochs: float, batches: int) -> TrainingConfig:
         """Return with as many steps as so many rounds over the batches of an epoch take."""
@@ -75,13 +85,13 @@ class TrainingConfig:
 
         Not the learning rate and its clipping: both may be lowered to get past a divergence.
         """
-        names = ("steps", "warmup", "schedule", "weight_decay", "betas", "accumulate", "seed")
-        return {name: getattr(self, name) for name in names}
+        names = ("steps", "schedule", "weight_decay", "betas", "accumulate", "seed")
+        return {name: getattr(self, name) for name in names} | {"warmup": self.warmup_steps}
 
 
 def lr_factor(settings: TrainingConfig, step: int) -> float:
     """Share of the highest learning rate at `step` (counted from 0)."""
-    warmup, steps = settings.warmup, settings.steps
+    warmup, steps = settings.warmup_steps, settings.steps
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)

@@ -59,6 +59,14 @@ class Trainer:
         self, task: Task, settings: TrainingConfig, run: RunFolder, accelerator: Accelerator
     ) -> None:
         validate(settings, "train.")
+        if settings.warmup > settings.steps and accelerator.is_main_process:
+            logger.warning(
+                "The warm-up of %d steps is longer than the training of %d, so it takes %d; give "
+                "train.warmup fewer steps, or a share of the training such as 0.1.",
+                settings.warmup,
+                settings.steps,
+                settings.warmup_steps,
+            )
         keep_freed_memory()
         self.task, self.settings, self.run, self.accelerator = task, settings, run, accelerator
         model = task.model.to(accelerator.device)
