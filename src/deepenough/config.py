@@ -81,6 +81,17 @@ class RunConfig:
     """Delete an earlier run in the folder first."""
 
 
+@dataclass
+class TrustConfig:
+    """Trust."""
+
+    allow_pickle: bool = False
+    """Load pickled weights too, which can run any code: only from people you trust."""
+
+    trust_remote_code: bool = False
+    """Run code that comes with the model: only from people you trust."""
+
+
 def bounded(
     default: Any = MISSING,
     *,

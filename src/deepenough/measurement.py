@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from deepenough.config import bounded
+from deepenough.config import TrustConfig, bounded
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ class ComparedData:
 
     tuned: str | None = None
     """Generation: folder of deepenough decode tune for the same model; its drafts are measured."""
+
+    trust: TrustConfig = field(default_factory=TrustConfig)
 
     grid: Any = None
     """Operating points; each list is for the runs it fits, and one left out is chosen for them."""

@@ -220,5 +220,5 @@ def test_not_a_unigram_model(tmp_path, prose):
 def test_no_tokenizer(tmp_path):
     with pytest.raises(UserError, match="No tokenizer could be loaded"):
         load_tokenizer(tmp_path)
-    with pytest.raises(UserError, match="from 'no/where'"):
+    with pytest.raises(UserError, match="tokenizer of 'no/where' was not found"):
         load_tokenizer("no/where")

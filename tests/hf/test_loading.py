@@ -129,16 +129,46 @@ def test_wrong_options(tmp_path: Path) -> None:
 
 def test_what_is_not_there(tmp_path: Path) -> None:
     assert "no model in" in refused(tmp_path)
-    assert "no folder 'nobody/nothing' and the hub did not give" in refused("nobody/nothing")
+    message = refused("nobody/nothing")
+    assert "config of 'nobody/nothing' was not found" in message and "no such folder" in message
+    assert "did you mean smollm2?" in refused("smolm2")
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     assert f"config of {tmp_path} cannot be loaded" in refused(tmp_path)
+
+
+def test_a_hub_out_of_reach_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client itself would repeat every question for half a minute."""
+    asked: list[str] = []
+
+    class Session:
+        def head(self, url: str, timeout: float) -> None:
+            asked.append(url)
+            raise OSError("Name or service not known")
+
+    monkeypatch.setattr(loading, "get_session", Session)
+    monkeypatch.setattr(loading, "SECONDS_REMEMBERED", 1e9)
+    loading._hub_answers.cache_clear()
+    seen: list[dict[str, Any]] = []
+
+    def get_config_dict(place: str, **options: Any) -> Any:
+        seen.append(options)
+        raise OSError("not cached")
+
+    monkeypatch.setattr(loading.PreTrainedConfig, "get_config_dict", get_config_dict)
+    assert "cannot be reached" in refused("nobody/nothing")
+    assert len(asked) == 1 and seen[0]["local_files_only"] is True
+    monkeypatch.setattr(Session, "head", lambda *_, **__: None)  # any answer will do
+    loading._hub_answers.cache_clear()
+    assert "did not give it" in refused("nobody/nothing")
+    assert seen[1]["local_files_only"] is False
+    loading._hub_answers.cache_clear()
 
 
 def test_a_model_without_weights_or_tokenizer(tmp_path: Path) -> None:
     GPT2LMHeadModel(CAUSAL).save_pretrained(tmp_path)
     assert "has no tokenizer" in refused(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    assert f"tokenizer of {tmp_path} cannot be loaded" in refused(tmp_path)
+    assert f"No tokenizer could be loaded from {tmp_path}" in refused(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
     assert f"weights of {tmp_path} cannot be loaded" in refused(tmp_path)
@@ -163,7 +193,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     )
     ran = tmp_path / "ran"
     (tmp_path / "code.py").write_text(f"open({str(ran)!r}, 'w')\nclass OwnConfig: pass\n")
-    assert "comes with code of its own" in refused(tmp_path)
+    assert "needs code that comes with it, which is not run" in refused(tmp_path)
     assert not ran.exists()
 
 

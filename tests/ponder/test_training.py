@@ -170,7 +170,9 @@ def test_a_revision_reaches_the_hub(small: Make, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("deepenough.ponder.training.load", stop)
     with pytest.raises(UserError, match="asked"):
         train(small(**{"model.encoder": "owner/name", "model.revision": "v2"}))
-    assert asked == [("owner/name", {"kind": "encoder", "revision": "v2"})]
+    assert asked == [
+        ("owner/name", {"kind": "encoder", "revision": "v2", "trust_remote_code": None})
+    ]
 
 
 def test_dropout_of_the_encoder_can_be_set(small: Make) -> None:
@@ -218,7 +220,7 @@ def test_albert_from_a_config_with_a_bare_tokenizer(
             "choose confidence, patience or fixed",
         ),
         ({"model.encoder": "/nowhere/config.json"}, "no config file"),
-        ({"model.tokenizer": "/nowhere"}, "tokenizer /nowhere cannot be loaded"),
+        ({"model.tokenizer": "/nowhere"}, "tokenizer of '/nowhere' was not found"),
         ({"model.dropout": 1.0}, "dropout must be at least 0 and below 1"),
     ],
 )

@@ -229,16 +229,24 @@ def did_you_mean(name: str) -> str:
 
 def open_splits(repository: str, config: str | None) -> Mapping[str, Any]:
     """Return the streamed splits of a dataset by our names; a missing dataset is refused."""
-    try:
-        import datasets  # here, because importing it takes seconds and most corpora are local
+    import datasets  # here, because importing it takes seconds and most corpora are local
 
+    from deepenough.hf.loading import is_only_local
+
+    was_offline, is_offline = datasets.config.HF_HUB_OFFLINE, is_only_local(repository)
+    datasets.config.HF_HUB_OFFLINE = was_offline or is_offline
+    try:
         found = datasets.load_dataset(repository, config, streaming=True)
     except Exception as error:  # datasets raises many kinds, also for a missing network
-        reason = str(error).strip().split("\n")[0]
+        said = str(error).strip().partition("\n")[0]
+        reason = "it cannot be reached" if is_offline else f"{type(error).__name__}: {said}"
         raise UserError(
-            f"The datasets hub did not give {repository!r} ({type(error).__name__}: {reason}); "
-            f"data of your own are named by their path, here or under ${DATA_VARIABLE}."
+            f"There is no file or folder {repository!r} here or under ${DATA_VARIABLE}, and the "
+            f"datasets hub did not give it ({reason}): check the spelling and the network, or "
+            "give the path of your data."
         ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was_offline
     splits = {SPLIT_NAMES[split]: found[split] for split in found if split in SPLIT_NAMES}
     if "train" not in splits:
         raise UserError(

@@ -28,6 +28,7 @@ from deepenough.artifacts import cache_folder, entry, key_of, verify
 from deepenough.data.config import TokenizerConfig
 from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
+from deepenough.hf.loading import from_pretrained
 
 SPECIAL_TOKENS = {"unk": "<|unk|>", "bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>"}
 # Training reads a random sample, so that its memory is bounded: 200,000 stretches of at most 512
@@ -55,14 +56,9 @@ def load_tokenizer(
         return fast_tokenizer(found.read_bytes(), lowercase, found)
     if found is not None:
         verify(found, without=".safetensors")
+    place, name = os.fspath(found or path), os.fspath(path)
     tokenizer: PreTrainedTokenizerBase
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(os.fspath(found or path))
-    except Exception as error:  # transformers raises many kinds
-        raise UserError(
-            f"No tokenizer could be loaded from {os.fspath(path)!r} ({type(error).__name__}): give "
-            "a SentencePiece .model file, a folder with tokenizer.json or a hub name."
-        ) from error
+    tokenizer = from_pretrained(AutoTokenizer, place, "tokenizer", name, trust_remote_code=None)
     if lowercase and not lowers_case(tokenizer):
         raise UserError(
             f"The tokenizer {os.fspath(path)!r} does not lower the case of its text: leave "

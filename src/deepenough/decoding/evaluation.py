@@ -270,7 +270,7 @@ class GenerationCandidate:
         pretrained = resolve(PretrainedModelConfig, overrides=config.get("model"))
         self.model_name = pretrained.name
         with without_bars():
-            self.model, self.tokenizer = pretrained.load()
+            self.model, self.tokenizer = pretrained.load(data.trust)
         if not self.model.can_generate():
             raise UserError(
                 f"{self.model_name} does not write text, so its exits cannot be timed: measure "

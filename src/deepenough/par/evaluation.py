@@ -43,7 +43,7 @@ SEGMENTS = 64
 
 def load_model(folder: str) -> ParForCausalLM:
     """Return the model of a finished run, or of a folder in Hugging Face form, for evaluation."""
-    model, _ = load(str(model_folder(folder)))
+    model, _ = load(str(model_folder(folder)), trust_remote_code=None)
     if not isinstance(model, ParForCausalLM):
         raise UserError(
             f"The model in {folder} is a {type(model).__name__}, not one of deepenough par: give "

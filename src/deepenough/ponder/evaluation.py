@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -28,6 +27,7 @@ from deepenough.data.batches import by_length
 from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
 from deepenough.errors import UserError
 from deepenough.hf.intercept import eval_mode
+from deepenough.hf.loading import from_pretrained
 from deepenough.measurement import (
     ComparedData,
     ComparedTask,
@@ -183,14 +183,11 @@ def passes_by(groups: Tensor, num_groups: int, passes: Tensor, num_passes: int) 
 
 def load_classifier(folder: str) -> tuple[PonderClassifier, Any]:
     """Return the model and tokenizer of a finished run, or of a folder in Hugging Face form."""
-    path = model_folder(folder)
-    try:
-        with without_bars():
-            model = AutoModelForSequenceClassification.from_pretrained(path)
-            tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(f"The model in {folder} cannot be loaded: {reason}.") from error
+    place = str(model_folder(folder))
+    options: dict[str, Any] = {"name": folder, "trust_remote_code": None}
+    with without_bars():
+        model = from_pretrained(AutoModelForSequenceClassification, place, "model", **options)
+        tokenizer = from_pretrained(AutoTokenizer, place, "tokenizer", **options)
     if not isinstance(model, PonderClassifier):
         raise UserError(
             f"The model in {folder} is a {type(model).__name__}, which does not ponder: give the "

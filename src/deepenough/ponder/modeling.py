@@ -466,6 +466,7 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
         classifier.
         """
         verify(Path(str(name)), without=WEIGHTS)  # before a damaged config is read
+        kwargs.setdefault("trust_remote_code", False)
         config = kwargs.get("config") or AutoConfig.from_pretrained(name, **kwargs)
         if isinstance(config, PonderEncoderConfig):
             return super().from_pretrained(name, *args, **kwargs)

@@ -22,7 +22,7 @@ from deepenough.data.batches import LengthBatches
 from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
 from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
-from deepenough.hf.loading import load
+from deepenough.hf.loading import from_pretrained, load
 from deepenough.measurement import content_of
 from deepenough.ponder.config import (
     OPTIONS,
@@ -196,7 +196,9 @@ def make_classifier(
         config, tokenizer = _read_config(encoder.encoder), None
         base = None if config.model_type == ALBERT else AutoModel.from_config(config)
     else:
-        base, tokenizer = load(encoder.encoder, kind="encoder", revision=encoder.revision)
+        base, tokenizer = load(
+            encoder.encoder, kind="encoder", revision=encoder.revision, trust_remote_code=None
+        )
         config = base.config
     if encoder.tokenizer is not None:
         tokenizer = _load_tokenizer(encoder.tokenizer, config.model_type)
@@ -234,11 +236,9 @@ def _read_config(name: str) -> PreTrainedConfig:
     path = Path(name).expanduser()
     if not path.is_file():
         raise UserError(f"There is no config file {name}: give one that AutoConfig reads.")
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"The config {name} cannot be read: {reason}.") from error
+    config: PreTrainedConfig = from_pretrained(
+        AutoConfig, str(path), "config", name, trust_remote_code=None
+    )
     return config
 
 
@@ -247,11 +247,7 @@ def _load_tokenizer(name: str, model_type: str) -> Any:
     place = next((str(path) for path in candidates(name) if path.is_dir()), name)
     folder = Path(place)
     bare = folder.is_dir() and not (folder / "tokenizer_config.json").is_file()
-    try:
-        if bare:  # nothing there says whose tokenizer it is, so the encoder does
-            config = AutoConfig.for_model(model_type)
-            return AutoTokenizer.from_pretrained(place, config=config)
-        return AutoTokenizer.from_pretrained(place)
-    except Exception as error:  # transformers and the hub's client raise many kinds
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"The tokenizer {name} cannot be loaded: {reason}.") from error
+    options: dict[str, Any] = {"name": name, "trust_remote_code": None}
+    if bare:  # nothing there says whose tokenizer it is, so the encoder does
+        options["config"] = AutoConfig.for_model(model_type)
+    return from_pretrained(AutoTokenizer, place, "tokenizer", **options)

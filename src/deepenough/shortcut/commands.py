@@ -154,7 +154,7 @@ def evaluate(config: ShortcutEvalConfig) -> None:
     run, fitted = _open(config.run)
     shortcuts = _saved(run)
     texts = config.dataset.read(config.data)
-    model, tokenizer = fitted.model.load()
+    model, tokenizer = fitted.model.load(config.trust)
     started = time.perf_counter()
     parts = None
     if config.submodules:
@@ -212,7 +212,7 @@ def lens(config: ShortcutLensConfig) -> None:
     shortcuts, *others = _saved(run)
     if config.mode == "affine" and others:
         shortcuts = others[0]
-    model, tokenizer = fitted.model.load()
+    model, tokenizer = fitted.model.load(config.trust)
     record = look(model, tokenizer, shortcuts, config.prompt, config.mode)
     with run.lock():
         replace_records(run.metrics, [record])

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from deepenough.config import RunConfig, bounded
+from deepenough.config import RunConfig, TrustConfig, bounded
 from deepenough.errors import UserError
 from deepenough.training.config import TrainingConfig
 
@@ -33,11 +33,19 @@ class PretrainedModelConfig:
     allow_pickle: bool = False
     """Load pickled weights too, which can run any code: only from people you trust."""
 
-    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Return the model and its tokenizer."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model: only from people you trust."""
+
+    def load(
+        self, trust: TrustConfig | None = None
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Return the model and its tokenizer.
+
+        `trust` takes the place of what these settings trust, where they come from a run's folder.
+        """
         from deepenough.hf.loading import load
 
-        return load(self.name, self.kind, self.dtype, self.revision, self.allow_pickle)
+        return load(**vars(self) | ({} if trust is None else vars(trust)))
 
 
 @dataclass
@@ -187,6 +195,7 @@ class ShortcutEvalConfig:
     """Also replace attention, feed-forward or norms by their own linear fits."""
 
     dataset: TextConfig = field(default_factory=lambda: TextConfig(split="valid", lines=500))
+    trust: TrustConfig = field(default_factory=TrustConfig)
 
 
 @dataclass
@@ -201,3 +210,5 @@ class ShortcutLensConfig:
 
     mode: str | None = None
     """Maps to use: id, mat, affine or tuned; by default those of the run."""
+
+    trust: TrustConfig = field(default_factory=TrustConfig)

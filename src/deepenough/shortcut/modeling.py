@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from deepenough.artifacts import load_artifact, save_artifact
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.loading import is_only_local
 from deepenough.runs import Record
 from deepenough.shortcut.fitting import FitOptions, Progress, collect
 from deepenough.shortcut.reading import Positions
@@ -331,8 +332,11 @@ def _find_folder(name: str | os.PathLike[str], revision: str | None) -> Path:
     if Path(name).exists() or os.path.isabs(name) or str(name).count("/") != 1:
         return Path(name)
     try:
+        local, files = is_only_local(str(name)), [INDEX, TENSORS]
         return Path(
-            snapshot_download(str(name), revision=revision, allow_patterns=[INDEX, TENSORS])
+            snapshot_download(
+                str(name), revision=revision, allow_patterns=files, local_files_only=local
+            )
         )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
