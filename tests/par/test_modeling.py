@@ -478,6 +478,39 @@ def test_logits_with_a_cache_equal_those_of_the_whole_text(make_writer, form):
         torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("part", [1, 4, 7])
+def test_a_prompt_read_in_parts_equals_one_read_at_once(make_writer, monkeypatch, form, part):
+    """Also behind padding; memory then grows with the prompt, not with its square."""
+    model = make_writer(**form)
+    ids = tokens(2, 23)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    how = {"attention_mask": mask, "use_cache": True, "output_hidden_states": True}
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    whole, written = model(ids, **how), model.generate(ids, **options)
+    seen = []
+    run = type(model)._run_blocks
+
+    def watched(self, part_ids, num_keys, *rest):
+        seen.append((part_ids.shape[1], num_keys))
+        return run(self, part_ids, num_keys, *rest)
+
+    monkeypatch.setattr(type(model), "_run_blocks", watched)
+    monkeypatch.setattr("deepenough.par.modeling.READ_AT_ONCE", part)
+    parts = model(ids, **how)
+    assert len(seen) == -(-23 // part)
+    assert max(keys for _, keys in seen) <= model.config.sliding_window - 1 + part
+    visible = mask.bool()
+    torch.testing.assert_close(parts.logits[visible], whole.logits[visible])
+    for one, other in zip(parts.hidden_states, whole.hidden_states, strict=True):
+        torch.testing.assert_close(one[visible], other[visible])
+    assert parts.trace.total_flops <= whole.trace.total_flops
+    assert torch.equal(model.generate(ids, **options), written)
+    last = model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1)
+    torch.testing.assert_close(last.logits, whole.logits[:, -1:])
+
+
 def test_cache_is_made_when_asked_for(make_writer):
     model = make_writer(pattern="ad")
     first = model(prompt(), use_cache=True)

@@ -45,6 +45,9 @@ from deepenough.par.layers import (
 from deepenough.trace import DepthTrace
 from deepenough.training.checkpoint import SealedPreTrainedModel
 
+#: Tokens of a prompt that pass through the blocks at once.
+READ_AT_ONCE = 512
+
 Memories = tuple[Tensor | None, ...]
 """Normalised states of earlier tokens, one entry a block; None for a block without attention."""
 
@@ -220,15 +223,28 @@ class ParForCausalLM(SealedPreTrainedModel, CheckedGenerationMixin):
         cache = past_key_values
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
-        num_cached = cache.get_seq_length() if cache is not None else 0
-        if num_cached:
-            memories = None
-        num_remembered = next((m.shape[1] for m in memories or () if m is not None), 0)
-        num_projected = num_remembered + input_ids.shape[1]
-        num_keys = min(num_cached, self.config.sliding_window - 1) + num_projected
-        states, new_memories = self._run_blocks(
-            input_ids, num_keys, attention_mask, memories, cache, noise
-        )
+        # What a cache takes in is read in parts: attention to all of it at once takes memory that
+        # grows with its square.
+        size = READ_AT_ONCE if cache is not None and not self.training else input_ids.shape[1]
+        parts, sizes = [], []
+        for start in range(0, max(1, input_ids.shape[1]), max(1, size)):
+            part = input_ids[:, start : start + size]
+            num_later = input_ids.shape[1] - start - part.shape[1]
+            seen = attention_mask
+            if seen is not None and num_later:
+                seen = seen[:, :-num_later]
+            num_cached = cache.get_seq_length() if cache is not None else 0
+            if num_cached:
+                memories = None
+            num_remembered = next((m.shape[1] for m in memories or () if m is not None), 0)
+            num_projected = num_remembered + part.shape[1]
+            num_keys = min(num_cached, self.config.sliding_window - 1) + num_projected
+            sizes.append((part.shape[1], num_keys, num_projected))
+            own, new_memories = self._run_blocks(part, num_keys, seen, memories, cache, noise)
+            parts.append(own if output_hidden_states else own[-1:])
+        states = parts[0]
+        if len(parts) > 1:
+            states = [torch.cat(own, 1) for own in zip(*parts, strict=True)]
         hidden = states[-1]
         loss = logits = None
         if targets is not None:
@@ -237,7 +253,7 @@ class ParForCausalLM(SealedPreTrainedModel, CheckedGenerationMixin):
             logits = self._logits(hidden[:, -logits_to_keep:])
         trace = None
         if not self.training:
-            trace = self._trace(input_ids, targets, num_keys, num_projected, logits_to_keep)
+            trace = self._trace(input_ids, targets, sizes, logits_to_keep)
         if labels is not None and logits is not None:
             following = F.pad(labels[:, 1:], (0, 1), value=-100)[:, -logits_to_keep:]
             # Also where the logits are log-probabilities: they are their own log-softmax.
@@ -304,14 +320,16 @@ class ParForCausalLM(SealedPreTrainedModel, CheckedGenerationMixin):
         self,
         input_ids: Tensor,
         targets: Tensor | None,
-        num_keys: int,
-        num_projected: int,
+        sizes: list[tuple[int, int, int]],
         logits_to_keep: int,
     ) -> DepthTrace:
-        kinds = self.pattern
-        units = num_streams, num_new = input_ids.shape
-        sizes = (num_streams, num_new, num_keys, num_projected)
-        in_blocks = sum(branch_flops(self.config, kind, *sizes) for kind in kinds)
+        """Return the trace; `sizes` are the new tokens, keys and projected keys of each part."""
+        kinds, units = self.pattern, input_ids.shape
+        in_blocks = sum(
+            branch_flops(self.config, kind, len(input_ids), *part)
+            for kind in kinds
+            for part in sizes
+        )
         flops = torch.full(units, in_blocks / input_ids.numel(), dtype=torch.float64)
         with_head = flops[:, -logits_to_keep:] if targets is None else flops
         with_head += head_flops(self.config, with_head.numel(), targets).view_as(with_head)
