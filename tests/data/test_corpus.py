@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepenough.data import corpus
-from deepenough.data.corpus import BLOCK_LINES, open_corpus
+from deepenough.data.corpus import BLOCK_LINES, open_corpus, read_input_lines
 from deepenough.errors import UserError
 
 
@@ -124,16 +124,38 @@ def test_line_ends_and_marks(tmp_path):
     assert list(corpus.lines("train")) == ["one", "", " two\x0c\x85\u2028 ", "last"]
 
 
-def test_invalid_utf8_is_replaced_and_said_once(tmp_path, caplog):
+def test_lines_that_are_answered_as_they_come_have_bad_bytes_replaced(tmp_path, caplog):
     path = tmp_path / "bad.txt"
     path.write_bytes(b"good\nb\xffd\n\xc3\nfine\n")
-    corpus = open_corpus(str(path), valid_fraction=0, test_fraction=0)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert list(corpus.lines("train")) == ["good", "b\ufffdd", "\ufffd", "fine"]
+            lines = list(read_input_lines(str(path)))
+            assert lines == ["good", "b\ufffdd", "\ufffd", "fine"]
     assert [record.getMessage() for record in caplog.records] == [
         f"{path} has bytes that are not UTF-8, the first in line 2: they were replaced by U+FFFD."
     ]
+    with pytest.raises(UserError, match=r"bad\.txt is not UTF-8 text \(line 2\)"):
+        open_corpus(str(path), valid_fraction=0, test_fraction=0).fingerprint("train")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["**/*.txt", "data/**/*.txt", "data/**", "d*/**/b/**/*.txt", ""]
+)
+def test_links_that_lead_round_in_circles_are_followed_once(tmp_path, monkeypatch, pattern):
+    (tmp_path / "data" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "data" / "a" / "one.txt").write_text("one\n")
+    (tmp_path / "data" / "a" / "b" / "two.txt").write_text("two\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "three.txt").write_text("three\n")
+    for number in range(3):  # without memory these would be 3 to the power of 40 paths
+        (tmp_path / "data" / "a" / f"round{number}").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "other").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "again.txt").symlink_to(tmp_path / "data" / "a" / "one.txt")
+    monkeypatch.chdir(tmp_path)
+    corpus = open_corpus(pattern or "data", valid_fraction=0, test_fraction=0)
+    lines = sorted(corpus.lines("train"))
+    expected = {"d*/**/b/**/*.txt": ["two"], "": ["one", "two"]}
+    assert lines == expected.get(pattern, ["one", "three", "two"])
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])

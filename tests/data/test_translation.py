@@ -108,7 +108,9 @@ def test_empty_lines_are_dropped_in_pairs_and_counted_once(tmp_path, caplog):
 def test_another_encoding_is_refused_with_its_line(folder):
     (folder / "train.de").write_bytes("eins\nzwei\nfünf\n".encode("latin-1"))
     text = open_parallel(str(folder), TranslationDataConfig())
-    with pytest.raises(UserError, match=r"train\.de is not UTF-8 \(line 3\): convert it"):
+    with pytest.raises(
+        UserError, match=r"train\.de is not UTF-8 text \(line 3\): give a text file, or convert it"
+    ):
         list(text.pairs("train"))
 
 

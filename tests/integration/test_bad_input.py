@@ -1,5 +1,7 @@
 """Bad input ends with exit code 2 and one clear sentence, and takes nothing with it."""
 
+import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +31,8 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
         capsys.readouterr()
         assert main(words) == 2
         shown = capsys.readouterr()
-        (line,) = shown.err.splitlines()
-        assert shown.out == ""
+        *announced, line = shown.err.splitlines()  # such as what was held out of the text
+        assert shown.out == "" and not any("rror" in each for each in announced)
         sentence = line.removeprefix("deepenough: error: ")
         assert sentence != line and sentence.endswith((".", "?"))
         return sentence
@@ -67,7 +69,7 @@ def test_a_corpus_that_is_not_there(tmp_path: Path, tiny: Tiny, refused: Refused
     [
         ("", "is empty"),
         ("\n" * 50, "no text that a tokenizer could be trained on"),
-        ("A short one.\n" * 40, "more than this corpus can give"),
+        ("A short one.\n", "The valid split of the corpus"),
     ],
 )
 def test_a_corpus_that_gives_too_little(
@@ -85,23 +87,41 @@ def test_a_corpus_shorter_than_one_batch(tmp_path: Path, tiny: Tiny, refused: Re
     assert not (tmp_path / "run").exists()
 
 
-def test_bytes_that_are_no_text_are_replaced_and_said_once(
-    tmp_path: Path,
-    tiny: Tiny,
-    text_file: Path,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"fine\nb\xffd\n", "is not UTF-8 text (line 2): give a text file, or convert it"),
+        (b"fine\nb\x00d\n", "is not text (line 2 holds a NUL byte): give a UTF-8 text file"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR", "is not UTF-8 text (line 1)"),
+        (b"PK\x03\x04\x14\x00\x00\x00\x08\x00", "is not text (line 1 holds a NUL byte)"),
+        (b"\x58\x00\x00\x00\x00\x00\x00\x00{}", "is not text (line 1 holds a NUL byte)"),
+    ],
+    ids=["latin-1", "nul", "image", "zip", "safetensors"],
+)
+def test_what_is_no_text_is_refused_by_name(
+    tmp_path: Path, tiny: Tiny, refused: Refused, content: bytes, said: str
 ) -> None:
-    lines = text_file.read_bytes().split(b"\n")
-    for place in (10, 200, 205):
-        lines[place] += b" \xff\xfe"
     path = tmp_path / "broken.txt"
-    path.write_bytes(b"\n".join(lines))
-    settings = tiny(tmp_path / "run", {"data": str(path), "model.pattern": "d"}, steps=1)
-    assert main(flags("train", settings)) == 0
-    said = [record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage()]
-    assert said == [
-        f"{path} has bytes that are not UTF-8, the first in line 11: they were replaced by U+FFFD."
-    ]
+    path.write_bytes(content)
+    sentence = refused(flags("train", tiny(tmp_path / "run", {"data": str(path)})))
+    assert sentence.startswith(f"{path} {said}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_too_large_is_what_the_text_can_give_and_held_out_text_is_announced(
+    tmp_path: Path, tiny: Tiny, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tiny(tmp_path / "run", {"dataset.vocab_size": 100_000, "model.pattern": "d"})
+    assert main(flags("train", settings | {"train.steps": 1})) == 0
+    said = capsys.readouterr().err
+    pieces = re.search(r"The vocabulary has (\d+) pieces, not 100000", said)
+    assert pieces is not None
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert config["vocab_size"] == int(pieces[1])
+    for split in ("valid", "test"):
+        held_out = rf"The {split} split is (\d+) lines held out of {text_file}, evenly"
+        found = re.search(held_out, said)
+        assert found is not None and 30 <= int(found[1]) <= 40  # a twentieth of 700
 
 
 # -- settings --------------------------------------------------------------------------------
@@ -110,7 +130,6 @@ def test_bytes_that_are_no_text_are_replaced_and_said_once(
 @pytest.mark.parametrize(
     ("command", "wrong", "said"),
     [
-        ("train", {"dataset.vocab_size": 100_000}, "set vocab_size to"),
         ("train", {"dataset.vocab_size": 10}, "set vocab_size to more than"),
         ("train", {"model.cutoffs": [200, 60]}, "cutoffs [200, 60] are not sorted"),
         ("train", {"model.cutoffs": [60, 60]}, "not sorted and distinct"),

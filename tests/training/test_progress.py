@@ -32,13 +32,28 @@ def test_elsewhere_a_line_comes_now_and_then(
             clock[0] += 10.0
             show(done, 100, "loss 2.000")
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 20  # every 30 of 600 seconds
-    # Of 60 steps to do 30 are done in 300 s, validations included.
-    assert lines[9] == "70/100 steps: loss 2.000, 5 min left"
+    assert len(lines) == 28  # every 10 seconds first, every 30 later
+    # After half of 60 steps of 10 seconds, validations included.
+    assert "69/100 steps: loss 2.000, 5 min left" in lines
     with reading("bytes", console=elsewhere) as show:
         clock[0] += 30.0
         show(6000, None)
     assert capsys.readouterr().err == "6000 bytes: 200 bytes/s\n"
+
+
+def test_slow_work_has_a_rate_from_its_second_piece_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first piece waits for a model to warm up, and would tell of hours that are minutes."""
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    with reading("texts", console=Console(file=io.StringIO())) as show:
+        for done, seconds in ((1, 60.0), (2, 8.0), (3, 8.0)):
+            clock[0] += seconds
+            show(done, 100)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "1/100 texts: 60 s for one of the texts"
+    assert last == "3/100 texts: 8 s for one of the texts, 13 min left"
 
 
 def test_other_processes_are_silent(

@@ -38,6 +38,7 @@ from deepenough.data.corpus import (
     split_of,
 )
 from deepenough.errors import UserError
+from deepenough.training.logging import announce_split
 
 logger = logging.getLogger("deepenough")
 
@@ -112,6 +113,7 @@ def open_classification(
         for number, example in enumerate(examples["train"]):
             parts[split_of(number, {"valid": config.valid_fraction})].append(example)
         examples |= {split: part for split, part in parts.items() if part or split == "train"}
+        announce_split("valid", f"{len(parts['valid'])} examples", data)
     if not examples["train"]:
         raise UserError(
             f"No training example of {data} is left when {config.valid_fraction:g} of them are "

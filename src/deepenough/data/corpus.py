@@ -20,7 +20,7 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -61,6 +61,8 @@ class Corpus:
 
     name: str
     sources: Mapping[str, Lines]
+    held_out: Collection[str] = ()
+    """Splits that the source itself lacks, cut from its training text."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -124,7 +126,7 @@ def open_corpus(
         train = sources["train"]
         for split in ("train", *missing):
             sources[split] = partial(_held_out, train, split, missing)
-    corpus = Corpus(name, sources)
+    corpus = Corpus(name, sources, tuple(missing))
     corpus.lines("train")  # an empty corpus is refused here, not in the middle of a run
     return corpus
 
@@ -163,7 +165,7 @@ def _find_local(name: str) -> list[Path]:
     """Return the files that a name means on this machine, none for a name of the hub."""
     for candidate in [] if name.startswith("hf:") else candidates(name):
         if candidate.is_dir():
-            paths = [path for path in sorted(candidate.rglob("*")) if _is_text(path, candidate)]
+            paths = _once(p for p in sorted(candidate.rglob("*")) if _is_text(p, candidate))
             if not paths:
                 raise UserError(
                     f"The folder {candidate} holds no text file ({', '.join(sorted(TEXT_SUFFIXES))}"
@@ -172,10 +174,36 @@ def _find_local(name: str) -> list[Path]:
             return paths
         if candidate.is_file():
             return [candidate]
-        found = sorted(Path(path) for path in glob.glob(str(candidate), recursive=True))
-        if files := [path for path in found if path.is_file()]:
+        if files := _once(sorted(Path(path) for path in _glob(str(candidate)))):
             return files
     return []
+
+
+def _glob(pattern: str) -> Iterator[str]:
+    """Yield what a pattern matches; `**` enters every folder once, however links lead to it."""
+    parts = re.split(r"(?:^|/)\*\*(?:/|$)", pattern, maxsplit=1)
+    if len(parts) == 1:
+        yield from glob.glob(pattern)
+        return
+    top = os.sep if pattern.startswith("/**") else parts[0] or os.curdir
+    entered: set[str] = set()
+    for start in glob.glob(top):
+        for folder, inner, _ in os.walk(start, followlinks=True):
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            if (real := os.path.realpath(folder)) in entered:
+                inner.clear()
+                continue
+            entered.add(real)
+            yield from _glob(os.path.join(glob.escape(folder), parts[1] or "*"))
+
+
+def _once(paths: Iterable[Path]) -> list[Path]:
+    """Return the files among paths, each by the first of its names."""
+    files: dict[str, Path] = {}
+    for path in paths:
+        if path.is_file():
+            files.setdefault(os.path.realpath(path), path)
+    return list(files.values())
 
 
 def _is_text(path: Path, folder: Path) -> bool:
@@ -279,21 +307,23 @@ def named_split(name: str) -> str | None:
 _warned: set[str] = set()
 
 
-def read_lines(paths: Iterable[Path], strict: bool = False) -> Iterator[str]:
+def read_lines(paths: Iterable[Path], strict: bool = True) -> Iterator[str]:
     """Yield all lines of UTF-8 files without their ends; `strict` refuses what is no UTF-8."""
     for path in paths:
         try:
             with path.open("rb") as file:
                 yield from _decoded(file, str(path), strict)
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+            raise UserError(
+                f"{path} cannot be read ({error.strerror}): give a text file that you may read."
+            ) from error
 
 
 def read_input_lines(file: str | None) -> Iterator[str]:
     """Yield the lines of a file, or of standard input, without their ends."""
     if file is None:
         return _decoded(sys.stdin.buffer, "standard input", strict=False)
-    return read_lines([Path(file)])
+    return read_lines([Path(file)], strict=False)
 
 
 def _decoded(file: BinaryIO, name: str, strict: bool) -> Iterator[str]:
@@ -302,13 +332,17 @@ def _decoded(file: BinaryIO, name: str, strict: bool) -> Iterator[str]:
     for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
         if number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise UserError(f"{name} is UTF-16 text: save it as UTF-8.")
+        if b"\0" in raw:
+            raise UserError(
+                f"{name} is not text (line {number} holds a NUL byte): give a UTF-8 text file."
+            )
         try:
             # Of a line that was cut, half a character is kept for the next part.
             line = decoder.decode(raw, final=len(raw) < MAX_LINE_BYTES)
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{name} is not UTF-8 (line {number}): convert it first, for instance with "
-                "iconv -f LATIN1 -t UTF-8."
+                f"{name} is not UTF-8 text (line {number}): give a text file, or convert it first, "
+                "for instance with iconv -f LATIN1 -t UTF-8."
             ) from error
         if "\ufffd" in line and b"\xef\xbf\xbd" not in raw and name not in _warned:
             _warned.add(name)

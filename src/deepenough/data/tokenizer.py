@@ -29,6 +29,7 @@ from deepenough.data.config import TokenizerConfig
 from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
 from deepenough.hf.loading import from_pretrained
+from deepenough.training.logging import announce
 
 SPECIAL_TOKENS = {"unk": "<|unk|>", "bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>"}
 # Training reads a random sample, so that its memory is bounded: 200,000 stretches of at most 512
@@ -74,14 +75,19 @@ def load_tokenizer(
 def train_tokenizer(
     lines: Iterable[str], vocab_size: int, lowercase: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Train a tokenizer of exactly `vocab_size` pieces."""
+    """Train a tokenizer of `vocab_size` pieces, or of as many as the text can give."""
+    sample = _sample(map(lower, lines) if lowercase else lines)
+    return fast_tokenizer(_train(sample, vocab_size), lowercase)
+
+
+def _train(sample: list[str], vocab_size: int) -> bytes:
     written = io.BytesIO()
     special: dict[str, Any] = {}
     for number, (role, token) in enumerate(SPECIAL_TOKENS.items()):
         special |= {f"{role}_id": number, f"{role}_piece": token}
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(_sample(map(lower, lines) if lowercase else lines)),
+            sentence_iterator=iter(sample),
             model_writer=written,
             model_type="unigram",
             vocab_size=vocab_size,
@@ -97,26 +103,29 @@ def train_tokenizer(
             **special,
         )
     except RuntimeError as error:
+        largest = re.search(r"value <= (\d+)", str(error))
+        if largest and int(largest[1]) < vocab_size:
+            return _train(sample, int(largest[1]))
         raise _explained(error, vocab_size) from error
-    return fast_tokenizer(written.getvalue(), lowercase)
+    return written.getvalue()
 
 
 def _explained(error: RuntimeError, vocab_size: int) -> UserError:
     """Return what SentencePiece says of a vocabulary's size as a sentence about our option."""
     message = str(error)
-    if largest := re.search(r"value <= (\d+)", message):
-        return UserError(
-            f"A vocabulary of {vocab_size} pieces is more than this corpus can give: "
-            f"set vocab_size to {largest[1]} or less."
-        )
     if smallest := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", message):
         return UserError(
             f"A vocabulary of {vocab_size} pieces cannot hold the characters of this corpus: "
             f"set vocab_size to more than {smallest[1]}."
         )
     if "sentences_.empty()" in message:
-        return UserError("The corpus holds no text that a tokenizer could be trained on.")
-    return UserError(f"SentencePiece could not train a tokenizer: {message.splitlines()[0]}")
+        return UserError(
+            "The corpus holds no text that a tokenizer could be trained on: give a longer one."
+        )
+    return UserError(
+        f"SentencePiece could not train a tokenizer ({message.splitlines()[0]}): give more text, "
+        "another vocab_size, or a tokenizer."
+    )
 
 
 def cached_tokenizer(
@@ -127,9 +136,13 @@ def cached_tokenizer(
     key = key_of(TRAINING_RECIPE, content, str(size), str(lowercase))
 
     def fill(folder: Path) -> None:
+        announce(f"Training a tokenizer of {size} pieces.")
         save_tokenizer(train_tokenizer(lines(), size, lowercase), folder)
 
-    return load_tokenizer(entry(cache_folder(config.cache) / "tokenizers" / key, fill))
+    tokenizer = load_tokenizer(entry(cache_folder(config.cache) / "tokenizers" / key, fill))
+    if len(tokenizer) < size:
+        announce(f"The vocabulary has {len(tokenizer)} pieces, not {size}: the text gives no more.")
+    return tokenizer
 
 
 def _sample(lines: Iterable[str]) -> list[str]:

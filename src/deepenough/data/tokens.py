@@ -27,7 +27,7 @@ from deepenough.data.config import DatasetConfig
 from deepenough.data.corpus import Corpus, open_corpus
 from deepenough.data.tokenizer import cached_tokenizer, encoder_of, load_tokenizer
 from deepenough.errors import UserError
-from deepenough.training.logging import reading
+from deepenough.training.logging import announce_split, reading
 
 FORMAT = "1"
 BLOCK_CHARACTERS = 1 << 21
@@ -151,7 +151,10 @@ def token_file(
         )
     key = key_of(FORMAT, corpus.fingerprint(split), tokenizer_fingerprint(tokenizer), str(eos))
     folder = cache_folder(cache_dir) / "tokens" / key
-    return TokenFile.open(entry(folder, partial(_write, corpus, split, tokenizer, eos)))
+    file = TokenFile.open(entry(folder, partial(_write, corpus, split, tokenizer, eos)))
+    if split in corpus.held_out:
+        announce_split(split, f"{file.num_lines} lines", corpus.name)
+    return file
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

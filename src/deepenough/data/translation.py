@@ -35,6 +35,7 @@ from deepenough.data.corpus import (
 )
 from deepenough.data.tokenizer import cached_tokenizer, encoder_of, load_tokenizer
 from deepenough.errors import UserError
+from deepenough.training.logging import announce_split
 
 logger = logging.getLogger("deepenough")
 
@@ -107,6 +108,8 @@ def open_parallel(data: str, dataset: TranslationDataConfig) -> ParallelText:
         train = sources["train"]
         for split in ("train", *missing):
             sources[split] = partial(_held_out, train, split, missing)
+    for split in missing:
+        announce_split(split, f"one in {HELD_OUT_EVERY} pairs", data)
     return ParallelText(data, sources)
 
 
@@ -145,7 +148,7 @@ def read_pairs(source: Path, target: Path) -> Iterator[Pair]:
     Raises:
         UserError: The files have different numbers of lines, or are not UTF-8.
     """
-    sides = [read_lines([path], strict=True) for path in (source, target)]
+    sides = [read_lines([path]) for path in (source, target)]
     for number, (one, other) in enumerate(zip_longest(*sides)):
         if one is None or other is None:
             shorter, longer = (source, target) if one is None else (target, source)

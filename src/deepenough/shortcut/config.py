@@ -64,6 +64,7 @@ class TextConfig:
     def read(self, data: str) -> list[str]:
         """Return the texts of a file, folder or corpus."""
         from deepenough.data.corpus import open_corpus
+        from deepenough.training.logging import announce_split
 
         corpus = open_corpus(data)
         if self.split not in corpus.splits:
@@ -76,6 +77,8 @@ class TextConfig:
                 f"No line of {data} ({self.split}) has {self.min_chars} characters: give another "
                 "text or a lower dataset.min_chars."
             )
+        if self.split in corpus.held_out:
+            announce_split(self.split, f"{len(texts)} lines", data)
         return texts
 
 

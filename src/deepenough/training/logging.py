@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -27,7 +33,21 @@ from deepenough.runs import Metrics, Record, RunFolder
 
 log = logging.getLogger("deepenough")
 
-SECONDS_BETWEEN_LINES = 30.0
+SECONDS_BETWEEN_LINES = 5.0
+LONGEST_SILENCE = 30.0
+"""Lines come less often as the work goes on, down to one in so many seconds."""
+
+
+def announce(text: str) -> None:
+    """Say on standard error, from the first process alone, what a command does or has chosen."""
+    if os.environ.get("RANK", "0") == "0":
+        log.info(text)
+        sys.stderr.write(f"{text}\n")
+
+
+def announce_split(split: str, size: str, data: str) -> None:
+    """Say that a split was cut from training text, because the data has none of that name."""
+    announce(f"The {split} split is {size} held out of {data}, evenly and the same in every run.")
 
 
 @contextlib.contextmanager
@@ -182,25 +202,43 @@ def reading(
     """
     console = console or Console(stderr=True)
     began = last_line = time.perf_counter()
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
+    first: tuple[float, int] | None = None
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[shown]}"),
+    )
     on_terminal = enabled and console.is_terminal
     with Progress(TextColumn(title), *columns, console=console, disable=not on_terminal) as bar:
         task = bar.add_task(title, total=None, shown="")
 
         def show(done: int, total: int | None, shown: str = "") -> None:
-            nonlocal last_line
+            nonlocal last_line, first
             now = time.perf_counter()
-            rate = (done - start) / max(now - began, 1e-9)
-            shown = shown or f"{rate:,.0f} {unit}/s"
-            if total is not None and rate:
+            # The first piece of work takes longer than those that follow: no time left is told
+            # by it, and it is not counted when there are others.
+            since, before = first or (began, start)
+            rate = (done - before) / max(now - since, 1e-9)
+            shown = shown or _rate(rate, unit)
+            if total is not None and rate and first:
                 shown += f", {_duration((total - done) / rate)} left"
+            first = first or (now, done)
             bar.update(task, completed=done, total=total, shown=shown)
-            if enabled and not on_terminal and now - last_line >= SECONDS_BETWEEN_LINES:
+            pause = min(LONGEST_SILENCE, max(SECONDS_BETWEEN_LINES, (now - began) / 10))
+            if enabled and not on_terminal and now - last_line >= pause:
                 last_line = now
                 of_all = "" if total is None else f"/{total}"
                 sys.stderr.write(f"{done}{of_all} {unit}: {shown}\n")
 
         yield show
+
+
+def _rate(rate: float, unit: str) -> str:
+    """Return a rate that is never shown as 0: slow work is told in seconds for one."""
+    if rate <= 0:
+        return ""
+    return f"{rate:,.3g} {unit}/s" if rate >= 1 else f"{1 / rate:,.3g} s for one of the {unit}"
 
 
 def _duration(seconds: float) -> str:
