@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -183,3 +183,35 @@ def perplexity_interval(losses: Sequence[float], tokens: Sequence[int]) -> Inter
     value = loss.sum() / count.sum()
     ends = (value, min(low, value), max(high, value))
     return Interval(*(math.exp(end) if end < 700 else math.inf for end in ends))
+
+
+def intervals_of(**found: Interval | None) -> dict[str, Any]:
+    """Return what a command's figures carry as `intervals`: the ends of each, None if unknown."""
+    return {"intervals": {name: each and [each.low, each.high] for name, each in found.items()}}
+
+
+def shown(value: Any, ends: Sequence[float] | None = None) -> str:
+    """Return a figure as people read it; with an interval, in no more digits than that deserves."""
+    if not isinstance(value, int | float):
+        return str(value)
+    half = (ends[1] - ends[0]) / 2 if ends else 0.0
+    if not ends or not 0 < half < math.inf:
+        return f"{value:,.4g}"
+    digits = max(0, -math.floor(math.log10(half)))
+    low, high = (f"{end:,.{digits}f}" for end in ends)
+    return f"{value:,.{digits}f} ({low} to {high})"
+
+
+def figure_lines(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines in which a command shows figures; those with an interval show it."""
+    intervals = values.get("intervals", {})
+    for name, value in values.items():
+        if isinstance(value, list):  # a table: one line per row
+            yield from ("  ".join(f"{key} {shown(v)}" for key, v in row.items()) for row in value)
+        elif name != "intervals":
+            text = shown(value, intervals.get(name))
+            if name in intervals and intervals[name] is None:
+                text = f"{value:,.2g} (too little text to say between what it lies)"
+            yield f"{name.replace('_', ' '):24}{text}"
+    if intervals:
+        yield "in brackets: between what a figure lies with a confidence of 95 %"

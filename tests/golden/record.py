@@ -81,8 +81,18 @@ Case = Callable[[], Any]
 HERE = Path(__file__).parent
 DIGITS = 9
 STEPS = 40
-#: What a clock or a path decides.
-UNSTABLE = ("second", "time", "folder", "path", "provenance", "command", "machine", "signature")
+#: What a clock or a path decides, and how certain a figure is.
+UNSTABLE = (
+    "interval",
+    "second",
+    "time",
+    "folder",
+    "path",
+    "provenance",
+    "command",
+    "machine",
+    "signature",
+)
 
 CASES: dict[str, Case] = {}
 

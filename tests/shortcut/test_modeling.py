@@ -381,7 +381,9 @@ def test_shortcuts_are_read_from_the_hub(
     Shortcuts.fit_states(states).save_pretrained(tmp_path)
     asked = []
 
-    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(
+        name: str, revision: str | None, allow_patterns: list[str], local_files_only: bool
+    ) -> str:
         asked.append((name, revision, allow_patterns))
         return str(tmp_path)
 

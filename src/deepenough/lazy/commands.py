@@ -37,6 +37,7 @@ def train(config: Any) -> None:
 def evaluate(config: LazyEvalConfig) -> None:
     """Measure a model at the task it was trained for and print the figures."""
     from deepenough.lazy import evaluation, programs
+    from deepenough.measurement import figure_lines
 
     evaluations: dict[str, Callable[[LazyEvalConfig], dict[str, Any]]] = {
         "translation": evaluation.evaluate_translation,
@@ -45,16 +46,7 @@ def evaluate(config: LazyEvalConfig) -> None:
     }
     task = evaluation.task_of(config.run)
     config.check_task(task)
-    for name, value in evaluations[task](config).items():
-        if isinstance(value, list):  # a table: one line per row
-            for row in value:
-                print("  ".join(f"{key} {_number(part)}" for key, part in row.items()))
-        else:
-            print(f"{name.replace('_', ' '):24}{_number(value)}")
-
-
-def _number(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, (int, float)) else str(value)
+    print(*figure_lines(evaluations[task](config)), sep="\n")
 
 
 def translate(config: TranslateConfig) -> None:

@@ -68,6 +68,7 @@ from deepenough.measurement import (
     OperatingPoint,
     Scores,
     content_of,
+    intervals_of,
 )
 from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_config, read_records
 from deepenough.trace import DepthTrace
@@ -321,13 +322,25 @@ def _measure(
     translations = translate_pairs(*translator, pairs, search)
     seconds = time.perf_counter() - started
     references = [pair.target for pair in pairs.pairs]
-    score = bleu(translations, references, lowers_case(translator.tokenizer))
+    lowercase = lowers_case(translator.tokenizer)
+    score = bleu(translations, references, lowercase)
     values: dict[str, Any] = {"bleu": score.score, "signature": score.signature}
     values |= {"mechanism": model.config.mechanism, "beams": search.num_beams}
     values |= {name: getattr(model.config, name) for name in CALL_OPTIONS} | search.halting()
     values |= {"sentences": len(pairs), "seconds": seconds}
     values |= measure_encoder(model, pairs, search, NUM_TIMINGS)
-    return values | {"split": config.split, "test": config.test}
+    values |= {"split": config.split, "test": config.test}
+    return values | intervals_of(bleu=bleu_interval(translations, references, lowercase))
+
+
+def bleu_interval(texts: list[str], references: list[str], lowercase: bool) -> Interval:
+    """Return BLEU with sacrebleu's own bootstrap over sentences."""
+    metric = sacrebleu.BLEU(lowercase=lowercase)
+    score: Any = metric.corpus_score(texts, [references], n_bootstrap=BLEU_RESAMPLES)
+    value = float(score.score)
+    # sacrebleu gives the middle of the resampled scores and half the width of their 95 %.
+    middle, half = float(score._mean), float(score._ci)
+    return Interval(value, min(value, middle - half), max(value, middle + half))
 
 
 @torch.inference_mode()
@@ -480,13 +493,8 @@ class TranslationCandidate:
         return kept, ComparedTask("translation", text.name, split, "sentence", "BLEU", True, detail)
 
     def _quality(self, texts: list[str]) -> Interval:
-        """Return BLEU with sacrebleu's own bootstrap over sentences."""
-        metric = sacrebleu.BLEU(lowercase=lowers_case(self.translator.tokenizer))
-        score: Any = metric.corpus_score(texts, [self.references], n_bootstrap=BLEU_RESAMPLES)
-        value = float(score.score)
-        # sacrebleu gives the middle of the resampled scores and half the width of their 95 %.
-        middle, half = float(score._mean), float(score._ci)
-        return Interval(value, min(value, middle - half), max(value, middle + half))
+        lowercase = lowers_case(self.translator.tokenizer)
+        return bleu_interval(texts, self.references, lowercase)
 
     def points(self) -> Sequence[OperatingPoint]:
         """Return all steps, fewer steps, and epsilons, the deepest first."""

@@ -57,7 +57,13 @@ from deepenough.lazy.evaluation import (
 )
 from deepenough.lazy.modeling import LazyTransformerForConditionalGeneration
 from deepenough.lazy.training import PairsTask, model_identity, new_translator
-from deepenough.measurement import ComparedData, ComparedTask, Interval, share_interval
+from deepenough.measurement import (
+    ComparedData,
+    ComparedTask,
+    Interval,
+    intervals_of,
+    share_interval,
+)
 from deepenough.runs import RunFolder
 from deepenough.training.config import seed_at
 from deepenough.training.distributed import make_accelerator
@@ -311,7 +317,8 @@ def evaluate_programs(config: LazyEvalConfig) -> dict[str, Any]:
     values |= {"split": config.split, "length": dataset.length, "nesting": dataset.nesting}
     values |= {"programs": len(programs), "mechanism": model_config.mechanism}
     keep_record(config.run, PROGRAMS, values)
-    return values
+    right = round(values["exact"] * len(programs))
+    return values | intervals_of(exact=share_interval(right, len(programs)))
 
 
 def measured_programs(config: LazyEvalConfig) -> tuple[list[Program], ProgramConfig]:

@@ -63,14 +63,14 @@ def run_train(config: ParTrainConfig) -> None:
 
 def run_eval(config: ParEvalConfig) -> None:
     """Measure a model and print the figures."""
+    from deepenough.measurement import figure_lines
     from deepenough.par.evaluation import evaluate
 
     values = evaluate(config)
     if config.json:
         print(json.dumps(values))
         return
-    for name, value in values.items():
-        print(f"{name.replace('_', ' '):24}{value:,.4g}")
+    print(*figure_lines(values), sep="\n")
 
 
 def run_generate(config: ParGenerateConfig) -> None:

@@ -33,11 +33,10 @@ def train(config: PonderTrainConfig) -> None:
 
 def evaluate(config: PonderEvalConfig) -> None:
     """Measure a classifier and print what was found."""
+    from deepenough.measurement import figure_lines
     from deepenough.ponder.evaluation import evaluate
 
-    for name, value in evaluate(config).items():
-        shown = f"{value:,.4g}" if isinstance(value, (int, float)) else str(value)
-        print(f"{name.replace('_', ' '):24}{shown}")
+    print(*figure_lines(evaluate(config)), sep="\n")
     print(f"next: deepenough ponder plot {config.run}")
 
 

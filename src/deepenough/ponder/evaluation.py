@@ -34,6 +34,7 @@ from deepenough.measurement import (
     OperatingPoint,
     Scores,
     content_of,
+    intervals_of,
     share_interval,
 )
 from deepenough.ponder.config import (
@@ -270,7 +271,8 @@ def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
         whole = [Record(step, kind, about | own) for kind, own in found]
         with finished.folder.lock():
             replace_records(finished.folder.metrics, whole, lambda earlier: False)
-    return values
+    right = round(values["accuracy"] * len(rows))
+    return values | intervals_of(accuracy=share_interval(right, len(rows)))
 
 
 def _place(folder: RunFolder) -> tuple[int, int]:

@@ -7,6 +7,7 @@ The folder holds `shortcuts/` (the maps; `affine/` beside them where both kinds 
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -145,6 +146,7 @@ def _fit(
 
 def evaluate(config: ShortcutEvalConfig) -> None:
     """Run `deepenough shortcut eval`; its records take the place of earlier ones."""
+    from deepenough.measurement import share_interval
     from deepenough.shortcut.evaluation import evaluate as measure
     from deepenough.shortcut.submodules import Submodules
     from deepenough.training.logging import reading
@@ -185,16 +187,20 @@ def evaluate(config: ShortcutEvalConfig) -> None:
     records = evaluation.records()
     with run.lock():
         replace_records(run.metrics, [Record(0, "evaluation", about), *records])
+    number = evaluation.positions
+    half = share_interval(number // 2, number).high - 0.5
+    digits = max(1, -math.floor(math.log10(half)))
     print(f"{'mode':>14} {'layer':>5}" + "".join(f"{name:>11}" for name in _COLUMNS))
     for values in (record.values for record in records if record.kind == "layer"):
-        numbers = "".join(f"{values[key]:>11.3f}" for key in _COLUMNS.values())
+        numbers = "".join(f"{values[key]:>11.{digits}f}" for key in _COLUMNS.values())
         print(f"{values['mode']:>14} {values['layer']:>5}{numbers}")
     for values in (record.values for record in records if record.kind == "saved"):
         print(
             f"early exit, {values['mode']}, {values['agreement']:.0%} agreement: "
             f"{values['saved']:.1%} of layers saved"
         )
-    print(f"on {evaluation.positions:,} tokens; next: deepenough shortcut plot {config.run}")
+    print(f"on {number:,} tokens, so that a share of them is certain to about {half:.1g}")
+    print(f"next: deepenough shortcut plot {config.run}")
 
 
 # -- lens ----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.tokens import ContextBatches, Prepared, TokenFile
 from deepenough.errors import UserError
+from deepenough.measurement import Interval, intervals_of, perplexity_interval
 from deepenough.training.config import TrainingConfig
 from deepenough.training.distributed import from_all, place_among
 from deepenough.training.logging import perplexity, without_bars
@@ -33,6 +34,10 @@ from deepenough.training.task import WEIGHTS, BatchLoss, Task
 
 Memories = tuple[Tensor | None, ...]
 """What each layer keeps of the text so far, streams first; None for a layer that keeps nothing."""
+
+
+#: Fewer segments than these tell nothing of how far another text's perplexity may lie.
+FEWEST_SEGMENTS = 6
 
 
 class LanguageTask(Task):
@@ -162,8 +167,8 @@ def evaluate_language(
     tokens: TokenFile,
     data: DatasetConfig,
     accelerator: Accelerator | None = None,
-) -> dict[str, float]:
-    """Return loss, perplexity and FLOPs per token over a whole text.
+) -> dict[str, Any]:
+    """Return loss, perplexity and FLOPs per token over a whole text, alone also their intervals.
 
     The text is read in streams as in training; each process reads its share of them.
     """
@@ -174,19 +179,33 @@ def evaluate_language(
     batches = ContextBatches(tokens.ids, num_streams, data.length, rank=rank, world_size=world)
     model.eval()
     memories: Memories | None = None
-    total, flops, count = 0.0, 0.0, 0
+    losses, counts, flops = [], [], 0.0
     for index in range(len(batches)):
         batch = batches[index]
         targets = batch["labels"].to(model.device)
         output = model(batch["input_ids"].to(model.device), targets=targets, memories=memories)
         memories = output.memories
-        total += float(output.loss) * targets.numel()
+        losses.append(float(output.loss) * targets.numel())
         flops += output.trace.total_flops
-        count += targets.numel()
+        counts.append(targets.numel())
+    total, count = sum(losses), sum(counts)
     per_token = flops / count
     if world > 1:
         total, count = sum(from_all(accelerator, total)), count * world
-    return language_values(total, count, tokens) | {"flops_per_token": per_token}
+    values = language_values(total, count, tokens) | {"flops_per_token": per_token}
+    return values if accelerator else values | _intervals(values, losses, counts)
+
+
+def _intervals(values: dict[str, Any], losses: list[float], counts: list[int]) -> dict[str, Any]:
+    """Return the intervals of the figures of a text that was read in these segments."""
+    proportional, exponential = ("loss", "bits_per_byte"), ("perplexity", "word_perplexity")
+    if len(losses) < FEWEST_SEGMENTS or not values["loss"]:
+        return intervals_of(**dict.fromkeys((*proportional, *exponential)))
+    scales = [math.log(end) / values["loss"] for end in perplexity_interval(losses, counts)]
+    found = {name: Interval(*(values[name] * scale for scale in scales)) for name in proportional}
+    for name in exponential:
+        found[name] = Interval(*(values[name] ** scale for scale in scales))
+    return intervals_of(**found)
 
 
 def num_evaluation_streams(tokens: TokenFile, data: DatasetConfig, split: str = "given") -> int:
