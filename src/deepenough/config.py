@@ -222,7 +222,9 @@ def read_yaml(cls: type, path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"The settings file {path} cannot be read: {error.strerror}.") from error
+        raise UserError(
+            f"The settings file {path} cannot be read ({error.strerror}): give a YAML file."
+        ) from error
     except UnicodeDecodeError as error:
         raise UserError(f"The settings file {path} is not UTF-8 text; give a YAML file.") from error
     try:
@@ -314,10 +316,12 @@ def dump(
 
 def nearest(name: str, names: list[str]) -> str | None:
     """Return the known name that was most likely meant, or None."""
-    same_ending = [known for known in names if known.rpartition(".")[2] == name.rpartition(".")[2]]
+    endings = {known.rpartition(".")[2]: known for known in reversed(names)}
+    ending = name.rpartition(".")[2]
+    same_ending = [known for known in names if known.rpartition(".")[2] == ending]
     close = difflib.get_close_matches(
         name, same_ending or names, n=1, cutoff=0.0 if same_ending else 0.6
-    )
+    ) or [endings[each] for each in difflib.get_close_matches(ending, endings, n=1)]
     return close[0] if close else None
 
 

@@ -267,7 +267,9 @@ class RunFolder:
                 if overwrite:
                     folder._delete()
         except OSError as error:
-            raise UserError(f"The run folder {path} cannot be made: {error.strerror}.") from error
+            raise UserError(
+                f"The run folder {path} cannot be made ({error.strerror}): choose another folder."
+            ) from error
         cls.begun.add(folder.path.resolve())
         return folder
 
@@ -313,7 +315,8 @@ class RunFolder:
             )
         if not folder.is_run():
             raise UserError(
-                f"{path} is not a run folder: it has neither config.yaml nor metrics.jsonl."
+                f"{path} is not a run folder, as it has neither config.yaml nor metrics.jsonl: "
+                "give one that a run has written."
             )
         return folder
 

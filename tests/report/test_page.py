@@ -183,7 +183,7 @@ def test_a_file_among_the_folders_is_left_out_with_a_note(search_run, tmp_path, 
     other.write_text("earlier")
     out = tmp_path / "my report.md"
     assert main(["report", str(run), str(other), "--out", str(out)]) == 0
-    assert "is a file and no run, and was left out" in capsys.readouterr().err
+    assert "is a file, no run, and was left out" in capsys.readouterr().err
     text = out.read_text()
     assert text.startswith("# Report: run, derived")
     assert "](my%20report-figures/" in text

@@ -67,6 +67,8 @@ def run_comparison(settings: CompareConfig, advance: Advance | None = None) -> d
     folders = dict(zip(names, settings.runs, strict=True))
     candidates = [_open(run, name, settings) for name, run in folders.items()]
     check_one_task(candidates, settings.runs)
+    for candidate in candidates:
+        candidate.points()  # those that cannot be are refused before anything is written
     with writing(out):  # before hours of measuring
         pass
     places = [place for run in settings.runs for place in _model_places(RunFolder(Path(run)))]

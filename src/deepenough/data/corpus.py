@@ -112,6 +112,8 @@ def open_corpus(
             "valid_fraction and test_fraction must be at least 0 and together below 1: "
             f"got {valid_fraction} and {test_fraction}."
         )
+    if not name.strip():
+        raise UserError("The name of the text is empty: give a file, a folder or a corpus.")
     if name == "python":
         files = {"train": [prose_file(cache)]}
     else:
@@ -250,9 +252,9 @@ def did_you_mean(name: str) -> str:
     base = Path(os.environ.get(DATA_VARIABLE) or os.devnull)
     known = [path.name for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
     if folder.is_dir():
-        known += [str(folder / path.name) for path in folder.iterdir()]
-    found = nearest(name, ["python", *known])
-    return f" Did you mean {found}?" if found else ""
+        known += [path.name for path in folder.iterdir()]
+    found = nearest(Path(name).name, ["python", *known])
+    return f" Did you mean {folder / found}?" if found else ""
 
 
 def open_splits(repository: str, config: str | None) -> Mapping[str, Any]:

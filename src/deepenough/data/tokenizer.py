@@ -242,6 +242,7 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list
 
 SPACE = "\u2581"  # SentencePiece's visible space
 
+_NO_MODEL = "{} is not a SentencePiece model file: give one, or a folder with tokenizer.json."
 # Protobuf makes its classes at run time, out of a type checker's sight.
 _spm: Any = sentencepiece_model_pb2
 Model = Any
@@ -254,9 +255,9 @@ def parse_model(content: bytes, path: Path | None = None) -> Model:
     try:
         model.ParseFromString(content)
     except DecodeError as error:
-        raise UserError(f"{path} is not a SentencePiece model file: {error}.") from error
+        raise UserError(_NO_MODEL.format(path)) from error
     if not model.pieces:
-        raise UserError(f"{path} is not a SentencePiece model file: it holds no pieces.")
+        raise UserError(_NO_MODEL.format(path))
     if model.trainer_spec.model_type != _spm.TrainerSpec.UNIGRAM:
         raise UserError(
             f"{path} is not a unigram SentencePiece model: give the folder of a Hugging Face "

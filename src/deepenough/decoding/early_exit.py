@@ -181,8 +181,8 @@ class ExitRule:
         last = engine.num_layers
         if not self.layers or not all(0 < layer < last for layer in self.layers):
             raise UserError(
-                f"Exits are checked after some of the layers 1 to {last - 1}: got "
-                f"{list(self.layers)}."
+                f"Exits are checked after some of the layers 1 to {last - 1}, not after "
+                f"{list(self.layers)}: give exit_layers among them."
             )
         if self.kv_propagation not in KV_PROPAGATIONS:
             raise UserError(

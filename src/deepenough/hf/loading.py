@@ -139,11 +139,6 @@ def load(
                     model, info, chosen = other, found, head
                     break
         tokenizer = from_pretrained(AutoTokenizer, place, "tokenizer", **options)
-    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        # For some architectures transformers makes one of nothing rather than fail.
-        raise UserError(
-            f"The model {name} has no tokenizer: put its tokenizer.json beside the weights."
-        )
     # Without a head, all that may be missing is a pooler, which nothing here reads.
     if info["missing_keys"] and (own_class is not None or chosen != "encoder"):
         raise UserError(
@@ -204,12 +199,19 @@ def from_pretrained(
     """
     options |= {"local_files_only": is_only_local(place)}
     try:
-        return cls.from_pretrained(place, trust_remote_code=bool(trust_remote_code), **options)
+        found = cls.from_pretrained(place, trust_remote_code=bool(trust_remote_code), **options)
     except UserError:
         raise
     except Exception as error:  # transformers and the hub's client raise many kinds
         offered = trust_remote_code is not None
         raise UserError(_explanation(name or place, what, place, error, offered)) from error
+    if what == "tokenizer" and not set(found.get_vocab()) - set(found.all_special_tokens):
+        # For some architectures transformers makes one of nothing rather than fail.
+        raise UserError(
+            f"The model {name or place} has no tokenizer: put its tokenizer.json beside the "
+            "weights, or give a folder with one."
+        )
+    return found
 
 
 def is_only_local(place: str) -> bool:
@@ -259,14 +261,17 @@ def _explanation(name: str, what: str, place: str, error: Exception, may_trust: 
             "allow_pickle=True)."
         )
     if not local:
-        meant = nearest(name, [*PACKAGED, *(str(path) for path in Path(name).parent.glob("*"))])
-        hint = f"did you mean {meant}? Else check" if meant else "check"
+        folder = Path(name).parent
+        meant = nearest(Path(name).name, [*PACKAGED, *(path.name for path in folder.glob("*"))])
+        hint = f"did you mean {folder / meant}? Else check" if meant else "check"
         why = "cannot be reached" if is_only_local(place) else "did not give it"
         hub = "" if _is_path(place) else f", and the hub ({constants.ENDPOINT}) {why}"
         return (
             f"The {what} of {name!r} was not found: there is no such folder here{hub}; {hint} the "
             "spelling and the network, or give a folder."
         )
+    if "Unrecognized configuration class" in reason:
+        return f"The {what} of {name} is of another kind than is needed here: give another folder."
     if what == "tokenizer":
         return (
             f"No tokenizer could be loaded from {name} ({_short(reason)}): give a folder with "

@@ -104,6 +104,7 @@ def load_translator(run: str) -> Translator:
 def _load(model_class: type, run: str) -> Any:
     place = str(model_folder(run))
     options: dict[str, Any] = {"name": run, "trust_remote_code": None}
+    _check_method(run)
     config = from_pretrained(LazyTransformerConfig, place, "config", **options)
     # transformers would fill what a language model lacks with new weights.
     is_causal = LazyTransformerForCausalLM.__name__ in (config.architectures or ())
@@ -114,6 +115,16 @@ def _load(model_class: type, run: str) -> Any:
         )
     with without_bars():
         return from_pretrained(model_class, place, "model", **options)
+
+
+def _check_method(run: str) -> None:
+    """Refuse the run of another method, whose weights transformers would replace by new ones."""
+    folder = RunFolder(model_folder(run).parent)
+    method = read_config(str(folder.path)).get("method") if folder.config.is_file() else None
+    if method not in (None, LanguageTrainConfig.METHOD):
+        raise UserError(
+            f"{run} is a run of deepenough {method}: give the folder of deepenough lazy train."
+        )
 
 
 def _trained_folder(run: str) -> RunFolder:
@@ -127,6 +138,7 @@ def _trained_folder(run: str) -> RunFolder:
 
 def task_of(run: str) -> str:
     """Return what a run was trained for; translation where its settings do not tell."""
+    _check_method(run)
     return train_config(read_config(str(_trained_folder(run).path)).get("task")).task
 
 
@@ -289,6 +301,8 @@ def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
         for encoder in config.encoder_steps
         for decoder in config.decoder_steps
     ]
+    if not searches:
+        raise UserError("A sweep needs at least one number of encoder and of decoder steps.")
     for search in searches:  # all are checked before the first is measured
         search.check_for(translator.model)
     pairs = measured_pairs(config, translator).head(config.sentences)

@@ -81,7 +81,7 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
     for path in paths:
         place = Path(path)
         if place.is_file():
-            notes.append(f"{path} is a file and no run, and was left out.")
+            notes.append(f"{path} is a file, no run, and was left out: give the folder of a run.")
             continue
         if (place / FRONTIER_FILE).is_file():
             frontier = read_frontier(place)
