@@ -29,7 +29,7 @@ def read_babi(name: str) -> tuple[dict[str, Iterator[Row]], tuple[str, ...]]:
     tasks = [int(part) if part.strip().isdigit() else 0 for part in asked]
     if not all(1 <= task <= NUM_TASKS for task in tasks):
         raise UserError(
-            f"bAbI has tasks 1 to {NUM_TASKS}, given as babi:7 or babi:1,2: got {name}."
+            f"bAbI has tasks 1 to {NUM_TASKS}, not {name}: give some as babi:7 or babi:1,2."
         )
     places = [path for place in candidates(BABI) for path in (place / "en", place)]
     files = [path for place in places if place.is_dir() for path in sorted(place.iterdir())]

@@ -196,9 +196,13 @@ def _read_csv(path: Path) -> list[dict[str, str]]:
     except (OSError, ValueError) as error:  # the parser's and the decoder's are ValueErrors
         kind = path.suffix[1:].upper()
         reason = str(error).strip().removeprefix("Error tokenizing data. C error: ")
-        raise UserError(f"{path} could not be read as UTF-8 {kind}: {reason}.") from error
+        raise UserError(
+            f"{path} could not be read as UTF-8 {kind} ({reason}): correct it, or give another."
+        ) from error
     if not isinstance(table.index, pandas.RangeIndex):  # pandas takes the first cells for names
-        raise UserError(f"{path} has more cells in its rows than its first line names columns.")
+        raise UserError(
+            f"{path} has more cells in its rows than its first line names columns: correct it."
+        )
     return table.rename(columns=str.strip).to_dict("records")
 
 
@@ -212,7 +216,8 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             values = None
         if not isinstance(values, dict):
             raise UserError(
-                f'Line {number} of {path} is no JSON object such as {{"text": "...", "label": 0}}.'
+                f"Line {number} of {path} is no JSON object: write lines such as "
+                '{"text": "...", "label": 0}.'
             )
         yield values
 
@@ -299,7 +304,7 @@ def _label_names(rows: Sequence[_RawExample]) -> tuple[str, ...]:
         if is_wrong:
             kind = "is not a whole number" if numeric else "is a number, but the first is a name"
             raise UserError(
-                f"The label {row.label!r} in {row.place} {kind}: labels are either all whole "
+                f"The label {row.label!r} in {row.place} {kind}: make labels all whole "
                 "numbers from 0 or all names."
             )
     names = sorted({row.label for row in rows})

@@ -142,7 +142,7 @@ class SelfGeneratedConfig:
     new_tokens: int = bounded(128, ge=1)
     """Most new tokens of each text."""
 
-    min_chars: int = bounded(200, ge=0)
+    min_chars: int = bounded(40, ge=0)
     """Lines shorter than this are skipped."""
 
     batch: int = bounded(32, ge=1)

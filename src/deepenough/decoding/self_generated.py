@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +163,7 @@ def write_texts(
         if progress is not None:
             progress(min(done, config.tokens), config.tokens)
     if not texts:
-        raise UserError(
-            f"No line of {data} has {config.min_chars} characters: give another text or a lower "
-            "text.min_chars."
-        )
+        raise UserError(f"All lines of {data} are too short to begin a text: give longer ones.")
     return texts
 
 
@@ -213,7 +210,14 @@ def read_lines(data: str, min_chars: int) -> Iterator[str]:
     if "train" not in corpus.splits:
         raise UserError(f"The corpus {data} has no split train: it has {', '.join(corpus.splits)}.")
     stripped = (line.strip() for line in corpus.lines("train"))
-    return (line for line in stripped if len(line) >= min_chars)
+    lines = (line for line in stripped if len(line) >= min_chars)
+    first = next(lines, None)
+    if first is None:
+        raise UserError(
+            f"No line of {data} has {min_chars} characters: give another text or a lower "
+            "text.min_chars."
+        )
+    return chain([first], lines)
 
 
 def make_prompts(tokenizer: Any, data: str, config: SelfGeneratedConfig) -> Iterator[list[int]]:

@@ -302,7 +302,7 @@ def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
         for decoder in config.decoder_steps
     ]
     if not searches:
-        raise UserError("A sweep needs at least one number of encoder and of decoder steps.")
+        raise UserError("The grid is empty: give some encoder_steps and decoder_steps.")
     for search in searches:  # all are checked before the first is measured
         search.check_for(translator.model)
     pairs = measured_pairs(config, translator).head(config.sentences)

@@ -166,7 +166,9 @@ def read_counts(path: str) -> Numbers:
     try:
         text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
-        raise UserError(f"The file {path} cannot be read: {error.strerror}.") from error
+        raise UserError(
+            f"The file {path} cannot be read ({error.strerror}): give a file of counts."
+        ) from error
     lines = [line for line in text.split(b"\n") if line.strip()]
     if not lines:
         raise UserError(f"The file {path} holds no counts; give one number per token.")

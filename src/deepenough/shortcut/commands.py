@@ -42,7 +42,10 @@ _LENS_ROWS = 10
 
 def fit(config: ShortcutFitConfig) -> None:
     """Run `deepenough shortcut fit`; interrupted, it goes on with `resume`."""
+    from deepenough.hf.adapter import adapt
     from deepenough.shortcut.fitting import init_distributed
+    from deepenough.shortcut.reading import check_mask
+    from deepenough.shortcut.training import tuned_layers
     from deepenough.training.distributed import agree, is_main_process
     from deepenough.training.trainer import keep_freed_memory
 
@@ -51,6 +54,10 @@ def fit(config: ShortcutFitConfig) -> None:
     RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
     texts = config.dataset.read(config.data)
     model, tokenizer = config.model.load()
+    adapter = adapt(model)
+    check_mask(tokenizer, adapter.kind)
+    if config.tuned:
+        tuned_layers(adapter, config.tune.layers)
     init_distributed()
     run = RunFolder(Path(config.out))
     options = {"resume": config.resume, "overwrite": config.overwrite}

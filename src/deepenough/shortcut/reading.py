@@ -122,6 +122,15 @@ def make_reading(
     return validate(ReadingConfig(adapter.kind, positions, seed, batch_tokens, window))
 
 
+def check_mask(tokenizer: Any, kind: str) -> None:
+    """Refuse a tokenizer without a mask token for a masked model."""
+    if kind == "masked" and getattr(tokenizer, "mask_token_id", None) is None:
+        raise UserError(
+            f"{type(tokenizer).__name__} has no mask token, which a masked model needs: "
+            "give the tokenizer that belongs to the model."
+        )
+
+
 def batches(
     tokenizer: Any, texts: Iterable[str], reading: ReadingConfig, tally: Tally | None = None
 ) -> Iterator[TokenBatch]:
@@ -135,11 +144,7 @@ def batches(
     """
     if isinstance(texts, str):
         raise UserError("The texts are a single string: give a list of texts.")
-    if reading.kind == "masked" and getattr(tokenizer, "mask_token_id", None) is None:
-        raise UserError(
-            f"{type(tokenizer).__name__} has no mask token, which a masked model needs: "
-            "give the tokenizer that belongs to the model."
-        )
+    check_mask(tokenizer, reading.kind)
     tally = Tally() if tally is None else tally
     padding = getattr(tokenizer, "pad_token_id", None) or 0
     said = False

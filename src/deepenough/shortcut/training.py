@@ -119,8 +119,12 @@ def _check(shortcuts: Shortcuts, adapter: Adapter, config: TuneTrainingConfig) -
         )
     if adapter.model.training:
         raise UserError("The model is in training mode, with dropout: call model.eval() first.")
+    return tuned_layers(adapter, config.tune.layers)
+
+
+def tuned_layers(adapter: Adapter, chosen: list[int] | None) -> list[int]:
+    """Return the layers whose maps are tuned, all below the last if none is chosen."""
     last = adapter.num_layers
-    chosen = config.tune.layers
     layers = sorted(set(range(last) if chosen is None else chosen))
     if not layers or layers[0] < 0 or layers[-1] >= last:
         raise UserError(
