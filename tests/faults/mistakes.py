@@ -372,7 +372,6 @@ decode tune {gpt2} --data {text} --out {out} --until never
 decode tune {gpt2} --data {text} --out {out} --text.tokens 0
 decode tune {gpt2} --data {text} --out {out} --head.held_out 0
 decode tune {gpt2} --data {text} --out {out} --head.epochs 0
-decode tune {gpt2} --data {text} --out {out} --head.start {missing}
 decode tune {gpt2} --data {text} --out {shortcut}
 decode calibrate {gpt2}
 decode calibrate {gpt2} --shortcuts {missing} --data {text}
