@@ -320,7 +320,7 @@ class TestParse:
             (["--overwrite", "perhaps"], "--run.overwrite must be true or false, not 'perhaps'."),
             (["a", "b", "file.txt"], "'file.txt' does not belong to an option"),
             (["--config"], "Option --config needs a YAML file"),
-            (["--config", "missing.yaml"], "missing.yaml cannot be read: No such file"),
+            (["--config", "missing.yaml"], "missing.yaml cannot be read (No such file"),
         ],
     )
     def test_bad_words_get_one_sentence_and_exit_code_2(

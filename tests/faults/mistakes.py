@@ -265,6 +265,7 @@ ponder predict {ponder} {missing}
 ponder predict {ponder} {reviews}
 ponder predict {par} {text}
 ponder predict {ponder} {text} --batch_size 0
+ponder plot {missing}
 ponder parity --out {out} --size 0
 ponder parity --out {out} --steps none
 ponder parity --out {par}

@@ -25,7 +25,7 @@ def train(config: PonderTrainConfig) -> None:
 
     run = train(config)
     if is_main_process():
-        saved = AutoConfig.from_pretrained(run.model)
+        saved = AutoConfig.from_pretrained(run.model, trust_remote_code=False)
         reason = getattr(saved, "exit_reason", "not chosen on validation examples")
         print(f"exit: {options_of(saved).exit_setting} ({reason})")
         print(f"model in {run.model}; next: deepenough ponder eval {run.path}")
