@@ -139,7 +139,8 @@ def cached_tokenizer(
         announce(f"Training a tokenizer of {size} pieces.")
         save_tokenizer(train_tokenizer(lines(), size, lowercase), folder)
 
-    tokenizer = load_tokenizer(entry(cache_folder(config.cache) / "tokenizers" / key, fill))
+    folder = entry(cache_folder(config.cache) / "tokenizers" / key, fill)
+    tokenizer = fast_tokenizer((folder / MODEL_FILE).read_bytes(), lowercase, folder / MODEL_FILE)
     if len(tokenizer) < size:
         announce(f"The vocabulary has {len(tokenizer)} pieces, not {size}: the text gives no more.")
     return tokenizer
