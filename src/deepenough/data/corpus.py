@@ -173,8 +173,8 @@ def _find_local(name: str) -> list[Path]:
         if candidate.is_file():
             return [candidate]
         found = sorted(Path(path) for path in glob.glob(str(candidate), recursive=True))
-        if files := [path for path in found if path.is_file()]:
-            return files
+        if files := {path.resolve(): path for path in reversed(found) if path.is_file()}:
+            return sorted(files.values())  # each once, however links lead to it
     return []
 
 

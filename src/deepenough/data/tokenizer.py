@@ -57,7 +57,8 @@ def load_tokenizer(
         verify(found, without=".safetensors")
     tokenizer: PreTrainedTokenizerBase
     try:
-        tokenizer = AutoTokenizer.from_pretrained(os.fspath(found or path))
+        place = os.fspath(found or path)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         raise UserError(
             f"No tokenizer could be loaded from {os.fspath(path)!r} ({type(error).__name__}): give "
@@ -73,6 +74,16 @@ def load_tokenizer(
         if len(parse_model(model, found / MODEL_FILE).pieces) == len(tokenizer):
             setattr(tokenizer, ATTRIBUTE, SentencePieceEncoder(model, lowers_case(tokenizer)))
     return tokenizer
+
+
+def check_text(text: str, what: str = "The prompt") -> str:
+    """Return a text; UserError if it holds half a character, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = f"character {error.start + 1}"
+        raise UserError(f"{what} is no text at {place}, half a one: give valid UTF-8.") from error
+    return text
 
 
 def train_tokenizer(

@@ -168,9 +168,9 @@ def _own_class(name: str, place: str, revision: str | None) -> Any:
     """Return the class of a saved model of deepenough's own, which transformers knows by now."""
     try:
         saved, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
+        names = [str(each) for each in saved.get("architectures") or ()]
     except Exception as error:  # transformers and the hub's client raise many kinds
         raise UserError(_explanation(name, "config", place, error)) from error
-    names = [str(each) for each in saved.get("architectures") or ()]
     own = [each for each in names if "For" in each and each in deepenough.__all__]
     return getattr(deepenough, own[0]) if own else None
 
