@@ -1,10 +1,10 @@
-"""Run `python -m tests.faults [HARNESS [options]]`: all of them, or kills or corruption alone."""
+"""Run `python -m tests.faults [HARNESS [options]]`: all of them, or one."""
 
 import importlib
 import importlib.util
 import sys
 
-HARNESSES = ("corruption", "kills")
+HARNESSES = ("corruption", "hostile", "kills")
 
 names = sys.argv[1:2] or [n for n in HARNESSES if importlib.util.find_spec(f"tests.faults.{n}")]
 if not set(names) <= set(HARNESSES):
