@@ -29,7 +29,8 @@ NUMERIC_TESTS := tests/golden tests/nn tests/hf tests/training tests/par tests/p
   tests/shortcut tests/decoding tests/test_contract.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-full test-kernels test-slow test-oldest test-wheel bench faults
+.PHONY: help setup demo lint test test-full test-kernels test-slow test-oldest test-wheel bench \
+  faults fuzz
 
 help:
 	@echo "make setup      install everything into $(VENV)"
@@ -37,6 +38,7 @@ help:
 	@echo "make test       lint, check types and run the tests, with line coverage; under ten minutes"
 	@echo "make test-full  the rest: another instruction set, notebook, browser, wheel, oldest transformers"
 	@echo "make lint       lint and check types only"
+	@echo "make fuzz       bad input of eleven kinds, half a million cases; some twenty minutes"
 	@echo "make faults     kill, damage, fill the disk: what is saved is whole, or a sentence says what is wrong; minutes to an hour"
 	@echo "make bench      measure again what takes minutes, and check it against benchmarks/results"
 
@@ -95,6 +97,11 @@ test-wheel: $(STAMP)
 	  "import deepenough, pathlib; assert 'wheel' in deepenough.__file__, deepenough.__file__"
 	cd build && PYTHONPATH=wheel/site ../$(BIN)/python -m deepenough --help > /dev/null
 	cd build && PYTHONPATH=wheel/site ../$(BIN)/python -m deepenough demo --scale 0.01 --out demo
+
+# Bad input of every kind. A defect is shown with its number, by which it is run again alone:
+# python -m tests.fuzz --kind KIND --case NUMBER
+fuzz: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m tests.fuzz
 
 faults: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m tests.faults

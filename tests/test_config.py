@@ -10,6 +10,8 @@ import yaml
 from deepenough.config import (
     bounded,
     dump,
+    from_fields,
+    load_yaml,
     nearest,
     options,
     provenance,
@@ -242,3 +244,68 @@ def test_nearest() -> None:
     assert nearest("modl.d_model", names) == "model.d_model"
     assert nearest("sede", names) == "seed"
     assert nearest("qqqq", names) is None
+
+
+# -- what files hold -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inner:
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    number: float = bounded(ge=0)
+    count: int = 1
+    way: Literal["one", "other"] = "one"
+    inner: Inner | None = None
+    rest: dict[str, int] = field(default_factory=dict)
+
+    def check(self) -> None:
+        if self.count > 9:
+            raise UserError("The count is more than 9.")
+
+
+def test_a_dataclass_is_read_from_what_a_file_holds() -> None:
+    content = {"number": 2, "way": "other", "inner": {"names": ["a"]}, "rest": {"b": 3}}
+    assert from_fields(Kept, content) == Kept(2.0, 1, "other", Inner(("a",)), {"b": 3})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([], "there is no Kept"),
+        ({}, "number is missing"),
+        ({"number": 1, "nmber": 2}, "'nmber' is unknown"),
+        ({"number": "1"}, "number must be a number, not '1'"),
+        ({"number": True}, "number must be a number"),
+        ({"number": float("nan")}, "number must be a number, not nan"),
+        ({"number": 10**400}, "number must be a number"),
+        ({"number": -1}, "number must be at least 0"),
+        ({"number": 1, "count": 1.0}, "count must be a whole number"),
+        ({"number": 1, "count": 10}, "more than 9"),
+        ({"number": 1, "way": ["one"]}, "way must be one or other"),
+        ({"number": 1, "inner": {"names": "ab"}}, "inner must be"),
+        ({"number": 1, "rest": {"b": None}}, "rest must be a whole number, not None"),
+    ],
+)
+def test_what_does_not_fit_its_field_is_refused(content: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        from_fields(Kept, content)
+
+
+def test_aliases_may_stand_in_settings_but_not_multiply_them(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("a: &same [1, 2]\nb: *same\nc: &one x\nd: *one\n")
+    assert load_yaml(file) == {"a": [1, 2], "b": [1, 2], "c": "x", "d": "x"}
+    lines = [f"a{n}: &a{n} [{', '.join(['*a' + str(n - 1)] * 9)}]" for n in range(1, 9)]
+    for text in (
+        "\n".join(["a0: &a0 [1]", *lines]),
+        "a: &a [*a]",
+        "a: !!bool maybe",
+        "#" * 200_000,
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"config\.yaml"):
+            load_yaml(file)

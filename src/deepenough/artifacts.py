@@ -180,9 +180,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: The file holds no JSON object, or another than was written.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError("it holds no JSON object")
+    content = parse_json(path.read_text(encoding="utf-8"))
     known = content.pop(CHECKSUM, None)
     if known is not None and known != _digest(content):
         raise ValueError("its content is not what its checksum says")
@@ -191,6 +189,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def parse_json(text: str | bytes) -> dict[str, Any]:
+    """Return the JSON object that a text spells; ValueError if it spells none."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("it holds no JSON object")
+    return content
 
 
 def save_tensors(
@@ -229,7 +238,8 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         if known is not None and known != _tensor_digest(tensors, metadata):
             raise ValueError("its content is not what its checksum says")
     except (OSError, ValueError, SafetensorError) as error:
-        raise DamagedError(f"{path} is damaged ({error}): delete it and make it anew.") from error
+        reason = f"{error!s:.200}"
+        raise DamagedError(f"{path} is damaged ({reason}): delete it and make it anew.") from error
     return tensors, metadata
 
 

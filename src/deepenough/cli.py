@@ -43,6 +43,7 @@ from deepenough.config import (
     validate,
 )
 from deepenough.errors import UserError
+from deepenough.figure import shortened
 from deepenough.registry import METHODS
 from deepenough.report.commands import PlotConfig, plot, plot_command
 from deepenough.runs import RunFolder
@@ -70,13 +71,14 @@ def main(argv: list[str] | None = None) -> int:
     That is 2 for a user's mistake, 130 for Ctrl-C and 143 for SIGTERM.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _termination_is_an_exit():
             code = run(words)
         sys.stdout.flush()
     except UserError as error:
-        print(f"deepenough: error: {error}", file=sys.stderr)
-        return 2
+        return _say(str(error))
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BrokenPipeError:
@@ -84,14 +86,22 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return 141  # as a shell reports a program whose reader has left
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if error.filename is None and error.errno not in DISK_ERRORS:
             raise
-        advice = "make room, or give the permission"
-        print(f"deepenough: error: {error.filename} {error.strerror}: {advice}.", file=sys.stderr)
-        return 2
+        advice = "name another file or folder"
+        if error.errno in DISK_ERRORS:
+            advice = "make room, or give the permission"
+        return _say(f"{error.filename!s:.200} {error.strerror}: {advice}.")
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM) and os.environ.get("RANK", "0") == "0":
         print(f"deepenough: interrupted{_how_to_go_on(words)}", file=sys.stderr)
     return code
+
+
+def _say(error: str) -> int:
+    """Print a user's mistake, without what a terminal would take for a command; return its code."""
+    said = shortened(re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", error), 1000)
+    print(f"deepenough: error: {said}", file=sys.stderr)
+    return 2
 
 
 @contextlib.contextmanager

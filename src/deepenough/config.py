@@ -12,17 +12,21 @@ run's `config.yaml` (`method` and `provenance`) is passed over, so that the file
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
+import numbers
 import operator
 import os
 import platform
 import re
 import subprocess
+import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -38,6 +42,8 @@ if TYPE_CHECKING:  # both take a while to load, which `deepenough --help` need n
 S = TypeVar("S")
 
 METHOD, PROVENANCE = "method", "provenance"
+#: Of a file of settings.
+MAX_CHARACTERS = 1 << 17
 #: First line of a run's config.yaml.
 CHECKSUM_LINE = "# Written by deepenough; SHA-256 of what follows: "
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -124,7 +130,7 @@ def validate(config: S, prefix: str = "") -> S:
     Raises:
         UserError: Names the first option whose value is none of its choices or out of its range.
     """
-    hints = typing.get_type_hints(type(config))
+    hints = _hints(type(config))  # type: ignore[arg-type]
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, bounds = getattr(config, field.name), field.metadata.get("bounds", {})
         choices = _choices(hints[field.name])
@@ -137,16 +143,65 @@ def validate(config: S, prefix: str = "") -> S:
             if choices and item not in choices:
                 raise UserError(
                     f"{each}{prefix}{field.name} must be one of {', '.join(map(str, choices))}: "
-                    f"got {item!r}."
+                    f"got {item!r:.80}."
                 )
             if not _within(item, bounds):
                 raise UserError(
-                    f"{each}{prefix}{field.name} must be {_range_text(bounds)}: got {item}."
+                    f"{each}{prefix}{field.name} must be {_range_text(bounds)}: got {item!s:.80}."
                 )
     check_rules = getattr(config, "check", None)
     if check_rules is not None:
         check_rules()
     return config
+
+
+def from_fields(cls: type[S], content: Any) -> S:
+    """Return a dataclass from what a file holds of it, every value of its field's type and range.
+
+    Raises:
+        ValueError: Says which value is missing, unknown or wrong.
+    """
+    if not isinstance(content, Mapping):
+        raise ValueError(f"there is no {cls.__name__} in it")
+    hints, fields = _hints(cls), {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    if wrong := [str(name) for name in content if name not in fields]:
+        raise ValueError(f"{wrong[0]!r:.40} is unknown")
+    for name, field in fields.items():
+        if name not in content and _default(field) is MISSING:
+            raise ValueError(f"{name} is missing")
+    try:
+        return validate(cls(**{n: _typed(content[n], hints[n], n) for n in fields if n in content}))
+    except UserError as error:
+        raise ValueError(f"{error}"[:200].rstrip(".")) from error
+
+
+def _typed(value: Any, hint: Any, name: str) -> Any:
+    """Return a value that JSON gave, if it is of a type; ValueError if it is not."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or (origin is typing.Literal and value in arguments):
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for each in arguments:
+            with contextlib.suppress(ValueError):
+                return _typed(value, each, name)
+    elif dataclasses.is_dataclass(hint):
+        return from_fields(typing.cast(type, hint), value)
+    elif origin in (list, tuple, Sequence) and isinstance(value, list):
+        items = (_typed(item, arguments[0], name) for item in value)
+        return list(items) if origin is list else tuple(items)
+    elif origin in (dict, Mapping) and isinstance(value, dict):
+        return {key: _typed(item, arguments[1], name) for key, item in value.items()}
+    elif hint is float:
+        if type(value) in (int, float) and abs(value) <= sys.float_info.max:
+            return float(value)
+    elif type(value) is hint:
+        return value
+    raise ValueError(f"{name} must be {_type_name(hint)}, not {value!r:.40}")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
@@ -157,9 +212,11 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     return _choices(inner[0]) if len(inner) == 1 else ()
 
 
-def _within(value: float, bounds: Mapping[str, float]) -> bool:
-    """Return whether a number is in its range; NaN is in none."""
+def _within(value: Any, bounds: Mapping[str, float]) -> bool:
+    """Return whether a value is a number in its range; NaN is in none."""
     tests = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
+    if bounds and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        return False
     return all(tests[name](value, bound) for name, bound in bounds.items())
 
 
@@ -219,22 +276,7 @@ def resolve(
 
 def read_yaml(cls: type, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the values of a settings file by dotted name; a key that `cls` lacks is refused."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"The settings file {path} cannot be read ({error.strerror}): give a YAML file."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"The settings file {path} is not UTF-8 text; give a YAML file.") from error
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise UserError(
-            f"The settings file {path} is not valid YAML{where}; correct it."
-        ) from error
+    content = load_yaml(path)
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -244,6 +286,45 @@ def read_yaml(cls: type, path: str | os.PathLike[str]) -> dict[str, Any]:
     for key in (METHOD, PROVENANCE):
         content.pop(key, None)
     return _flatten(cls, content, str(path))
+
+
+def load_yaml(path: str | os.PathLike[str]) -> Any:
+    """Return what a YAML file of settings holds; UserError if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+    except OSError as error:
+        raise UserError(
+            f"The settings file {path} cannot be read ({error.strerror}): give a YAML file."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"The settings file {path} is not UTF-8 text; give a YAML file.") from error
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"{path} is far longer than settings are; give a YAML file of settings.")
+    try:
+        return yaml.load(text, _Loader)
+    except Exception as error:  # a value that does not fit its tag raises any kind
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(
+            f"The settings file {path} is not valid YAML{where}; correct it."
+        ) from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain values, and no aliases by which a short file holds more than a long one could."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias = self.check_event(yaml.AliasEvent)
+        node: Any = super().compose_node(parent, index)
+        if not is_alias:
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            if isinstance(node, yaml.MappingNode):
+                parts = [part for pair in parts for part in pair]
+            node.size = 1 + sum(part.size for part in parts)
+        if not hasattr(node, "size") or node.size > MAX_CHARACTERS:
+            raise yaml.YAMLError("an alias of itself, or aliases of aliases")
+        return node
 
 
 def make_parser(cls: type, **kwargs: Any) -> ArgumentParser:
@@ -325,6 +406,7 @@ def nearest(name: str, names: list[str]) -> str | None:
     return close[0] if close else None
 
 
+@functools.cache
 def _field_texts(cls: type) -> dict[str, str]:
     """Return the string literals under the fields, inherited ones included."""
     import docstring_parser
@@ -355,7 +437,7 @@ def _flatten(cls: type, values: Mapping[str, Any], source: str) -> dict[str, Any
             elif name not in sections:
                 hint = nearest(name, names + [part for part in sections if part not in prefix])
                 meant = f"; did you mean {hint}?" if hint else "; remove it."
-                raise UserError(f"There is no setting {name} (in {source}){meant}")
+                raise UserError(f"There is no setting {name:.80} (in {source}){meant}")
             elif isinstance(value, Mapping):
                 visit(value, f"{name}.")
             elif value is not None:  # a section heading with nothing under it is empty, not wrong
@@ -368,7 +450,7 @@ def _flatten(cls: type, values: Mapping[str, Any], source: str) -> dict[str, Any
 def _sentence(message: str, cls: type) -> str:
     """Return a message of jsonargparse, lines about types, as one sentence about the option."""
     known = {option.name: option for option in options(cls)}
-    if unrecognized := re.match(r"unrecognized arguments: (\S+)", message):
+    if unrecognized := re.match(r"unrecognized arguments: (\S*)", message):
         given = unrecognized[1].partition("=")[0]
         if not given.startswith("-"):
             return f"{given!r} does not belong to an option; give settings as --name value."
@@ -379,7 +461,7 @@ def _sentence(message: str, cls: type) -> str:
     key = re.match(r'Parser key "([^"]+)"', message)
     if key and key[1] in known:
         value = re.search(r"(?:Got|Given) value: (.*)", message, re.DOTALL)
-        got = f", not {value[1].strip()!r}" if value else ""
+        got = f", not {value[1].strip()!r:.80}" if value else ""
         return f"Option --{key[1]} must be {_type_name(known[key[1]].type)}{got}."
     if missing := re.match(r"argument --([\w.]+)\S*: expected one argument", message):
         return f"Option --{missing[1]} needs a value; write --{missing[1]} VALUE."

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from deepenough.config import TrustConfig, bounded
+from deepenough.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,77 @@ class Scores:
     """Blocks that ran for a unit, mean."""
     flops: float
     """Of all units."""
-    sample: Mapping[str, Any] | None = None
-    """One answer with its depths, to be looked at: `tokens`, `depth` of each, and `layers`."""
+    sample: Sample | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer with its depths, to be looked at."""
+
+    tokens: Sequence[str]
+    depth: Sequence[float | None] = bounded(ge=0)
+    """Of each token, None for one of the prompt."""
+    layers: float = bounded(gt=0)
+    """The greatest depth there is."""
+
+    def check(self) -> None:
+        """Refuse tokens without a depth, and depths without a token."""
+        if len(self.tokens) != len(self.depth):
+            raise UserError("A sample needs a depth for each of its tokens.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierPoint:
+    """One operating point of one run as it was measured: a row of `frontier.json`."""
+
+    run: str
+    mechanism: str
+    name: str
+    settings: Mapping[str, Any]
+    command: str
+    quality: float
+    quality_low: float
+    quality_high: float
+    units: int = bounded(ge=1)
+    layers: float = bounded(ge=0)
+    flops: float = bounded(ge=0)
+    flops_counted: float | None = bounded(ge=0)
+    milliseconds: float = bounded(gt=0)
+    milliseconds_low: float
+    milliseconds_high: float
+    relative_time: float = bounded(gt=0)
+    relative_time_low: float
+    relative_time_high: float
+    sample: Sample | None
+    folder: str = ""
+    optimal: Sequence[str] = ()
+    """The costs by which no other point beats it."""
+
+    def check(self) -> None:
+        """Refuse a value outside of its interval."""
+        for name in ("quality", "milliseconds", "relative_time"):
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            if not low <= getattr(self, name) <= high:
+                raise UserError(f"{name} must lie within its interval.")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that `frontier.json` holds."""
+
+    command: str
+    task: ComparedTask
+    protocol: Mapping[str, int | str]
+    """How points were timed: `rounds`, `threads`, `processor`, `seed`."""
+    bookkeeping: float
+    """Time without a model at work, as a share of the rest."""
+    points: Sequence[FrontierPoint]
+    provenance: Mapping[str, Any]
+
+    def name_of(self, row: FrontierPoint) -> str:
+        """Return what a point is called: with its run, where there are several."""
+        several = len({point.run for point in self.points}) > 1
+        return f"{row.run} {row.name}" if several else row.name
 
 
 class Candidate(Protocol):

@@ -25,10 +25,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
-
-from deepenough.artifacts import LOCK, atomic_path, locked, remove_partial, restore, verify
-from deepenough.config import CHECKSUM_LINE
+from deepenough.artifacts import (
+    LOCK,
+    atomic_path,
+    locked,
+    parse_json,
+    remove_partial,
+    restore,
+    verify,
+)
+from deepenough.config import CHECKSUM_LINE, load_yaml
 from deepenough.errors import UserError
 
 log = logging.getLogger("deepenough")
@@ -69,9 +75,7 @@ class Record:
     def from_json(cls, line: str | bytes) -> Record:
         """Read one line; ValueError if it is not a record."""
         text = line if isinstance(line, str) else line.decode()
-        content = json.loads(text)
-        if not isinstance(content, dict):
-            raise ValueError("a record is a JSON object")
+        content = parse_json(text)
         known = content.pop("crc", None)
         if known is not None:
             whole = text.rpartition(_CHECK)[0] + "}"
@@ -81,7 +85,8 @@ class Record:
             step, kind, time = (content.pop(key) for key in _OWN_KEYS)
         except KeyError as error:
             raise ValueError(f"a record needs the key {error}") from None
-        if type(step) is not int or not isinstance(kind, str) or not isinstance(time, int | float):
+        right = type(step) is int and isinstance(kind, str) and type(time) in (int, float)
+        if not right or not 0 <= step < 2**53 or not abs(time) < 2**53:
             raise ValueError("a record's step, kind and time are an int, a string and a number")
         return cls(step, kind, content, float(time))
 
@@ -331,9 +336,9 @@ class RunFolder:
             first, _, rest = text.partition("\n")
             known = first.removeprefix(CHECKSUM_LINE)
             is_changed = known not in (first, hashlib.sha256(rest.encode()).hexdigest())
-            if is_changed or not isinstance(yaml.safe_load(text), dict):
+            if is_changed or not isinstance(load_yaml(self.config), dict):
                 raise ValueError("the settings are not those of the run")
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, UserError) as error:
             raise UserError(
                 f"{self.config} cannot be read, or is not as the run wrote it, so nothing tells "
                 f"what {self.path} was trained on: restore it (if you changed it on purpose, "
@@ -395,7 +400,7 @@ def model_folder(folder: str) -> Path:
 
 def read_config(run: str) -> dict[str, Any]:
     """Return the settings that a run was made with, as they stand in its file."""
-    content: dict[str, Any] = yaml.safe_load(RunFolder.open(run).settings().read_text("utf-8"))
+    content: dict[str, Any] = load_yaml(RunFolder.open(run).settings())
     return content
 
 

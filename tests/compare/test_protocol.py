@@ -13,6 +13,7 @@ from deepenough.artifacts import FinishedParts
 from deepenough.compare import protocol
 from deepenough.compare.config import CompareConfig
 from deepenough.compare.protocol import count_flops, measure
+from deepenough.errors import UserError
 from deepenough.measurement import (
     ComparedTask,
     Interval,
@@ -161,3 +162,10 @@ def test_perplexity_is_of_the_whole_text():
     assert interval.high == pytest.approx(math.exp(3.0))
     assert perplexity_interval([8.0] * 4, [4] * 4) == pytest.approx((math.exp(2),) * 3)
     assert perplexity_interval([5000.0], [1]).value == math.inf
+
+
+def test_a_quality_that_is_no_number_is_refused_before_it_is_timed(clock):
+    diary: list[str] = []
+    with pytest.raises(UserError, match="quality of a at inf is inf"):
+        measure([Sleeper("a", [math.inf], diary, Clock())], CompareConfig(rounds=3))
+    assert diary == ["ainf", "judge ainf"]

@@ -17,6 +17,8 @@ from deepenough.hf.adapter import adapt
 WORDS = torch.arange(39, 2, -1)
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 
+CHOICE = {"names": ["lookup"], "num_draft_tokens": 2, "vocab_size": 4}
+
 
 def make_linear(width: int = 32) -> LinearDrafter:
     generator = torch.Generator().manual_seed(0)
@@ -131,7 +133,7 @@ def test_the_second_prediction_by_hand(small) -> None:
 def test_tuned_is_saved_and_loaded(small, tmp_path) -> None:
     linear = make_linear()
     linear.meta["model"] = adapt(small).identity()
-    tuned = DraftModel(linear, make_head(small), {"a": 1}, {"names": ["lookup"]})
+    tuned = DraftModel(linear, make_head(small), {"a": 1}, CHOICE)
     tuned.save_pretrained(tmp_path / "run" / "model")
     again = DraftModel.from_pretrained(tmp_path / "run")
     for name, value in tuned.head.state_dict().items():

@@ -51,7 +51,7 @@ def test_lossless_ways_agree_and_exits_save_layers(fitted, words_file) -> None:
     assert list(found) == ["transformers", "full", "speculative", "exit 1", "exit 0"]
     for name in ("transformers", "full", "speculative", "exit 1"):
         assert found[name][1].quality.value == 1.0 and found[name][1].layers == 3.0
-    assert found["exit 0"][1].layers < 3.0 and found["exit 0"][1].sample["layers"] == 3
+    assert found["exit 0"][1].layers < 3.0 and found["exit 0"][1].sample.layers == 3
     assert found["full"][1].flops == pytest.approx(found["transformers"][1].flops)
     assert f"--shortcuts {fitted}/shortcuts" in found["exit 0"][0].command
 

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import sys
 
-HARNESSES = ("corruption", "kills", "mistakes")
+HARNESSES = ("corruption", "hostile", "kills", "mistakes")
 
 names = sys.argv[1:2] or [n for n in HARNESSES if importlib.util.find_spec(f"tests.faults.{n}")]
 if not set(names) <= set(HARNESSES):

@@ -29,7 +29,7 @@ from deepenough.par.search import (
     measure_block_costs,
     sample_segment,
 )
-from deepenough.runs import RunFolder, read_records
+from deepenough.runs import Record, RunFolder, read_records
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.task import WEIGHTS
 from deepenough.training.trainer import Trainer
@@ -42,9 +42,8 @@ def searches(draw: st.DrawFn) -> list[list[float]]:
     """Probabilities of one to five blocks; rounded, so that ties are common."""
     rows = []
     for _ in range(draw(st.integers(1, 5))):
-        raw = [draw(st.integers(0, 8)) for _ in BRANCHES]
-        total = sum(raw) or 1
-        rows.append([value / total for value in raw])
+        raw = draw(st.lists(st.integers(0, 8), min_size=3, max_size=3).filter(any))
+        rows.append([value / sum(raw) for value in raw])
     return rows
 
 
@@ -123,8 +122,35 @@ def test_impossible_budget_names_the_cheapest_pattern_and_a_budget_that_works():
 
 
 def test_budget_without_costs_is_refused():
-    with pytest.raises(ValueError, match="needs the costs"):
+    with pytest.raises(UserError, match="needs the costs"):
         derive([[0.3, 0.3, 0.4]], budget=0.5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fixed", "said"),
+    [
+        ([], None, "there is no block"),
+        ([[0.5, 0.5]], None, "not 3 probabilities"),
+        ([[0.5, 0.5, "0"]], None, "not 3 probabilities"),
+        ([[True, False, False]], None, "not 3 probabilities"),
+        ([[math.nan, 0.5, 0.5]], None, "not 3 probabilities"),
+        ([[-0.5, 1.0, 0.5]], None, "not 3 probabilities"),
+        ([[0.5, 0.4, 0.4]], None, "do not sum to 1"),
+        ([[0.5, 0.3, 0.2]], "ad", "not one of 1 blocks"),
+        ([[0.5, 0.3, 0.2]], "x", "unknown letter"),
+        ([[0.5, 0.3, 0.2]], 3, "A pattern is letters"),
+    ],
+)
+def test_rows_that_are_no_search_are_refused(rows: Any, fixed: Any, said: str):
+    with pytest.raises(UserError, match=said):
+        derive(rows, fixed=fixed)
+
+
+def test_a_damaged_record_of_costs_is_refused():
+    for wrong in ({"attention": "3"}, {"rest": -1.0}, {"dense": 1e300}, {"else": 1.0}):
+        record = Record(0, "cost", asdict(COSTS) | {"unit": "flops"} | wrong)
+        with pytest.raises(UserError, match="record of block costs is damaged"):
+            training.recorded_costs([record])
 
 
 def test_costs_by_hand():

@@ -177,7 +177,9 @@ def write_comparison(folder: Path, about: Path) -> Path:
          "command": f"run {name} {EVIL}", "name": name, "settings": {}, "quality": quality,
          "quality_low": quality - 0.02, "quality_high": quality + 0.02, "layers": cost,
          "flops": cost * 1e6, "milliseconds": cost, "milliseconds_low": cost - 0.2,
-         "milliseconds_high": cost + 0.2, "optimal": optimal, "sample": sample}
+         "milliseconds_high": cost + 0.2, "relative_time": cost / 6, "relative_time_low": cost / 7,
+         "relative_time_high": cost / 5, "units": 64, "flops_counted": None, "optimal": optimal,
+         "sample": sample}
         for group, name, quality, cost, optimal, sample in (
             ("full", "all", 0.95, 6.0, ["layers", "flops", "milliseconds"], None),
             ("exit", "early", 0.94, 3.0, ["layers", "flops", "milliseconds"],
@@ -187,7 +189,9 @@ def write_comparison(folder: Path, about: Path) -> Path:
     ]  # fmt: skip
     task = {"kind": "writing", "data": "python", "split": "valid", "unit": "token",
             "quality": "agreement", "higher_is_better": True}  # fmt: skip
-    content = {"task": task, "protocol": {"rounds": 7, "threads": 1}, "points": points}
+    protocol = {"rounds": 7, "threads": 1, "seed": 0, "processor": ""}
+    content = {"task": task, "protocol": protocol, "points": points, "bookkeeping": 0.01,
+               "provenance": {}}  # fmt: skip
     content["command"] = "deepenough compare 'runs/my own' --out=runs/both"
     (folder / "frontier.json").write_text(json.dumps(content))
     return folder

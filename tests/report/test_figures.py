@@ -154,7 +154,7 @@ def test_a_comparison_has_a_panel_a_cost(folders: list[Path], evil: str) -> None
     assert figure.panels[0].points[0].x_low == pytest.approx(5.8)
     assert figure.command == "deepenough compare 'runs/my own' --out=runs/both"
     sample = sample_figure(frontier)
-    assert sample is not None and sample.panels[0].depth == [None, 2, 6]
+    assert sample is not None and list(sample.panels[0].depth) == [None, 2, 6]
 
 
 def test_the_choice_is_said_in_plain_words(folders: list[Path]) -> None:
@@ -164,14 +164,12 @@ def test_the_choice_is_said_in_plain_words(folders: list[Path]) -> None:
         "Best agreement: 0.95 with “all”. “early” is not significantly worse (agreement 0.94) and "
         "2.00x as fast, with 3.0 instead of 6.0 blocks per token."
     )
-    apart = [dict(point) for point in frontier.points]
-    for point in apart[1:]:
-        point["quality_high"] = 0.9
-    (choice,) = frontier_section(replace(frontier, points=tuple(apart))).findings
+    apart = [frontier.points[0], *(replace(p, quality_high=0.9) for p in frontier.points[1:])]
+    (choice,) = frontier_section(replace(frontier, points=apart)).findings
     assert choice.endswith("No other setting of the same quality is faster.")
     (choice,) = frontier_section(replace(frontier, points=frontier.points[::-1])).findings
     assert "0.83x as fast as “worse”" in choice
-    same = tuple(point | {"quality": 1.0, "quality_high": 1.0} for point in frontier.points)
+    same = [replace(point, quality=1.0, quality_high=1.0) for point in frontier.points]
     (choice,) = frontier_section(replace(frontier, points=same)).findings
     assert choice.startswith("All tokens identical with “early”, 2.00x as fast as “all”.")
 

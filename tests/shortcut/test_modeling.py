@@ -329,9 +329,9 @@ def test_tampered_and_truncated_files(saved: tuple[Shortcuts, Path]) -> None:
     [
         ({"num_layers": 2}, "has the shape"),
         ({"width": 7}, "has the shape"),
-        ({"affine": False}, "missing or too many"),
-        ({"targets": "last"}, "missing or too many"),
-        ({"targets": "some"}, "not known"),
+        ({"affine": False}, "no map of these layers"),
+        ({"targets": "last"}, "no map of these layers"),
+        ({"targets": "some"}, "targets must be all or last"),
         ({"meta": 3}, "cannot be read"),
         ({"format": "else"}, "format is not"),
         ({"version": 99}, "version 2"),

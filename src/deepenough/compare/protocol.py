@@ -12,6 +12,7 @@ so that methods that have little in common are measured alike:
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepenough.artifacts import FinishedParts
 from deepenough.compare.config import CompareConfig
-from deepenough.measurement import Candidate, Interval, OperatingPoint, Scores, median_interval
+from deepenough.errors import UserError
+from deepenough.measurement import (
+    Candidate,
+    FrontierPoint,
+    Interval,
+    OperatingPoint,
+    Scores,
+    median_interval,
+)
 
 #: Hears how many passes are done, and of how many.
 Advance = Callable[[int, int], None]
@@ -54,6 +63,11 @@ def measure(
     def score(place: int) -> dict[str, Any]:
         candidate, point = pairs[place]
         judged = candidate.judge(point, candidate.run(point))
+        if not all(map(math.isfinite, judged.quality)):
+            raise UserError(
+                f"The quality of {candidate.name} at {point.name} is {judged.quality.value}, no "
+                "number that can be compared: leave the run out."
+            )
         counted = count_flops(candidate, point) if config.count_flops else None
         cold.discard(place)
         return {"judged": asdict(judged), "counted": counted}
@@ -88,27 +102,26 @@ def measure(
     for (candidate, point), (judged, counted), own in zip(pairs, prepared, seconds, strict=True):
         # Round by round, in which a slow round cancels.
         ratios = [value / first for value, first in zip(own, seconds[0], strict=True)]
-        rows.append(
-            {
-                "run": candidate.name,
-                "mechanism": point.mechanism or candidate.mechanism,
-                "name": point.name,
-                "settings": dict(point.settings),
-                "command": point.command,
-                **_ends("quality", judged.quality),
-                "units": judged.units,
-                "layers": judged.layers,
-                "flops": judged.flops / judged.units,
-                "flops_counted": None if counted is None else counted / judged.units,
-                **_ends("milliseconds", median_interval([1e3 * s / judged.units for s in own])),
-                **_ends("relative_time", median_interval(ratios)),
-                "sample": judged.sample,
-            }
+        row = FrontierPoint(
+            run=candidate.name,
+            mechanism=point.mechanism or candidate.mechanism,
+            name=point.name,
+            settings=dict(point.settings),
+            command=point.command,
+            **_ends("quality", judged.quality),
+            units=judged.units,
+            layers=judged.layers,
+            flops=judged.flops / judged.units,
+            flops_counted=None if counted is None else counted / judged.units,
+            **_ends("milliseconds", median_interval([1e3 * s / judged.units for s in own])),
+            **_ends("relative_time", median_interval(ratios)),
+            sample=judged.sample,
         )
+        rows.append(asdict(row))
     return rows, bookkeeping
 
 
-def _ends(name: str, interval: Interval) -> dict[str, float]:
+def _ends(name: str, interval: Interval) -> dict[str, Any]:
     return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 

@@ -14,7 +14,6 @@ in half an emoji, so each line is read by `json`. A TSV file has no quoting, as 
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,10 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deepenough.artifacts import parse_json
 from deepenough.config import validate
 from deepenough.data.babi import BABI, read_babi
 from deepenough.data.config import ClassificationConfig
 from deepenough.data.corpus import (
+    MAX_LINE_BYTES,
     candidates,
     did_you_mean,
     group_by_split,
@@ -50,7 +51,8 @@ LABEL_NAMES = {"sst2": ("negative", "positive")}
 """What the numbers of a known data set mean."""
 
 UNLABELLED = "-1"
-_WHOLE = re.compile(r"[+-]?\d+")
+MAX_COLUMNS = 10_000
+_WHOLE = re.compile(r"[+-]?\d{1,18}")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
 GAPS_PER_LABEL, GAPS_ALLOWED = 2, 8
 """A highest label this far above the number of different ones is a slip of the pen."""
@@ -183,6 +185,10 @@ def _read_csv(path: Path) -> list[dict[str, str]]:
 
     tabs = path.suffix.lower() == ".tsv"
     try:
+        with path.open("rb") as file:
+            first = file.readline(MAX_LINE_BYTES)
+        if first.count(b"\t" if tabs else b",") > MAX_COLUMNS:  # for which pandas takes minutes
+            raise UserError(f"{path} has more than {MAX_COLUMNS:,} columns: keep texts and labels.")
         table = pandas.read_csv(
             path,
             sep="\t" if tabs else ",",
@@ -211,15 +217,12 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
-        except ValueError:
-            values = None
-        if not isinstance(values, dict):
+            yield parse_json(line)
+        except ValueError as error:
             raise UserError(
                 f"Line {number} of {path} is no JSON object: write lines such as "
                 '{"text": "...", "label": 0}.'
-            )
-        yield values
+            ) from error
 
 
 # -- columns and labels ----------------------------------------------------------------------------
@@ -256,7 +259,7 @@ def _raw_examples(
             place,
             _text_in(values, str(text), place),
             None if pair is None else _text_in(values, pair, place),
-            UNLABELLED if label is None else _label_text(values.get(label)),
+            UNLABELLED if label is None else _label_text(_cell(values, label, place)),
         )
 
 
@@ -267,14 +270,21 @@ def _column(role: str, given: str | None, usual: Iterable[str], here: Iterable[s
     if found is None:
         looked = repr(given) if given is not None else f"called {', '.join(wanted)}"
         raise UserError(
-            f"There is no {role} column {looked} among {', '.join(here)}: "
+            f"There is no {role} column {looked} among {', '.join(here):.200}: "
             f"name it with --dataset.{role}_column."
         )
     return found
 
 
-def _text_in(values: Mapping[str, Any], column: str, place: str) -> str:
+def _cell(values: Mapping[str, Any], column: str, place: str) -> Any:
     value = values.get(column)
+    if isinstance(value, list | dict) or value != value:
+        raise UserError(f"Column {column!r} of {place} holds neither text nor a number: mend it.")
+    return value
+
+
+def _text_in(values: Mapping[str, Any], column: str, place: str) -> str:
+    value = _cell(values, column, place)
     if value is None or not str(value).strip():
         raise UserError(
             f"The text in column {column!r} is empty in {place}: fill it or remove the row."
@@ -304,7 +314,7 @@ def _label_names(rows: Sequence[_RawExample]) -> tuple[str, ...]:
         if is_wrong:
             kind = "is not a whole number" if numeric else "is a number, but the first is a name"
             raise UserError(
-                f"The label {row.label!r} in {row.place} {kind}: make labels all whole "
+                f"The label {row.label!r:.60} in {row.place} {kind}: make labels all whole "
                 "numbers from 0 or all names."
             )
     names = sorted({row.label for row in rows})
@@ -313,7 +323,7 @@ def _label_names(rows: Sequence[_RawExample]) -> tuple[str, ...]:
         highest = max(rows, key=lambda row: int(row.label))
         if int(highest.label) > GAPS_PER_LABEL * num_found + GAPS_ALLOWED:
             raise UserError(
-                f"The label {highest.label} in {highest.place} is far above the number of "
+                f"The label {highest.label:.60} in {highest.place} is far above the number of "
                 f"different labels, {num_found}: correct it, or number the labels without gaps."
             )
         names = [str(number) for number in range(int(highest.label) + 1)]
@@ -329,10 +339,12 @@ def _label_index(row: _RawExample, names: Sequence[str]) -> int:
         return names.index(row.label)
     if not _WHOLE.fullmatch(row.label):
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        raise UserError(f"The label {row.label!r} in {row.place} is none of those known: {shown}.")
+        raise UserError(
+            f"The label {row.label!r:.60} in {row.place} is none of those known: {shown}."
+        )
     if not 0 <= int(row.label) < len(names):
         raise UserError(
-            f"The label {row.label} in {row.place} is out of range: labels go from 0 to "
+            f"The label {row.label:.60} in {row.place} is out of range: labels go from 0 to "
             f"{len(names) - 1}."
         )
     return int(row.label)

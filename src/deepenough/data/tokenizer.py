@@ -72,6 +72,16 @@ def load_tokenizer(
     return tokenizer
 
 
+def check_text(text: str, what: str = "The prompt") -> str:
+    """Return a text; UserError if it holds half a character, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = f"character {error.start + 1}"
+        raise UserError(f"{what} is no text at {place}, half a one: give valid UTF-8.") from error
+    return text
+
+
 def train_tokenizer(
     lines: Iterable[str], vocab_size: int, lowercase: bool = False
 ) -> PreTrainedTokenizerBase:

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Binomial, kl_divergence
 
 from deepenough.artifacts import FinishedParts, read_json, write_json
-from deepenough.config import provenance
+from deepenough.config import bounded, from_fields, provenance
 from deepenough.decoding.early_exit import (
     POLICIES,
     ExitCheck,
@@ -199,7 +199,7 @@ def exit_table(engine: Engine, rule: ExitRule, text: SelfGenerated) -> tuple[Ten
 # -- what is saved -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """An exit threshold with a guarantee, and all that the guarantee is about."""
 
@@ -208,19 +208,19 @@ class Calibration:
     policy: str
     policy_options: dict[str, float]
     """Options of the policy beside its threshold."""
-    exit_layers: tuple[int, ...]
+    exit_layers: tuple[int, ...] = bounded(ge=0)
     kv_propagation: KVPropagation
-    exit_vocab: tuple[int, ...] | None
-    max_disagreement: float
-    confidence: float
-    texts: int
-    tokens: int
+    exit_vocab: tuple[int, ...] | None = bounded(ge=0)
+    max_disagreement: float = bounded(gt=0, lt=1)
+    confidence: float = bounded(gt=0, lt=1)
+    texts: int = bounded(ge=1)
+    tokens: int = bounded(ge=1)
     thresholds: tuple[float, ...]
     """Those that were tested, the most careful first."""
-    risks: tuple[float, ...]
+    risks: tuple[float, ...] = bounded(ge=0, le=1)
     """Mean losses of these."""
-    p_values: tuple[float, ...]
-    layers: float | None
+    p_values: tuple[float, ...] = bounded(ge=0, le=1)
+    layers: float | None = bounded(ge=0)
     """Layers of a token at the threshold, on average."""
     model: dict[str, Any]
     maps: str
@@ -274,16 +274,26 @@ class Calibration:
             )
         try:
             content = read_json(path)
-            if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
+            if (content.pop("format", None), content.pop("version", None)) != (FORMAT, VERSION):
                 raise ValueError(f"its format is not {FORMAT} {VERSION}")
-            for name in ("exit_layers", "exit_vocab", "thresholds", "risks", "p_values"):
-                content[name] = None if content[name] is None else tuple(content[name])
-            found = cls(**content)
-            if found.policy not in POLICIES:
-                raise ValueError(f"there is no policy {found.policy}")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return from_fields(cls, content)
+        except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}): calibrate again.") from error
-        return found
+
+    def check(self) -> None:
+        """Refuse a guarantee whose parts do not fit together."""
+        if self.policy not in POLICIES:
+            raise UserError(f"There is no policy {self.policy!r:.40}.")
+        from_fields(
+            POLICIES[self.policy], {"threshold": self.threshold or 0.0, **self.policy_options}
+        )
+        tested = list(zip(self.thresholds, self.p_values, strict=True))
+        if self.threshold is not None:
+            place = self.thresholds.index(self.threshold)
+            if any(p_value > 1 - self.confidence for _, p_value in tested[: place + 1]):
+                raise UserError(f"The threshold {self.threshold} has not passed its test.")
+        if len(self.risks) != len(tested):
+            raise UserError("There is not one risk for each threshold.")
 
 
 def _maps_hash(rule: ExitRule) -> str:

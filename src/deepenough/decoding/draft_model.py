@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepenough.artifacts import load_artifact, save_artifact
+from deepenough.config import bounded, from_fields
 from deepenough.decoding.torch_backend import rotate
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
@@ -50,11 +51,16 @@ _EPS = 1e-6
 class HeadShape:
     """Sizes of a draft head."""
 
-    width: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    width: int = bounded(ge=1)
+    num_heads: int = bounded(ge=1)
+    num_kv_heads: int = bounded(ge=1)
+    head_dim: int = bounded(ge=1)
+    intermediate_size: int = bounded(ge=1)
+
+    def check(self) -> None:
+        """Refuse heads that cannot share keys and values."""
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"{self.num_kv_heads} do not divide {self.num_heads} heads.")
 
     @classmethod
     def of(cls, adapter: Adapter) -> HeadShape:
@@ -71,6 +77,13 @@ class HeadShape:
             # A gated layer has three matrices where others have two of four times the width.
             intermediate_size=inner or -(-8 * adapter.width // 3),
         )
+
+
+@dataclass(frozen=True)
+class _Choice:
+    names: list[str]
+    num_draft_tokens: int = bounded(ge=1)
+    vocab_size: int = bounded(ge=1)
 
 
 class DraftHead(nn.Module):
@@ -229,9 +242,18 @@ class DraftModel:
         linear = LinearDrafter.from_pretrained(place)
         try:
             tensors, index = load_artifact(place / TENSORS, FORMAT, VERSION)
-            head = DraftHead(HeadShape(**index["shape"]))
+            shape = from_fields(HeadShape, index["shape"])
+            heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+            sizes = {"qkv_proj": 2 * heads, "linear": 2 * shape.width}
+            sizes |= {"down_proj": shape.intermediate_size}
+            # Before a head of that size takes memory.
+            if any(tensors[name].numel() != shape.width * size for name, size in sizes.items()):
+                raise ValueError("its tensors are not of the shape that it names")
+            head = DraftHead(shape)
             head.load_state_dict(tensors)
             head.eval().requires_grad_(False)
-            return cls(linear, head, index["meta"], index.get("choice"))
+            if choice := index.get("choice"):
+                from_fields(_Choice, {field.name: choice[field.name] for field in fields(_Choice)})
+            return cls(linear, head, index["meta"], choice)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise UserError(f"{place / INDEX} cannot be used ({error}): tune it again.") from error

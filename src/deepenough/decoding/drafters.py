@@ -226,8 +226,12 @@ class LinearDrafter(Drafter):
             expected = (self.width, (number + 1) * self.width)
             if matrix.shape != expected or bias.shape != (self.width,):
                 raise ValueError(f"map {number} has the shape {tuple(matrix.shape)}")
+            if not matrix.is_floating_point() or not bias.is_floating_point():
+                raise ValueError(f"map {number} is of {matrix.dtype}")
         if not self.maps or draft_vocab.ndim != 1 or not len(draft_vocab):
             raise ValueError("there is no map, or no token to choose")
+        if draft_vocab.dtype != torch.int64 or int(draft_vocab.min()) < 0:
+            raise ValueError("tokens to choose are no ids")
         most = len(self.maps)
         super().__init__(most if num_draft_tokens is None else min(num_draft_tokens, most))
 
@@ -281,10 +285,13 @@ class LinearDrafter(Drafter):
             )
         try:
             tensors, index = load_artifact(path, FORMAT, VERSION)
-            numbers = range(1, int(index["maps"]) + 1)
+            numbers = range(1, len(tensors) // 2 + 1)
             maps = [(tensors[f"B.{number}"], tensors[f"b.{number}"]) for number in numbers]
-            return cls(maps, tensors["draft_vocab"], index["meta"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            found = cls(maps, tensors["draft_vocab"], index["meta"])
+            if index["maps"] != len(maps) or not dict(found.made_for):
+                raise ValueError("maps are missing or too many")
+            return found
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{index_path} cannot be used ({error}): fit the maps again."
             ) from error

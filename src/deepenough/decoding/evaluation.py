@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from deepenough.config import resolve
+from deepenough.data.tokenizer import check_text
 from deepenough.decoding.api import early_exit, speculate
 from deepenough.decoding.config import DraftTrainConfig
 from deepenough.decoding.early_exit import ConfidenceGap, KVPropagation
@@ -32,6 +33,7 @@ from deepenough.measurement import (
     ComparedData,
     ComparedTask,
     OperatingPoint,
+    Sample,
     Scores,
     share_interval,
 )
@@ -75,7 +77,7 @@ class GenerationResult:
 
 def prompt_ids(tokenizer: Any, prompt: str, chat: bool = False) -> Tensor:
     """Return the tokens `[1, T]` of a prompt, as it stands or as what a user says in a chat."""
-    if not prompt.strip():
+    if not check_text(prompt).strip():
         raise UserError("The prompt is empty: give some text to continue.")
     if chat:
         if not getattr(tokenizer, "chat_template", None):
@@ -373,15 +375,15 @@ class GenerationCandidate:
         sample = self._sample(answers)
         return Scores(quality, trace.num_units, trace.mean_blocks, flops, sample)
 
-    def _sample(self, answers: GeneratedTexts) -> dict[str, Any] | None:
+    def _sample(self, answers: GeneratedTexts) -> Sample | None:
         """Return the text that saved most, with the layer at which each new token left."""
         row, trace = min(answers, key=lambda each: each[1].mean_depth)
         last = len(self.costs.layers)
         if trace.mean_depth == last:
             return None  # every token went all the way, which needs no picture
-        tokens = [self.tokenizer.decode([token]) for token in row.tolist()]
+        tokens = [str(self.tokenizer.decode([token])) for token in row.tolist()]
         depth = [None] * self.num_prompt + trace.depth[0].tolist()
-        return {"tokens": tokens, "depth": depth, "layers": last}
+        return Sample(tokens, depth, last)
 
 
 open_candidate = GenerationCandidate

@@ -172,9 +172,9 @@ def _own_class(name: str, place: str, revision: str | None) -> Any:
     try:
         options = {"revision": revision, "local_files_only": is_only_local(place)}
         saved, _ = PreTrainedConfig.get_config_dict(place, trust_remote_code=False, **options)
+        names = [str(each) for each in saved.get("architectures") or ()]
     except Exception as error:  # transformers and the hub's client raise many kinds
         raise UserError(_explanation(name, "config", place, error)) from error
-    names = [str(each) for each in saved.get("architectures") or ()]
     own = [each for each in names if "For" in each and each in deepenough.__all__]
     return getattr(deepenough, own[0]) if own else None
 

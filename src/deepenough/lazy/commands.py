@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from deepenough.config import Command
+from deepenough.config import Command, load_yaml
+from deepenough.errors import UserError
 from deepenough.runs import RunFolder
 
 if TYPE_CHECKING:
@@ -92,8 +90,8 @@ def _train_config(argv: list[str]) -> type:
     task = given.task
     if task is None and given.config is not None:
         # A file that cannot be read is refused when its settings are.
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-            task = yaml.safe_load(Path(given.config).read_text(encoding="utf-8"))["task"]
+        with contextlib.suppress(UserError, TypeError, KeyError):
+            task = load_yaml(given.config)["task"]
     return train_config(task)
 
 

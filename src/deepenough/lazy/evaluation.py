@@ -28,7 +28,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from deepenough.artifacts import FinishedParts, files_of
 from deepenough.config import resolve, validate
 from deepenough.data.batches import cut_by_tokens
-from deepenough.data.tokenizer import load_tokenizer, lowers_case
+from deepenough.data.tokenizer import check_text, load_tokenizer, lowers_case
 from deepenough.data.tokens import split_tokens
 from deepenough.data.translation import (
     IGNORE_INDEX,
@@ -215,7 +215,7 @@ def translate_lines(
         raise UserError(f"rows must be at least 1: got {at_once}.")
     iterator = iter(lines)
     while chunk := list(islice(iterator, at_once)):
-        encoded = encode_input(translator, [Pair(line, "") for line in chunk])
+        encoded = encode_input(translator, [Pair(check_text(line, "A line"), "") for line in chunk])
         for line, translation in zip(
             chunk, translate_pairs(*translator, encoded, search), strict=True
         ):

@@ -74,7 +74,9 @@ def _if_recorded(build: Callable[[Run], FigureSpec]) -> FigureBuilder:
 
     @functools.wraps(build)
     def guarded(run: Run) -> FigureSpec | None:
-        with contextlib.suppress(LookupError, TypeError, ValueError, ArithmeticError):
+        with contextlib.suppress(
+            LookupError, TypeError, ValueError, AttributeError, ArithmeticError
+        ):
             return build(run)
         return None
 

@@ -35,6 +35,8 @@ import numpy.typing as npt
 from deepenough.errors import UserError
 
 Numbers = npt.NDArray[Any]
+MAX_COUNT = 1e200
+"""Sums and products of larger numbers could be infinite."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +100,22 @@ def optimal_cutoffs_ref(masses: npt.ArrayLike, clusters: int) -> Partition:
 
 
 def _check(masses: npt.ArrayLike, clusters: int) -> Numbers:
-    values = np.asarray(masses)
-    if values.ndim != 1 or values.size == 0 or values.dtype.kind not in "iubf":
+    try:
+        values = np.asarray(masses)
+    except (ValueError, OverflowError):  # lists of several lengths
+        values = np.empty(0)
+    truths = isinstance(masses, list | tuple) and any(isinstance(mass, bool) for mass in masses)
+    if values.ndim != 1 or values.size == 0 or values.dtype.kind not in "iubf" or truths:
         raise UserError("Token counts must be a non-empty list of numbers; check the input.")
     if not np.isfinite(values).all() or (values < 0).any():
         raise UserError("Token counts must be finite and not negative; check the input.")
-    if not 1 <= clusters <= len(values):
+    if float(values.max()) > MAX_COUNT:
+        raise UserError(f"Token counts must be at most {MAX_COUNT:g}; give them in larger units.")
+    whole = isinstance(clusters, int | np.integer) and not isinstance(clusters, bool)
+    if not whole or not 1 <= clusters <= len(values):
         raise UserError(
             f"The number of clusters must be from 1 to {len(values)}, the number of tokens, "
-            f"not {clusters}."
+            f"not {clusters!s:.40}."
         )
     return values
 

@@ -9,7 +9,7 @@ The config that is saved with a model is `ParConfig`, in `modeling.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from deepenough.config import RunConfig, bounded
 from deepenough.data.config import DatasetConfig
@@ -29,18 +29,34 @@ def check_pattern(pattern: str, allow_open: bool = False) -> str:
     Raises:
         UserError: A letter is unknown, or no block computes anything.
     """
+    if not isinstance(pattern, str):
+        raise UserError(f"A pattern is letters such as aad-d, not {pattern!r:.40}.")
     known = (*BRANCHES, OPEN) if allow_open else BRANCHES
     unknown = sorted(set(pattern) - set(known))
     if unknown:
         raise UserError(
-            f"The pattern {pattern!r} has the unknown letter {unknown[0]!r}: "
+            f"The pattern {pattern!r:.80} has the unknown letter {unknown[0]!r}: "
             "use a for attention, d for dense and - for identity."
         )
     if not set(pattern) - {IDENTITY}:
         raise UserError(
-            f"The pattern {pattern!r} has no block: give at least one a (attention) or d (dense)."
+            f"The pattern {pattern!r:.80} has no block: give at least one a (attention) or d "
+            "(dense)."
         )
     return pattern
+
+
+def check_probabilities(rows: Any) -> list[list[float]]:
+    """Return the probabilities of the branches, a row a block; ValueError for anything else."""
+    if not isinstance(rows, list) or not rows:
+        raise ValueError("there is no block")
+    for row in rows:
+        right = isinstance(row, list) and len(row) == len(BRANCHES)
+        if not right or not all(type(p) in (int, float) and 0 <= p <= 1 for p in row):
+            raise ValueError(f"a row is not {len(BRANCHES)} probabilities but {row!r:.60}")
+        if abs(sum(row) - 1) > 1e-2:  # which forgives values rounded for a file
+            raise ValueError(f"the probabilities {row} do not sum to 1")
+    return [[float(p) for p in row] for row in rows]
 
 
 def interleaved(num_blocks: int) -> str:

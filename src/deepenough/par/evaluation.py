@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepenough.config import resolve, validate
 from deepenough.data.config import DatasetConfig
-from deepenough.data.tokenizer import load_tokenizer
+from deepenough.data.tokenizer import check_text, load_tokenizer
 from deepenough.data.tokens import ContextBatches, split_tokens, tokenizer_fingerprint
 from deepenough.errors import UserError
 from deepenough.hf.loading import load
@@ -80,7 +80,7 @@ def _trained_on(folder: str) -> DatasetConfig:
 def continue_text(config: ParGenerateConfig) -> str:
     """Return the prompt and what the model writes after it."""
     validate(config)
-    if not config.prompt.strip():
+    if not check_text(config.prompt).strip():
         raise UserError("The prompt is empty: give at least one word to go on from.")
     model = load_model(config.run)
     tokenizer = load_tokenizer(model_folder(config.run))

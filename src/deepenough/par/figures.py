@@ -5,6 +5,7 @@ Built from a run's records alone.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ from deepenough.figure import (
     series,
     shortened,
 )
-from deepenough.par.config import BRANCH_NAMES, BRANCHES, IDENTITY, check_pattern
+from deepenough.par.config import (
+    BRANCH_NAMES,
+    BRANCHES,
+    IDENTITY,
+    check_pattern,
+    check_probabilities,
+)
 
 HEADING = "PAR"
 
@@ -68,15 +75,9 @@ def block_states(run: Run) -> list[BlockState]:
 
 def _probabilities(value: Any) -> np.ndarray | None:
     """Return [num_blocks, 3] probabilities, or None if `value` is anything else."""
-    try:
-        pi = np.array(value, dtype=float)
-    except (TypeError, ValueError):
-        return None
-    if pi.ndim != 2 or pi.shape[0] == 0 or pi.shape[1] != len(BRANCHES):
-        return None
-    # 1e-2 forgives values rounded for the file; anything further off is not a distribution.
-    sums_to_one = np.all(np.abs(pi.sum(axis=1) - 1) < 1e-2)
-    return pi if np.all(np.isfinite(pi)) and np.all(pi >= 0) and sums_to_one else None
+    with contextlib.suppress(ValueError):
+        return np.array(check_probabilities(value))
+    return None
 
 
 def blocks_figure(run: Run) -> FigureSpec | None:

@@ -30,9 +30,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from deepenough.config import bounded
 from deepenough.data.config import DatasetConfig
 from deepenough.data.tokens import Prepared
 from deepenough.errors import UserError
+from deepenough.figure import number
 from deepenough.par.config import (
     ATTENTION,
     BRANCHES,
@@ -40,6 +42,8 @@ from deepenough.par.config import (
     IDENTITY,
     OPEN,
     SearchConfig,
+    check_pattern,
+    check_probabilities,
     interleaved,
 )
 from deepenough.par.layers import BranchChoice, branch_flops, gumbel_noise, head_flops
@@ -61,10 +65,10 @@ _BUSY = 1.3
 class BlockCosts:
     """Cost of one block of each kind, in the order of `BRANCHES`, and of all around the blocks."""
 
-    attention: float
-    dense: float
-    identity: float
-    rest: float
+    attention: float = bounded(ge=0, lt=1e30)
+    dense: float = bounded(ge=0, lt=1e30)
+    identity: float = bounded(ge=0, lt=1e30)
+    rest: float = bounded(gt=0, lt=1e30)
 
     def of(self, pattern: str) -> float:
         """Return the cost of a whole forward pass."""
@@ -86,19 +90,26 @@ def derive(
     """Return the likeliest pattern; with a budget, the likeliest that keeps it.
 
     Args:
-        probabilities: `pi` of every block, in the order of `BRANCHES`.
+        probabilities: `pi` of every block, lists in the order of `BRANCHES`.
         costs: Cost of each kind of block; a budget needs them.
         budget: Largest cost, as a share of the interleaved baseline's.
         fixed: The pattern that the search began with: what it leaves no choice stays as it is.
 
     Raises:
-        UserError: No pattern keeps the budget.
+        UserError: No pattern keeps the budget, or what is given is no search.
     """
-    if budget is not None and costs is None:
-        raise ValueError("a budget needs the costs of the blocks")
-    num_blocks = len(probabilities)
+    if budget is not None and (costs is None or not number(budget) or budget <= 0):
+        raise UserError(f"A budget is a number above 0 and needs the costs: got {budget!r:.40}.")
+    try:
+        rows = check_probabilities(probabilities)
+    except ValueError as error:
+        raise UserError(f"The search's probabilities are damaged: {error}.") from error
+    num_blocks = len(rows)
+    pattern = check_pattern(OPEN * num_blocks if fixed is None else fixed, allow_open=True)
+    if len(pattern) != num_blocks:
+        raise UserError(f"The pattern {pattern} is not one of {num_blocks} blocks.")
     best = {(0, 0): (0.0, "")}
-    for row, given in zip(probabilities, fixed or OPEN * num_blocks, strict=True):
+    for row, given in zip(rows, pattern, strict=True):
         longer: dict[tuple[int, int], tuple[float, str]] = {}
         for score, begun in best.values():
             for kind, probability in zip(BRANCHES, row, strict=True):

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from deepenough.config import validate
+from deepenough.config import from_fields, validate
 from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.tokens import Prepared, prepare, tokenizer_fingerprint
@@ -83,7 +83,7 @@ def search(config: ParSearchConfig) -> DerivedPattern:
     )
     budget = config.search.budget
     if budget is not None:  # one that no pattern keeps is refused now
-        equal = [[1.0, 1.0, 1.0]] * model_config.num_blocks
+        equal = [[1 / 3] * 3] * model_config.num_blocks
         derive(equal, costs, budget, config.model.pattern)
     with training(config, task, accelerator) as trainer:
         if trainer.first == 0:
@@ -134,7 +134,8 @@ def derive_run(run: RunFolder, budget: float | None = None) -> DerivedPattern:
     if budget is not None and costs is None:
         raise UserError(f"{run.path} has no record of block costs, which a budget needs.")
     settings = read_config(str(run.path)) if run.config.is_file() else {}
-    given = settings.get("model", {}).get("pattern")
+    model = settings.get("model")
+    given = model.get("pattern") if isinstance(model, dict) else None
     pattern = derive(rows[-1], costs, budget, given)
     values: dict[str, Any] = {"pattern": pattern, "pi": rows[-1]}
     if costs is not None:
@@ -177,7 +178,11 @@ def recorded_costs(records: list[Record]) -> BlockCosts | None:
     tables = [record.values for record in records if record.kind == "cost"]
     if not tables:
         return None
-    return BlockCosts(**{name: cost for name, cost in tables[-1].items() if name != "unit"})
+    try:
+        table = {name: cost for name, cost in tables[-1].items() if name != "unit"}
+        return from_fields(BlockCosts, table)
+    except ValueError as error:
+        raise UserError(f"The record of block costs is damaged ({error}): search again.") from error
 
 
 def _prepare(text: str, dataset: DatasetConfig, accelerator: Accelerator) -> Prepared:

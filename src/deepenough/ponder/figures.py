@@ -142,7 +142,7 @@ def passes_figure(run: Run) -> FigureSpec | None:
     """Return how many passes examples make, by label and by difficulty."""
     panels = []
     for values in _latest(run, PASSES):
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # a record lacks something
+        with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError):  # a bad record
             panels.append(_pass_panel(values))
     caption = (
         "How many passes examples make, as a share of their group. An example is as difficult as "

@@ -24,6 +24,7 @@ from transformers.utils.generic import ModelOutput
 
 from deepenough.data.batches import by_length
 from deepenough.data.classification import EncodedExamples, Example
+from deepenough.data.tokenizer import check_text
 from deepenough.errors import UserError
 from deepenough.ponder.halting import HaltingPolicy, StepView, log_survival
 from deepenough.trace import DepthTrace
@@ -267,6 +268,8 @@ def _example(text: Any, number: int) -> Example:
     right = isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)
     if not right or (not isinstance(text, str) and len(parts) != 2):
         raise UserError(f"Text {number} is neither a string nor a pair of strings: {text!r:.80}.")
+    for part in parts:
+        check_text(part, f"Text {number}")
     return Example(parts[0], parts[1] if len(parts) == 2 else None, label=0)
 
 

@@ -6,14 +6,14 @@ of per-batch perplexities is dominated by the worst batches and is no perplexity
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from deepenough.artifacts import read_json
+from deepenough.config import from_fields
 from deepenough.errors import UserError
 from deepenough.figure import (
     BLACK,
@@ -32,12 +32,11 @@ from deepenough.figure import (
     TokenText,
     build_figures,
     distinct_names,
-    number,
-    numbers,
     readable,
     series,
     shortened,
 )
+from deepenough.measurement import Comparison
 from deepenough.registry import METHODS
 
 # -- training curves --------------------------------------------------------------------------
@@ -157,55 +156,27 @@ COSTS = {
     "flops": ("million FLOPs per {unit}", 1e6),
 }
 """Key of a cost: what an axis calls it, and by how much its values are divided."""
-_NEEDED = ("quality", "quality_low", "quality_high", *COSTS)
 
 
-@dataclass(frozen=True)
-class Frontier:
-    """A comparison as its file shows it."""
-
-    name: str
-    title: str
-    """What was measured, on which data."""
-    quality: str
-    """The name of the measure of quality."""
-    unit: str
-    """What costs are counted for: a token, an example, a sentence."""
-    points: Sequence[Mapping[str, Any]]
-    """The rows of the file that have quality and costs."""
-    content: Mapping[str, Any]
-    """All of the file."""
-
-    def name_of(self, row: Mapping[str, Any]) -> str:
-        """Return what a point is called: with its run, where there are several."""
-        several = len({point.get("run") for point in self.points}) > 1
-        return f"{row.get('run', '')} {row['name']}" if several else str(row["name"])
-
-
-def read_frontier(folder: Path | str) -> Frontier:
-    """Read a comparison from its folder; points that lack a number are left out."""
+def read_frontier(folder: Path | str) -> Comparison:
+    """Read a comparison from its folder."""
     file = Path(folder) / FRONTIER_FILE
     try:
-        content = read_json(file)
-        task, rows = content["task"], content["points"]
-        points = [row for row in rows if numbers(row, *_NEEDED) is not None]
-        title = "{kind} of {data} ({split})".format(**task)
-        frontier = Frontier(
-            file.resolve().parent.name, title, task["quality"], task["unit"], points, content
-        )
+        content = from_fields(Comparison, read_json(file))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is damaged: make it again with deepenough compare.") from error
-    if not points:
+    except ValueError as error:
+        reason = f"{file} is damaged ({error})"
+        raise UserError(f"{reason}: make it again with deepenough compare.") from error
+    if not content.points:
         raise UserError(f"{file} has no point with quality and cost: compare again.")
-    return frontier
+    return content
 
 
-def frontier_figure(frontier: Frontier) -> FigureSpec:
+def frontier_figure(found: Comparison) -> FigureSpec:
     """Return quality against each cost, with intervals and the command of every point."""
-    panels = [_cost_panel(frontier, cost) for cost in COSTS]
-    rounds = frontier.content.get("protocol", {}).get("rounds")
+    panels = [_cost_panel(found, cost) for cost in COSTS]
+    rounds = found.protocol.get("rounds")
     # Of five rounds or fewer not even the slowest and the fastest enclose the median so surely.
     few = isinstance(rounds, int) and rounds < 6
     caption = (
@@ -215,60 +186,58 @@ def frontier_figure(frontier: Frontier) -> FigureSpec:
     )
     return FigureSpec(
         "frontier",
-        f"{frontier.quality} against cost",
+        f"{found.task.quality} against cost",
         caption,
         panels,
-        frontier.title,
-        str(frontier.content.get("command", "")),
+        str(found.task),
+        found.command,
         choice="cost",
         wide=True,
     )
 
 
-def _cost_panel(frontier: Frontier, cost: str) -> Scatter:
+def _cost_panel(found: Comparison, cost: str) -> Scatter:
     label, scale = COSTS[cost]
     points = []
-    for row in frontier.points:
-        low, high = (number(row.get(f"{cost}_{end}")) for end in ("low", "high"))
-        details = [
-            f"{frontier.quality} {row['quality']:.4g} "
-            f"({row['quality_low']:.4g} to {row['quality_high']:.4g})"
-        ]
+    for row in found.points:
+        low, high = (getattr(row, f"{cost}_{end}", None) for end in ("low", "high"))
+        interval = f"({row.quality_low:.4g} to {row.quality_high:.4g})"
+        details = [f"{found.task.quality} {row.quality:.4g} {interval}"]
         details += [
-            f"{text.format(unit=frontier.unit)}: {row[key] / divisor:.4g}"
+            f"{text.format(unit=found.task.unit)}: {getattr(row, key) / divisor:.4g}"
             for key, (text, divisor) in COSTS.items()
         ]
         points.append(
             Point(
-                name=frontier.name_of(row),
-                x=row[cost] / scale,
-                y=row["quality"],
+                name=found.name_of(row),
+                x=getattr(row, cost) / scale,
+                y=row.quality,
                 x_low=None if low is None else low / scale,
                 x_high=None if high is None else high / scale,
-                y_low=row["quality_low"],
-                y_high=row["quality_high"],
-                group=str(row.get("mechanism", "")),
-                optimal=cost in row.get("optimal", ()),
+                y_low=row.quality_low,
+                y_high=row.quality_high,
+                group=row.mechanism,
+                optimal=cost in row.optimal,
                 details=details,
-                command=str(row.get("command", "")),
-                folder=str(row.get("folder", "")),
+                command=row.command,
+                folder=row.folder,
             )
         )
-    name = label.format(unit=frontier.unit)
-    return Scatter(Axis(name), Axis(frontier.quality), points, title=name, key=cost)
+    name = label.format(unit=found.task.unit)
+    return Scatter(Axis(name), Axis(found.task.quality), points, title=name, key=cost)
 
 
-def sample_figure(frontier: Frontier) -> FigureSpec | None:
+def sample_figure(found: Comparison) -> FigureSpec | None:
     """Return the texts that settings generated, every token shaded by the layers it ran."""
     panels: list[TokenText] = []
-    for row in frontier.points:
-        sample = row.get("sample")
-        if not sample:
+    for row in found.points:
+        sample = row.sample
+        if sample is None:
             continue
         key = "" if not panels else str(len(panels) + 1)
-        texts = [readable(token) for token in sample["tokens"]]
-        title, layers = frontier.name_of(row), sample["layers"]
-        panels.append(TokenText(texts, sample["depth"], layers, "layers run", title=title, key=key))
+        texts = [readable(token) for token in sample.tokens]
+        title, layers = found.name_of(row), sample.layers
+        panels.append(TokenText(texts, sample.depth, layers, "layers run", title=title, key=key))
     if not panels:
         return None
     caption = "What was generated; the prompt is not shaded. Bright: all layers ran."
@@ -277,50 +246,48 @@ def sample_figure(frontier: Frontier) -> FigureSpec | None:
         "How deep each token went",
         caption,
         panels,
-        frontier.title,
-        str(frontier.content.get("command", "")),
+        str(found.task),
+        found.command,
         choice="setting",
         wide=True,
     )
 
 
-def frontier_section(frontier: Frontier) -> Section:
+def frontier_section(found: Comparison) -> Section:
     """Return a comparison: its chart, samples, and which setting one would choose."""
-    about = f"{frontier.title[:1].upper()}{frontier.title[1:]}"
-    protocol = frontier.content.get("protocol", {})
+    title, protocol = str(found.task), found.protocol
+    about = f"{title[:1].upper()}{title[1:]}"
     if protocol.get("processor"):
-        about += f", measured on {protocol['processor']} with {protocol['threads']} thread(s)"
-    overhead = number(frontier.content.get("bookkeeping"))
-    if overhead is not None:
-        about += f"; measuring itself took {100 * overhead:.2g} % of the time"
-    sample = sample_figure(frontier)
-    figures = [frontier_figure(frontier)] + ([] if sample is None else [sample])
-    return Section("Frontier", f"{about}.", [_choice(frontier)], figures)
+        about += f", measured on {protocol['processor']} with {protocol.get('threads')} thread(s)"
+    about += f"; measuring itself took {100 * found.bookkeeping:.2g} % of the time"
+    sample = sample_figure(found)
+    figures = [frontier_figure(found)] + ([] if sample is None else [sample])
+    return Section("Frontier", f"{about}.", [_choice(found)], figures)
 
 
-def _choice(frontier: Frontier) -> str:
+def _choice(found: Comparison) -> str:
     """Name the best setting, and the fastest that the intervals do not tell from it."""
-    sign = 1.0 if frontier.content["task"]["higher_is_better"] else -1.0
-    best = max(frontier.points, key=lambda row: (sign * row["quality"], -row["milliseconds"]))
+    sign = 1.0 if found.task.higher_is_better else -1.0
+    best = max(found.points, key=lambda row: (sign * row.quality, -row.milliseconds))
     alike = [
         row
-        for row in frontier.points
-        if row["quality_low"] <= best["quality_high"] and best["quality_low"] <= row["quality_high"]
+        for row in found.points
+        if row.quality_low <= best.quality_high and best.quality_low <= row.quality_high
     ]
-    fastest = min(alike, key=lambda row: row["milliseconds"])
-    said = f"Best {frontier.quality}: {best['quality']:.4g}"
-    if frontier.quality == "agreement" and best["quality"] == 1.0:
+    fastest = min(alike, key=lambda row: row.milliseconds)
+    said = f"Best {found.task.quality}: {best.quality:.4g}"
+    if found.task.quality == "agreement" and best.quality == 1.0:
         said = "All tokens identical"
-    said += f" with “{frontier.name_of(best)}”"
-    first = frontier.points[0]
+    said += f" with “{found.name_of(best)}”"
+    first = found.points[0]
     if best is not first:
-        ratio = first["milliseconds"] / best["milliseconds"]
-        said += f", {ratio:.2f}x as fast as “{frontier.name_of(first)}”"
+        ratio = first.milliseconds / best.milliseconds
+        said += f", {ratio:.2f}x as fast as “{found.name_of(first)}”"
     if fastest is best:
         return f"{said}. No other setting of the same quality is faster."
-    ratio = best["milliseconds"] / fastest["milliseconds"]
+    ratio = best.milliseconds / fastest.milliseconds
     return (
-        f"{said}. “{frontier.name_of(fastest)}” is not significantly worse ({frontier.quality} "
-        f"{fastest['quality']:.4g}) and {ratio:.2f}x as fast, with {fastest['layers']:.1f} instead "
-        f"of {best['layers']:.1f} blocks per {frontier.unit}."
+        f"{said}. “{found.name_of(fastest)}” is not significantly worse ({found.task.quality} "
+        f"{fastest.quality:.4g}) and {ratio:.2f}x as fast, with {fastest.layers:.1f} instead "
+        f"of {best.layers:.1f} blocks per {found.task.unit}."
     )

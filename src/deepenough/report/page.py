@@ -84,18 +84,18 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
             notes.append(f"{path} is a file, no run, and was left out: give the folder of a run.")
             continue
         if (place / FRONTIER_FILE).is_file():
-            frontier = read_frontier(place)
-            comparisons.append(Entry(f"Frontier: {frontier.name}", frontier_section(frontier)))
+            found = frontier_section(read_frontier(place))
+            comparisons.append(Entry(f"Frontier: {place.resolve().name}", found))
             if not RunFolder(place).is_run():
                 continue
         try:
-            found = [read_run(place), *_derived(place, paths)]
+            own = [read_run(place), *_derived(place, paths)]
         except UserError as error:
             if not RunFolder(place).is_run():
                 raise
             notes.append(f"{error}")
             continue
-        for run in found:
+        for run in own:
             notes += run.notes
             section = run_section(run)
             if section is not None:
@@ -189,8 +189,12 @@ def write_page(report: Report, file: Path) -> None:
 
 def _write(file: Path, content: str) -> None:
     with writing(file.parent):
-        # A prompt may hold half a character, which no file can.
-        write_text(file, content.encode("utf-8", errors="replace").decode())
+        write_text(file, _valid(content))
+
+
+def _valid(content: str) -> str:
+    """Return a text with a sign for what no page may hold: controls and halves of characters."""
+    return re.sub("[^\t\n\r -~\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", content)
 
 
 def compose(report: Report) -> str:
@@ -218,7 +222,7 @@ def compose(report: Report) -> str:
     # Within a script element only `</` and `<!--` would be read by the browser itself.
     spelt = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
-    return Template(_file("page.html")).substitute(
+    page = Template(_file("page.html")).substitute(
         title=html.escape(report.title),
         css=_file("page.css"),
         script="\n".join(map(_file, SCRIPTS)),
@@ -228,6 +232,7 @@ def compose(report: Report) -> str:
         summary="".join(summary) or "<li>Figures only.</li>",
         sections="\n".join(sections),
     )
+    return _valid(page)
 
 
 def _figure(number: int, figure: FigureSpec) -> str:

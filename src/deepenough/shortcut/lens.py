@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from deepenough.data.tokenizer import check_text
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import eval_mode
@@ -97,7 +98,8 @@ def lens(
 
 
 def _encode(adapter: Adapter, tokenizer: Any, prompt: str) -> torch.Tensor:
-    ids = tokenizer(prompt, verbose=False)["input_ids"] if prompt.strip() else []
+    words = check_text(prompt).strip()
+    ids = tokenizer(prompt, verbose=False)["input_ids"] if words else []
     if not ids:
         raise UserError("The prompt has no tokens: give a few words.")
     check_vocabulary(adapter, max(ids))

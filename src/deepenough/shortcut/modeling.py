@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from deepenough.artifacts import load_artifact, save_artifact
+from deepenough.config import bounded, from_fields
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.loading import is_only_local
@@ -47,6 +49,17 @@ FORMAT, VERSION = "deepenough-shortcuts", 2
 
 #: From a layer to the last: a matrix and a bias.
 Tuned = dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Index:
+    """What the JSON file says beside its format and checksum."""
+
+    num_layers: int = bounded(ge=1)
+    width: int = bounded(ge=1)
+    affine: bool
+    targets: Targets
+    meta: dict[str, Any]
 
 
 class Shortcuts:
@@ -288,15 +301,8 @@ class Shortcuts:
             tensors |= {f"tuned.A.{i}": matrix, f"tuned.b.{i}": bias}
         if self.table is not None:
             tensors["cka"] = self.table
-        index = {
-            "format": FORMAT,
-            "version": VERSION,
-            "num_layers": self.num_layers,
-            "width": self.width,
-            "affine": self.affine,
-            "targets": self.targets,
-            "meta": self.meta,
-        }
+        own = {field.name: getattr(self, field.name) for field in fields(_Index)}
+        index = {"format": FORMAT, "version": VERSION, **own}
         try:
             save_artifact(Path(folder) / TENSORS, tensors, index)
         except OSError as error:
@@ -320,10 +326,10 @@ class Shortcuts:
             )
         try:
             return _from_files(*load_artifact(folder / TENSORS, FORMAT, VERSION))
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
                 f"The shortcuts in {folder} cannot be read, as they are damaged or of another "
-                f"version ({error}): fit them again."
+                f"version ({error!s:.200}): fit them again."
             ) from error
 
 
@@ -345,38 +351,33 @@ def _find_folder(name: str | os.PathLike[str], revision: str | None) -> Path:
         ) from error
 
 
-def _from_files(tensors: Mapping[str, Tensor], index: Mapping[str, Any]) -> Shortcuts:
-    """Return the shortcuts that files hold; ValueError, KeyError or TypeError if any is missing."""
-    num_layers, width = int(index["num_layers"]), int(index["width"])
-    maps: Maps = {}
-    biases: Maps = {}
-    tuned: Tuned = {}
-    cka = None
-    for name, tensor in tensors.items():
-        shape: tuple[int, ...] = (width,)
-        match name.split("."):
-            case ["A", i, j]:
-                maps[int(i), int(j)], shape = tensor, (width, width)
-            case ["b", i, j]:
-                biases[int(i), int(j)] = tensor
-            case ["tuned", "A", i]:
-                tuned[int(i)], shape = (tensor, tensors[f"tuned.b.{i}"]), (width, width)
-            case ["cka"]:
-                cka, shape = tensor, (num_layers + 1, num_layers + 1)
-        if tensor.shape != shape:
-            raise ValueError(f"{name} has the shape {tuple(tensor.shape)}")
-    pairs = layer_pairs(num_layers, index["targets"])
-    if maps.keys() != pairs or biases.keys() != (pairs if index["affine"] else set()):
-        raise ValueError("maps are missing or too many")
-    if not all(0 <= i < num_layers for i in tuned):
-        raise ValueError("tuned maps are too many")
-    return Shortcuts(
-        num_layers,
-        width,
-        maps,
-        biases,
-        targets=index["targets"],
-        cka=cka,
-        meta=dict(index["meta"]),
-        tuned=tuned,
-    )
+def _from_files(tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> Shortcuts:
+    """Return the shortcuts that files hold; ValueError, KeyError or TypeError if they are wrong."""
+    outer = ("format", "version", "sha256")
+    index = from_fields(_Index, {k: v for k, v in content.items() if k not in outer})
+    last, width, left = index.num_layers, index.width, dict(tensors)
+
+    def take(name: str, *shape: int) -> Tensor:
+        tensor = left.pop(name)
+        if tensor.shape != shape or not tensor.is_floating_point():
+            raise ValueError(f"{name} has the shape {tuple(tensor.shape)} and is {tensor.dtype}")
+        return tensor
+
+    # Counted before they are listed: a number in a file costs nothing, a list of so many does.
+    if len(left) < (last * (last + 1) // 2 if index.targets == "all" else last):
+        raise ValueError("maps are missing")
+    pairs = layer_pairs(last, index.targets)
+    maps = {(i, j): take(f"A.{i}.{j}", width, width) for i, j in pairs}
+    biases = {(i, j): take(f"b.{i}.{j}", width) for i, j in pairs if index.affine}
+    tuned = {
+        i: (take(f"tuned.A.{i}", width, width), take(f"tuned.b.{i}", width))
+        for i in range(last)
+        if f"tuned.A.{i}" in left
+    }
+    cka = take("cka", last + 1, last + 1) if "cka" in left else None
+    if left:
+        raise ValueError(f"{min(left)!r:.40} is no map of these layers")
+    about: dict[str, Any] = {"targets": index.targets, "meta": index.meta}
+    found = Shortcuts(last, width, maps, biases, cka=cka, tuned=tuned, **about)
+    found.record()  # refuses a meta that is none
+    return found

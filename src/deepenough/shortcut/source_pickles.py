@@ -3,14 +3,17 @@
 Each file is one pickled tensor, the `coef_` of scikit-learn's LinearRegression and so `A_ij` itself
 (or a list of it and the intercept). A pickle can run any code when it is opened, hence a reader
 that knows three names: two that build a tensor, and one that reads its numbers, for which torch's
-own restricted reader stands in. Any other name ends the import before anything has run.
+own restricted reader stands in. Any other name ends the import before anything has run. A tensor is
+refused that shows more numbers than are in the file.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
+import pickletools
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -23,7 +26,7 @@ from deepenough.errors import UserError
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.statistics import Maps, Targets, layer_pairs
 
-_NAME = re.compile(r"(\d+)_(\d+)\.pickle")
+_NAME = re.compile(r"(\d{1,4})_(\d{1,4})\.pickle", re.ASCII)
 
 
 def import_source(folder: str | os.PathLike[str]) -> Shortcuts:
@@ -31,7 +34,7 @@ def import_source(folder: str | os.PathLike[str]) -> Shortcuts:
     maps: Maps = {}
     biases: Maps = {}
     names = sorted(Path(folder).glob("*_*.pickle")) if Path(folder).is_dir() else []
-    for path in names:
+    for path in filter(Path.is_file, names):
         if match := _NAME.fullmatch(path.name):  # the source's `pi_a_b.pickle` are of sub-modules
             pair = int(match[1]), int(match[2])
             maps[pair], bias = _map(path)
@@ -63,22 +66,33 @@ def import_source(folder: str | os.PathLike[str]) -> Shortcuts:
 def _map(path: Path) -> tuple[Tensor, Tensor | None]:
     match load_tensors_only(path):
         case Tensor() as matrix if matrix.ndim == 2:
-            return matrix.contiguous().clone(), None
+            parts = [matrix]
         case [Tensor() as matrix, Tensor() as bias] if matrix.ndim == 2 and bias.ndim == 1:
-            return matrix.contiguous().clone(), bias.clone()
+            parts = [matrix, bias]
         case _:
             raise UserError(f"{path} does not hold one matrix: give the source's i_j.pickle files.")
+    if not all(part.is_floating_point() and part.isfinite().all() for part in parts):
+        raise UserError(f"{path} holds numbers that are not finite: fit its map again.")
+    return parts[0].contiguous().clone(), parts[1].clone() if parts[1:] else None
 
 
 def load_tensors_only(path: str | os.PathLike[str]) -> Any:
     """Return what a pickle holds, if it holds tensors and lists of them and nothing else."""
     try:
-        with open(path, "rb") as file:
-            return _TensorUnpickler(file).load()
+        content = Path(path).read_bytes()
+        for opcode, argument, _ in pickletools.genops(content):
+            # A place in the memo takes memory up to it, whether the file is that long or not.
+            if opcode.name in _REFUSED or (
+                "PUT" in opcode.name and int(argument or 0) > len(content)
+            ):
+                raise ValueError(f"{opcode.name} is no part of a tensor")
+        return _TensorUnpickler(io.BytesIO(content)).load()
     except UserError:
         raise
     except Exception as error:  # a damaged pickle fails in ways that have no end
-        raise UserError(f"{path} is not a pickle of a tensor, or is damaged: {error}.") from error
+        raise UserError(
+            f"{path} is no pickle of a tensor, or is damaged: {error!s:.99}."
+        ) from error
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -86,8 +100,8 @@ class _TensorUnpickler(pickle.Unpickler):
         allowed = _ALLOWED.get((module, name))
         if allowed is None:
             raise UserError(
-                f"The pickle names {module}.{name}, which is no part of a tensor: it was not "
-                "opened; import only files that come from the source's code."
+                f"The pickle names {module[:40]}.{name[:40]}, which is no part of a tensor: it was "
+                "not opened; import only files that come from the source's code."
             )
         return allowed
 
@@ -95,17 +109,34 @@ class _TensorUnpickler(pickle.Unpickler):
         raise UserError("The pickle refers to something outside itself: it was not opened.")
 
 
-def _read_storage(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=True)
+def _read_storage(content: bytes) -> Tensor:
+    """Return the numbers of a storage, which stand at the end of what torch writes of it.
+
+    torch makes room for as many numbers as the file names. If the file has fewer, that room shows
+    what was in memory before: only numbers that are in the file are taken.
+    """
+    if content.startswith(b"PK"):
+        raise ValueError("an archive, which could hold more than its size")
+    storage = torch.load(io.BytesIO(content), weights_only=True)
+    if not isinstance(storage, torch.TypedStorage):
+        raise ValueError("no numbers where a tensor's should be")
+    numbers: Tensor = torch._utils._rebuild_tensor(storage, 0, (0,), (1,))
+    memory = numbers.untyped_storage()
+    if memory.nbytes() > len(content) or not content.endswith(numbers.set_(memory).numpy().data):
+        raise ValueError("its numbers are not in it")
+    return numbers
 
 
 def _rebuild(
-    storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
-) -> Any:
-    if not isinstance(storage, torch.TypedStorage | torch.UntypedStorage):
-        raise ValueError("no numbers where a tensor's should be")
-    # Checks that the view lies within the storage; the hooks that follow are not run.
-    return torch._utils._rebuild_tensor(storage, offset, size, stride)
+    numbers: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
+) -> Tensor:
+    """Return a view of numbers that lies within them and shows none twice; no hook is run."""
+    if not isinstance(numbers, Tensor) or min(size) < 1 or min(stride) < 1 or offset < 0:
+        raise ValueError("a view of nothing, or one that goes backwards")
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if last >= len(numbers) or math.prod(size) > len(numbers):
+        raise ValueError("a view of more numbers than there are")
+    return numbers.as_strided(size, stride, offset)
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -113,3 +144,5 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.storage", "_load_from_bytes"): _read_storage,
     ("collections", "OrderedDict"): OrderedDict,
 }
+#: Ways of a pickle to make and to change objects other than by calling what is allowed.
+_REFUSED = {"BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"}
