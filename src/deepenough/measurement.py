@@ -232,7 +232,7 @@ def median_interval(values: Sequence[float]) -> Interval:
     return Interval(statistics.median(ordered), ordered[rank - 1], ordered[-rank])
 
 
-def share_interval(right: int, total: int) -> Interval:
+def share_interval(right: float, total: int) -> Interval:
     """Return Wilson's interval of `right` out of `total`."""
     share = right / total
     z = statistics.NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
@@ -281,7 +281,7 @@ def figure_lines(values: Mapping[str, Any]) -> Iterator[str]:
         elif name != "intervals":
             text = shown(value, intervals.get(name))
             if name in intervals and intervals[name] is None:
-                text = f"{value:,.2g} (too little text to say between what it lies)"
+                text = f"{value:,.2g} (too little text for a confidence interval)"
             yield f"{name.replace('_', ' '):24}{text}"
     if intervals:
-        yield "in brackets: between what a figure lies with a confidence of 95 %"
+        yield "in brackets: 95 % confidence intervals"

@@ -35,7 +35,7 @@ from deepenough.decoding.early_exit import (
     KVPropagation,
     make_policy,
 )
-from deepenough.decoding.engine import Engine, make_engine
+from deepenough.decoding.engine import Engine, ModelState, is_untouched, make_engine
 from deepenough.decoding.exit_scoring import ExitForwardPass, choose_exits, count_before
 from deepenough.decoding.request import SequenceState, check_prompt, make_request
 from deepenough.decoding.verification import decode
@@ -90,7 +90,7 @@ def speculate(
         shortcuts=shortcuts,
         layer=draft_layer,
     )
-    return _wrapped(model, engine, made, None)
+    return _wrapped(model, made, None, fused, engine)
 
 
 def early_exit(
@@ -134,9 +134,14 @@ def early_exit(
             )
         if not isinstance(guarantee, Calibration):
             guarantee = Calibration.from_pretrained(guarantee)
+        if not all(map(is_untouched, model.modules())):
+            raise UserError(
+                "The model has hooks, or modules that run another forward, which a guarantee does "
+                "not know: remove them, or leave out the guarantee."
+            )
         rule = guarantee.exit_rule(shortcuts, engine.adapter)
         rule.check(engine)
-        return _wrapped(model, engine, None, rule)
+        return _wrapped(model, None, rule, True, engine)
     if isinstance(policy, ExitPolicy):
         if threshold is not None:
             raise UserError("The policy has a threshold of its own: leave out threshold.")
@@ -147,13 +152,18 @@ def early_exit(
     rule.check(engine)
     if exit_layers is None:
         rule.layers = choose_exits(engine, rule)
-    return _wrapped(model, engine, None, rule)
+    return _wrapped(model, None, rule, True, engine)
 
 
 def _wrapped(
-    model: PreTrainedModel, engine: Engine, drafter: Drafter | None, rule: ExitRule | None
+    model: PreTrainedModel,
+    drafter: Drafter | None,
+    rule: ExitRule | None,
+    fused: bool,
+    engine: Engine | None = None,
 ) -> Any:
     """Return a shallow copy of the model with another `generate` and, with exits, `forward`."""
+    engine = make_engine(model, fused) if engine is None else engine
     fast: Any = copy.copy(model)
     own = type(model)
 
@@ -164,8 +174,9 @@ def _wrapped(
     # Under the same name: it is what a saved config says the architecture is.
     added = {"__module__": own.__module__, "forward": forward}
     fast.__class__ = type(own.__name__, (AdaptiveDecoding, own), added)
-    fast.decoding_engine, fast.drafter, fast.exit_rule = engine, drafter, rule
+    fast.drafter, fast.exit_rule, fast.fused = drafter, rule, fused
     fast.decoding_lock = threading.RLock()
+    fast.engine_and_state = engine, ModelState(model)
     return fast
 
 
@@ -193,24 +204,54 @@ class AdaptiveDecoding:
     """What `speculate` and `early_exit` put in front of a model's class.
 
     Attributes:
-        decoding_engine: The model taken apart, with its KV cache.
         drafter: Who drafts; None for nobody.
         exit_rule: How tokens leave; None if all run all layers.
+        fused: Whether faster layers than the model's own may be used.
+        engine_and_state: The engine, and the model's state that it was made for.
         decoding_lock: Held while generating; whoever generates may call the model in between, as
             guidance does.
         trace: That of the last call; `generate` returns it itself with `return_dict_in_generate`.
     """
 
-    decoding_engine: Engine
     drafter: Drafter | None
     exit_rule: ExitRule | None
+    fused: bool
+    engine_and_state: tuple[Engine, ModelState]
     decoding_lock: threading.RLock
     trace: DepthTrace | None = None
+
+    @property
+    def decoding_engine(self) -> Engine:
+        """The model taken apart, with its KV cache; made anew, or refused, if it was changed."""
+        with self.decoding_lock:
+            engine, before = self.engine_and_state
+            model, rule = engine.adapter.model, self.exit_rule
+            now = ModelState(model)
+            if now == before:
+                return engine
+            engine = make_engine(model, self.fused)
+            if rule is not None:
+                if rule.guaranteed and now.content != before.content:
+                    raise UserError(
+                        "The model was changed after early_exit(), so its guarantee no longer "
+                        "holds: load the model again, or calibrate anew."
+                    )
+                engine.adapter.check_made_for(rule.shortcuts.made_for, "These shortcuts")
+            # The engine may have laid out the weights anew.
+            self.engine_and_state = engine, ModelState(model)
+            return engine
+
+    def __reduce__(self) -> Any:
+        """Return what makes this model anew: copies and pickles hold no lock and no cache."""
+        model = self.engine_and_state[0].adapter.model
+        state = {"generation_config": self.generation_config}  # type: ignore[attr-defined]
+        return _wrapped, (model, self.drafter, self.exit_rule, self.fused), state
 
     def generate(
         self,
         inputs: Tensor | None = None,
         generation_config: Any = None,
+        *,
         streamer: Any = None,
         **kwargs: Any,
     ) -> DecodingOutput | Tensor:
@@ -228,7 +269,7 @@ class AdaptiveDecoding:
             kwargs["stopping_criteria"] = StoppingCriteriaList(
                 [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
             )
-        engine, rule = self.decoding_engine, self.exit_rule
+        rule = self.exit_rule
 
         def loop(
             model: Any,
@@ -238,18 +279,18 @@ class AdaptiveDecoding:
             generation_config: Any,
             **model_kwargs: Any,
         ) -> DecodingOutput | Tensor:
-            request = make_request(
-                input_ids.to(model.device),
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                streamer,
-                engine.adapter.max_length,
-                model_kwargs,
-            )
             # There is one cache: a second call, from another thread, waits.
             with self.decoding_lock:
-                engine.refresh()
+                engine = self.decoding_engine
+                request = make_request(
+                    input_ids.to(model.device),
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    streamer,
+                    engine.max_length,
+                    model_kwargs,
+                )
                 try:
                     strategy = self.drafter if rule is None else ExitingDepth(engine, rule)
                     decoded = decode(engine, request, strategy)
@@ -289,6 +330,8 @@ class AdaptiveDecoding:
         own = super().forward  # type: ignore[misc]
         given = {} if rule is None else inspect.signature(own).bind(*args, **kwargs).arguments
         ids_BT = given.get("input_ids")
+        if given.get("inputs_embeds") is not None:
+            ids_BT = given["inputs_embeds"][..., 0]  # all that counts is its shape
         if rule is None or ids_BT is None:
             return own(*args, **kwargs)
         cache = given.get("past_key_values")
@@ -299,7 +342,18 @@ class AdaptiveDecoding:
             with exits.patched():
                 output = own(*args, **kwargs)
         self.trace = exits.trace(len(ids_BT))
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):  # type: ignore[attr-defined]
+            for value in output if isinstance(output, tuple) else output.values():
+                if isinstance(value, Tensor):
+                    value.requires_grad_().register_hook(_refuse_gradient)
         return output
+
+
+def _refuse_gradient(_: Tensor) -> None:
+    raise UserError(
+        "There is no gradient through early exits, which choose layers: train the model that was "
+        "given to early_exit()."
+    )
 
 
 def _trace(rows: list[SequenceState], num_layers: int) -> DepthTrace:

@@ -232,7 +232,7 @@ class Calibration:
         bound = f"a disagreement of at most {limit} with confidence {sure}"
         if self.threshold is None:
             return f"No threshold holds: none has {bound}, on {self.texts} texts."
-        risk = f"{self.risks[self.thresholds.index(self.threshold)]:.4f}"
+        risk = f"{self.risks[self.thresholds.index(self.threshold)]:.2g}"
         return f"Threshold {self.threshold:g} has {bound}: {risk} measured on {self.texts} texts."
 
     def exit_rule(self, shortcuts: Shortcuts, adapter: Adapter) -> ExitRule:
@@ -244,7 +244,7 @@ class Calibration:
             )
         policy: ExitPolicy = POLICIES[self.policy](self.threshold, **self.policy_options)  # type: ignore[call-arg]
         vocab = None if self.exit_vocab is None else torch.tensor(self.exit_vocab)
-        rule = ExitRule(shortcuts, policy, self.exit_layers, self.kv_propagation, vocab)
+        rule = ExitRule(shortcuts, policy, self.exit_layers, self.kv_propagation, vocab, True)
         known = {"fingerprint": None} | self.model
         adapter.check_made_for(known, "The measurements behind this guarantee")
         if _maps_hash(rule) != self.maps:

@@ -303,6 +303,7 @@ class DraftHeadTask(Task):
         for when, values in (("before", valid[0]), ("after", valid[-1])):
             names = ("agreement_1", "agreement_2", "accepted")
             self.draft_model.meta[when] = {name: values[name] for name in names}
+        self.draft_model.meta["held_out_tokens"] = count_new(self.held_out)
         self.draft_model.save_pretrained(folder)
 
     def _chosen(self, index: int) -> list[SelfGenerated]:
@@ -445,7 +446,7 @@ def fastest_drafts(
     tokens = 0
     for turn, text in enumerate([texts[0], *texts]):  # the first turn is slow, and not counted
         prompt = text.ids_T[: text.prompt].tolist()
-        room = (engine.adapter.max_length or len(prompt) + _TIMED_TOKENS) - len(prompt)
+        room = (engine.max_length or len(prompt) + _TIMED_TOKENS) - len(prompt)
         for place, drafter in enumerate(drafters):
             began = time.perf_counter()
             rows = decode_prompts(engine, [prompt], min(_TIMED_TOKENS, room), drafter)
