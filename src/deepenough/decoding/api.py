@@ -35,7 +35,13 @@ from deepenough.decoding.early_exit import (
     KVPropagation,
     make_policy,
 )
-from deepenough.decoding.engine import Engine, make_engine
+from deepenough.decoding.engine import (
+    Engine,
+    ModelState,
+    is_untouched,
+    make_engine,
+    model_state,
+)
 from deepenough.decoding.exit_scoring import ExitForwardPass, choose_exits, count_before
 from deepenough.decoding.request import SequenceState, check_prompt, make_request
 from deepenough.decoding.verification import decode
@@ -90,7 +96,7 @@ def speculate(
         shortcuts=shortcuts,
         layer=draft_layer,
     )
-    return _wrapped(model, engine, made, None)
+    return _wrapped(model, engine, made, None, fused)
 
 
 def early_exit(
@@ -134,6 +140,11 @@ def early_exit(
             )
         if not isinstance(guarantee, Calibration):
             guarantee = Calibration.from_pretrained(guarantee)
+        if not all(map(is_untouched, model.modules())):
+            raise UserError(
+                "The model has hooks, or modules that run another forward, which a guarantee does "
+                "not know: remove them, or leave out the guarantee."
+            )
         rule = guarantee.exit_rule(shortcuts, engine.adapter)
         rule.check(engine)
         return _wrapped(model, engine, None, rule)
@@ -151,7 +162,11 @@ def early_exit(
 
 
 def _wrapped(
-    model: PreTrainedModel, engine: Engine, drafter: Drafter | None, rule: ExitRule | None
+    model: PreTrainedModel,
+    engine: Engine,
+    drafter: Drafter | None,
+    rule: ExitRule | None,
+    fused: bool = True,
 ) -> Any:
     """Return a shallow copy of the model with another `generate` and, with exits, `forward`."""
     fast: Any = copy.copy(model)
@@ -164,9 +179,40 @@ def _wrapped(
     # Under the same name: it is what a saved config says the architecture is.
     added = {"__module__": own.__module__, "forward": forward}
     fast.__class__ = type(own.__name__, (AdaptiveDecoding, own), added)
-    fast.decoding_engine, fast.drafter, fast.exit_rule = engine, drafter, rule
+    fast.drafter, fast.exit_rule, fast.fused = drafter, rule, fused
     fast.decoding_lock = threading.RLock()
+    fast.engine_and_state = engine, model_state(model)
     return fast
+
+
+def _wrapped_again(
+    model: PreTrainedModel,
+    drafter: Drafter | None,
+    rule: ExitRule | None,
+    fused: bool,
+    generation_config: Any,
+) -> Any:
+    """Return what a copy or a pickle of a faster model was made of, put together."""
+    fast = _wrapped(model, make_engine(model, fused), drafter, rule, fused)
+    fast.generation_config = generation_config
+    return fast
+
+
+class _NoGradient(torch.autograd.Function):
+    """Hands a tensor on; whoever asks for its gradient is told that there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _: Tensor) -> Tensor:
+        """Return the value."""
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        """Refuse."""
+        raise UserError(
+            "There is no gradient through early exits, which choose layers: train the model that "
+            "was given to early_exit()."
+        )
 
 
 @dataclass
@@ -193,24 +239,66 @@ class AdaptiveDecoding:
     """What `speculate` and `early_exit` put in front of a model's class.
 
     Attributes:
-        decoding_engine: The model taken apart, with its KV cache.
         drafter: Who drafts; None for nobody.
         exit_rule: How tokens leave; None if all run all layers.
+        fused: Whether faster layers than the model's own may be used.
+        engine_and_state: The engine, and the model's state that it was made for.
         decoding_lock: Held while generating; whoever generates may call the model in between, as
             guidance does.
         trace: That of the last call; `generate` returns it itself with `return_dict_in_generate`.
     """
 
-    decoding_engine: Engine
     drafter: Drafter | None
     exit_rule: ExitRule | None
+    fused: bool
+    engine_and_state: tuple[Engine, ModelState]
     decoding_lock: threading.RLock
     trace: DepthTrace | None = None
+
+    @property
+    def decoding_engine(self) -> Engine:
+        """The model taken apart, with its KV cache; made anew if the model was changed.
+
+        Raises:
+            UserError: If the changed model cannot be decoded, or if exits were fitted, or a
+                guarantee made, for the model as it was before.
+        """
+        with self.decoding_lock:
+            engine, before = self.engine_and_state
+            model, rule = engine.adapter.model, self.exit_rule
+            now = model_state(model)
+            if (now.content, now.places) == (before.content, before.places):
+                return engine
+            engine = make_engine(model, self.fused)
+            if rule is not None:
+                place = before.first_change(model, now)
+                if rule.guaranteed and place:
+                    raise UserError(
+                        f"The model was changed after early_exit(), in {place}, so its guarantee "
+                        "no longer holds: load the model again, or calibrate anew."
+                    )
+                engine.adapter.check_made_for(rule.shortcuts.made_for, "These shortcuts")
+            # The engine may have laid out the weights anew.
+            self.engine_and_state = engine, model_state(model)
+            return engine
+
+    def __reduce__(self) -> Any:
+        """Return what makes this model anew: copies and pickles hold no lock and no cache."""
+        model = self.engine_and_state[0].adapter.model
+        config = self.generation_config  # type: ignore[attr-defined]
+        return _wrapped_again, (model, self.drafter, self.exit_rule, self.fused, config)
+
+    def __copy__(self) -> Any:
+        """Return a shallow copy, which shares the weights, the engine and its lock."""
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
 
     def generate(
         self,
         inputs: Tensor | None = None,
         generation_config: Any = None,
+        *,
         streamer: Any = None,
         **kwargs: Any,
     ) -> DecodingOutput | Tensor:
@@ -228,7 +316,7 @@ class AdaptiveDecoding:
             kwargs["stopping_criteria"] = StoppingCriteriaList(
                 [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
             )
-        engine, rule = self.decoding_engine, self.exit_rule
+        rule = self.exit_rule
 
         def loop(
             model: Any,
@@ -238,18 +326,18 @@ class AdaptiveDecoding:
             generation_config: Any,
             **model_kwargs: Any,
         ) -> DecodingOutput | Tensor:
-            request = make_request(
-                input_ids.to(model.device),
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                streamer,
-                engine.adapter.max_length,
-                model_kwargs,
-            )
             # There is one cache: a second call, from another thread, waits.
             with self.decoding_lock:
-                engine.refresh()
+                engine = self.decoding_engine
+                request = make_request(
+                    input_ids.to(model.device),
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    streamer,
+                    engine.max_length,
+                    model_kwargs,
+                )
                 try:
                     strategy = self.drafter if rule is None else ExitingDepth(engine, rule)
                     decoded = decode(engine, request, strategy)
@@ -299,6 +387,11 @@ class AdaptiveDecoding:
             with exits.patched():
                 output = own(*args, **kwargs)
         self.trace = exits.trace(len(ids_BT))
+        trained = next((p for p in self.parameters() if p.requires_grad), None)  # type: ignore[attr-defined]
+        if torch.is_grad_enabled() and trained is not None:
+            for name in ("loss", "logits"):
+                if isinstance(output, dict) and output.get(name) is not None:
+                    output[name] = _NoGradient.apply(output[name], trained)
         return output
 
 

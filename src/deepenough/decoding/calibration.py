@@ -242,7 +242,7 @@ class Calibration:
             )
         policy: ExitPolicy = POLICIES[self.policy](self.threshold, **self.policy_options)  # type: ignore[call-arg]
         vocab = None if self.exit_vocab is None else torch.tensor(self.exit_vocab)
-        rule = ExitRule(shortcuts, policy, self.exit_layers, self.kv_propagation, vocab)
+        rule = ExitRule(shortcuts, policy, self.exit_layers, self.kv_propagation, vocab, True)
         known = {"fingerprint": None} | self.model
         adapter.check_made_for(known, "The measurements behind this guarantee")
         if _maps_hash(rule) != self.maps:

@@ -169,6 +169,8 @@ class ExitRule:
     kv_propagation: KVPropagation = "shortcut"
     exit_vocab: Tensor | None = None
     """Tokens on which the check is made first; None for the whole vocabulary."""
+    guaranteed: bool = False
+    """Whether a guarantee was made for it, with the model as it was then."""
 
     @property
     def map_mode(self) -> str | None:

@@ -13,24 +13,28 @@ and `write_kv` for those that have left.
 
 Two implementations: `torch_backend.py` for layouts whose arithmetic is written out there, and
 `general_backend.py` for all others, which calls the model's own layers. Sequences may keep
-different numbers of tokens.
+different numbers of tokens, unless the model counts padding as tokens.
+
+An engine is made for a model as it is. `model_state` tells whether it is still the same.
 
 Shapes: B sequences, T tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.intercept import others_hooks
 
 
 @dataclass
@@ -50,10 +54,15 @@ class Engine(ABC):
 
     takes_groups: bool = True
     """Whether `resume` takes several tokens of a sequence at once."""
+    ignores_padding: bool = True
+    """Whether sequences may differ in length: found by trying it, when an engine is made."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.num_layers = adapter.num_layers
+        limits = (adapter.max_length, _rotary_limit(adapter.model))
+        self.max_length = min((limit for limit in limits if limit is not None), default=None)
+        """Longest sequence in tokens, or None where there is no limit."""
         self.lengths: list[int] = []
         """Committed tokens of each sequence."""
         self.capacity = 0
@@ -107,9 +116,6 @@ class Engine(ABC):
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these sequences alone."""
 
-    def refresh(self) -> None:  # noqa: B027
-        """Notice what was done to the model's weights between two generations."""
-
     @abstractmethod
     def release(self) -> None:
         """Free the memory of the cache."""
@@ -123,11 +129,17 @@ def make_engine(model: PreTrainedModel, fused: bool = True) -> Engine:
     from deepenough.decoding.general_backend import GeneralEngine
     from deepenough.decoding.torch_backend import make_fused
 
-    if hasattr(model, "decoding_engine"):
+    if hasattr(type(model), "decoding_engine"):
         raise UserError("The model decodes adaptively already: give the one it was made of.")
+    if not isinstance(model, PreTrainedModel):
+        inside = next((path for path in _INSIDE if hasattr(model, path)), "")
+        raise UserError(
+            f"{type(model).__name__} is not a model of transformers"
+            + (f" but wraps one: give {_INSIDE[inside]}." if inside else ".")
+        )
     adapter = adapt(model)
     _check_supported(adapter)
-    if model.training:
+    if model.training or adapter.trunk.training or any(map(_drops, model.modules())):
         raise UserError("The model is in training mode, with dropout: call model.eval() first.")
     engine = (make_fused(adapter) if fused else None) or GeneralEngine(adapter)
     try:
@@ -143,7 +155,98 @@ def make_engine(model: PreTrainedModel, fused: bool = True) -> Engine:
             f"{type(model).__name__} gives other logits layer by layer than as a whole, so it "
             "cannot be decoded this way: use its own generate()."
         )
+    try:
+        engine.ignores_padding = _ignores_padding(engine)
+    except (IndexError, TypeError, ValueError, RuntimeError):  # its own code takes no padding
+        engine.ignores_padding = False
+    engine.release()
     return engine
+
+
+#: What wrappers call the model inside them.
+_INSIDE = {
+    "_orig_mod": "model._orig_mod, which is not compiled",
+    "get_base_model": "model.get_base_model(), which has LoRA layers in it but no learned prompts",
+    "module": "model.module",
+}
+
+
+class ModelState(NamedTuple):
+    """What two looks at a model differ in if it was changed in between."""
+
+    content: list[Any]
+    """Of each module: itself, its class, hooks, `forward`, numbers, and its tensors' versions."""
+    places: list[Any]
+    """Of each tensor: memory, dtype and device."""
+    kept: list[Any]
+    """All modules and tensors, so that no other gets the identity of one that was deleted."""
+
+    def first_change(self, model: nn.Module, later: ModelState) -> str | None:
+        """Return the name of the first module whose content differs; None if only places do."""
+        names = (name or type(module).__name__ for name, module in model.named_modules())
+        for name, before, after in zip(names, self.content, later.content, strict=False):
+            if before != after:
+                return name
+        return None if len(self.content) == len(later.content) else type(model).__name__
+
+
+def model_state(model: nn.Module) -> ModelState:
+    """Return what tells whether a model was changed.
+
+    Seen are replaced modules and parameters (adapters, quantisation), values (torch counts every
+    write but those through `.data`), hooks, training mode, moves to another device or dtype, and
+    numbers such as a norm's epsilon. Buffers that are not saved are left out: models compute them.
+    """
+    state = ModelState([], [], [])
+    for module in model.modules():
+        own = vars(module)
+        numbers = [value for value in own.values() if type(value) is float]
+        seen = [id(module), type(module), own.get("forward"), module._compiled_call_impl]
+        seen += [own["training"], *others_hooks(module), *numbers]
+        state.kept.append(module)
+        temporary = module._non_persistent_buffers_set
+        saved = [buffer for name, buffer in module._buffers.items() if name not in temporary]
+        for tensor in (*module._parameters.values(), *saved):
+            if tensor is not None:
+                seen += [id(tensor), 0 if tensor.is_inference() else tensor._version]
+                plain = type(tensor) in (Tensor, nn.Parameter)
+                address = tensor.data_ptr() if plain else 0
+                state.places.append((address, tensor.dtype, tensor.device))
+                state.kept.append(tensor)
+        state.content.append(seen)
+    return state
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Return whether a module runs as its class says: no hooks, no other `forward`, not compiled.
+
+    What computes in its place, or passes it by, does what it would do.
+    """
+    replaced = "forward" in vars(module) or module._compiled_call_impl is not None
+    return not replaced and not others_hooks(module)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Return whether a module applies dropout, or skips layers, now."""
+    shares = (v for name, v in vars(module).items() if name == "p" or "drop" in name)
+    return module.training and any(type(share) is float and share > 0 for share in shares)
+
+
+def _rotary_limit(model: PreTrainedModel) -> int | None:
+    """Return the length up to which rotary encodings stay the same; None if they always do.
+
+    Behind it, `dynamic` and `longrope` turn all tokens by other angles than the cached keys.
+    """
+    config = model.config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for each in [given] if "rope_type" in given else given.values():
+        kind = each.get("rope_type", "default") if isinstance(each, dict) else "default"
+        if kind == "longrope":
+            limits.append(each.get("original_max_position_embeddings"))
+        if kind == "longrope" or "dynamic" in kind:
+            limits.append(config.max_position_embeddings)
+    return min((limit for limit in limits if limit), default=None)
 
 
 def row_lengths(ids_BT: Tensor, mask_BT: Tensor | None) -> list[int]:
@@ -170,6 +273,12 @@ def _check_supported(adapter: Adapter) -> None:
     """Refuse models that cache anything else than all keys and values of all tokens."""
     model: Any = adapter.model
     name = type(model).__name__
+    if not all(map(is_untouched, (model, model.base_model, adapter.trunk))):
+        raise UserError(
+            f"{name} has a hook around all of its layers, or runs another forward (torch.compile, "
+            "accelerate), which decoding layer by layer would pass by: remove it, or use the "
+            "model's own generate()."
+        )
     if adapter.kind != "causal":
         raise UserError(
             f"{name} does not generate text: give a causal language model (AutoModelForCausalLM)."
@@ -192,15 +301,52 @@ def _check_supported(adapter: Adapter) -> None:
 def _gives_same_logits(engine: Engine) -> bool:
     """Compare the logits of a short prompt, cached, with those of the model itself."""
     model: Any = engine.adapter.model
-    size = model.config.get_text_config().vocab_size
-    ids_BT = torch.arange(1, 11, device=model.device).view(2, 5).remainder(size)
-    expected = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)).logits[:, 2:]
+    ids_BT = _token_rows(model)
+    expected = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)).logits
     first_BD = engine.prefill(ids_BT[:, :3], None, capacity=5)
-    step = engine.start_step(ids_BT[:, 3:])
+    same = _is_close(engine.head(first_BD), expected[:, 2])
+    return same and _is_close(_next_logits(engine, ids_BT[:, 3:]), expected[:, 3:])
+
+
+@torch.no_grad()
+def _ignores_padding(engine: Engine) -> bool:
+    """Compare a padded batch, whose rows keep different numbers of tokens, with each row alone."""
+    model: Any = engine.adapter.model
+    ids_BT = _token_rows(model)
+    long_TV = model(input_ids=ids_BT[:1]).logits[0]
+    short_TV = model(input_ids=ids_BT[1:, 2:]).logits[0]
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[1, :2] = 0
+    # As `generate` calls it: its own padded batches must be right, too.
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    places_BT = (mask_BT.cumsum(1) - 1).clamp_min(0)
+    more = {"position_ids": places_BT} if takes_positions else {}
+    padded_TV = model(input_ids=ids_BT, attention_mask=mask_BT, **more).logits[1, 2:]
+    if not _is_close(padded_TV, short_TV):
+        return False
+    first_BD = engine.prefill(ids_BT[:, :3], mask_BT[:, :3], capacity=5)
+    same = _is_close(engine.head(first_BD), torch.stack([long_TV[2], short_TV[0]]))
+    both = _next_logits(engine, ids_BT[:, 3:])
+    same = same and _is_close(both, torch.stack([long_TV[3:], short_TV[1:]]))
+    engine.keep([1, 2])
+    return same and _is_close(_next_logits(engine, ids_BT[:, 4:])[0], long_TV[4:])
+
+
+def _next_logits(engine: Engine, tokens_BT: Tensor) -> Tensor:
+    step = engine.start_step(tokens_BT)
     hidden_BTD = engine.run_layers(step, step.hidden, 0, engine.num_layers)
-    found = engine.head(torch.cat([first_BD[:, None], engine.norm(hidden_BTD)], 1))
-    # Sums are made in another order, and a few logits are large: relative to the largest.
-    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 3e-2
+    return engine.head(engine.norm(hidden_BTD))
+
+
+def _token_rows(model: Any) -> Tensor:
+    """Return two rows of five tokens."""
+    size = model.config.get_text_config().vocab_size
+    return torch.arange(1, 11, device=model.device).view(2, 5).remainder(size)
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    """Return whether logits are the same but for rounding, relative to the largest."""
+    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 3e-2
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
 
 

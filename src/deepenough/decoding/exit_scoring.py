@@ -148,7 +148,7 @@ def write_planning_texts(engine: Engine) -> Tensor:
     model: Any = engine.adapter.model
     start = model.config.get_text_config().bos_token_id
     ids_BT = torch.full((_PLANNING_TEXTS, 1), int(start or 0), device=model.device)
-    limit, greedy = engine.adapter.max_length, _PLANNING_LENGTH - _SAMPLED_TOKENS - 1
+    limit, greedy = engine.max_length, _PLANNING_LENGTH - _SAMPLED_TOKENS - 1
     for generator, new in ((torch.Generator().manual_seed(0), _SAMPLED_TOKENS), (None, greedy)):
         request = plain_request(
             model, ids_BT, None, new, limit, generator=generator, stop_at_eos=False

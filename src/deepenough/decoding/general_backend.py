@@ -36,8 +36,7 @@ class GeneralEngine(Engine):
         super().__init__(adapter)
         parameters = inspect.signature(adapter.trunk.forward).parameters
         self._takes_positions = "position_ids" in parameters
-        limit = adapter.max_length
-        self._last_position = None if limit is None else limit - 1
+        self._last_position = None if self.max_length is None else self.max_length - 1
         self._cache = _RewritableCache(0, 0)
         self._tokens = torch.empty(0)
 

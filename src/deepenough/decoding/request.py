@@ -34,12 +34,36 @@ SCORES_ONLY = tuple(
         "LogitNormalization",
     )
 )
+#: Settings that transformers makes logits processors and stopping criteria of, or that the loop
+#: reads; `get_generation_mode` tells of those that choose another kind of search.
+_HONOURED = {
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings"),
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "num_beams"),
+    *("epsilon_cutoff", "eta_cutoff", "renormalize_logits", "remove_invalid_values"),
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens"),
+    *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "guidance_scale"),
+    *("exponential_decay_length_penalty", "watermarking_config", "num_return_sequences"),
+    *("output_scores", "output_logits", "return_dict_in_generate"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+}
+#: Settings of other kinds of search, of encoders, of speed and of how they were saved.
+_WITHOUT_EFFECT = {
+    *("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", "low_memory"),
+    *("use_cache", "cache_config", "max_cache_len", "compile_config", "disable_compile"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"),
+    *("decoder_start_token_id", "_from_model_config", "transformers_version"),
+}
 #: Arguments that the model itself would get; a cache that is empty is nobody's.
 _UNDERSTOOD = {
     *("attention_mask", "position_ids", "use_cache", "logits_to_keep", "past_key_values"),
     *("output_attentions", "output_hidden_states", "return_dict"),
 }
-_NOT_HANDED_ON = ("custom_generate", "inputs_embeds", "position_ids")
+_NOT_HANDED_ON = (
+    *("custom_generate", "inputs_embeds", "position_ids", "past_key_values"),
+    *("assistant_model", "assistant_tokenizer", "synced_gpus"),
+)
 
 
 @dataclass
@@ -128,16 +152,21 @@ def make_request(
             "options, or use the model's own generate()."
         )
     cache = model_kwargs.get("past_key_values")
+    # Whatever else has a value, an option of a newer transformers too, would not be done.
+    usual = GenerationConfig().to_dict() | {"cache_implementation": "dynamic"}
+    others = usual.keys() - _HONOURED - _WITHOUT_EFFECT
     refused = {
-        "output_attentions": config.output_attentions,
-        "output_hidden_states": config.output_hidden_states,
-        "cache_implementation": config.cache_implementation not in (None, "dynamic"),
-        "prefill_chunk_size": config.prefill_chunk_size,
-        "token_healing": config.token_healing,
-        "past_key_values": cache is not None and cache.get_seq_length() > 0,
+        name: getattr(config, name, None) not in (None, False, usual[name])
+        for name in sorted(others)
     }
+    refused["past_key_values"] = cache is not None and cache.get_seq_length() > 0
     _refuse(refused | {name: True for name in model_kwargs if name not in _UNDERSTOOD})
     mask_BT = model_kwargs.get("attention_mask")
+    if mask_BT is not None and mask_BT.shape != ids_BT.shape:
+        raise UserError(
+            f"The attention mask has the shape {tuple(mask_BT.shape)}, and the prompts have "
+            f"{tuple(ids_BT.shape)}: give one of the same shape."
+        )
     length = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
     _check_fits(ids_BT, mask_BT, length - ids_BT.shape[1], max_context)
     return Request(ids_BT, mask_BT, processors, criteria, config, length, streamer)
@@ -189,7 +218,8 @@ def _refuse(arguments: dict[str, Any]) -> None:
 
 def check_prompt(ids: Tensor | None, given: dict[str, Any]) -> None:
     """Refuse what transformers would not hand on, and a call without a prompt, which it begins."""
-    _refuse({name: given.get(name) is not None for name in _NOT_HANDED_ON})
+    off = (None, False)
+    _refuse({name: all(given.get(name) is not each for each in off) for name in _NOT_HANDED_ON})
     if ids is None or ids.numel() == 0:
         raise UserError("The prompt is empty: give input_ids with at least one token a row.")
     if ids.ndim != 2 or ids.dtype not in (torch.long, torch.int):

@@ -72,12 +72,11 @@ def decode_prompts(
     The model is run as `decode` takes the `strategy`. A `generator` samples the tokens; None takes
     the most likely ones.
     """
-    model, limit = engine.adapter.model, engine.adapter.max_length
+    model, limit = engine.adapter.model, engine.max_length
     rows = [torch.tensor(prompt, device=model.device) for prompt in prompts]
     ids_BT = pad_sequence(rows, batch_first=True)
     mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     request = plain_request(model, ids_BT, mask_BT, new_tokens, limit, generator=generator)
-    engine.refresh()
     try:
         decoded = decode(engine, request, strategy)
     finally:

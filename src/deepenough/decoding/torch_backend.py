@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
-from deepenough.decoding.engine import Engine, Step, row_lengths
+from deepenough.decoding.engine import Engine, Step, is_untouched, row_lengths
 from deepenough.decoding.kv_cache import KVCache, StepContext, attend
 from deepenough.hf.adapter import Adapter
 
@@ -108,11 +108,7 @@ class FusedEngine(Engine):
         super().__init__(adapter)
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
         self.cache = KVCache()
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take the layers apart again, if the model's weights were moved."""
-        self.layers = [self.take_apart(layer) for layer in self.adapter.layers]
+        self.layers = [self.take_apart(layer) for layer in adapter.layers]
 
     @abstractmethod
     def take_apart(self, layer: Any) -> FusedLayer:
@@ -230,6 +226,9 @@ class LlamaEngine(FusedEngine):
     def __init__(self, adapter: Adapter) -> None:
         config, first = adapter.model.config, cast(Any, adapter.layers[0])
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        like = adapter.trunk.norm.weight
+        self.eps = torch.tensor(config.rms_norm_eps, dtype=like.dtype, device=like.device)
+        self._rotary: tuple[Tensor, Tensor] | None = None
         super().__init__(adapter, heads, kv_heads, first.self_attn.head_dim)
 
     @staticmethod
@@ -239,6 +238,11 @@ class LlamaEngine(FusedEngine):
             return False
         if adapter.trunk.rotary_emb.rope_type not in _FIXED_ROPES:
             return False
+        if not all(map(is_untouched, adapter.trunk.modules())):
+            return False
+        eps = adapter.model.config.rms_norm_eps
+        if any(getattr(m, "variance_epsilon", eps) != eps for m in adapter.trunk.modules()):
+            return False
         for layer in adapter.layers:
             owners = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
             linears = [layer.get_submodule(name) for name in _LLAMA_LINEARS if name in owners]
@@ -246,15 +250,9 @@ class LlamaEngine(FusedEngine):
                 return False
             if any(type(module) is not nn.Linear for module in linears):
                 return False
+            if layer.self_attn.scaling != layer.self_attn.head_dim**-0.5:
+                return False
         return True
-
-    def refresh(self) -> None:
-        """Join the projections again, if the model's weights were moved."""
-        like = self.adapter.trunk.norm.weight
-        eps = self.adapter.model.config.rms_norm_eps
-        self.eps = torch.tensor(eps, dtype=like.dtype, device=like.device)
-        self._rotary: tuple[Tensor, Tensor] | None = None
-        super().refresh()
 
     def take_apart(self, layer: Any) -> FusedLayer:
         """Return the parts of a layer, projections of the same input joined."""
@@ -297,6 +295,11 @@ class LlamaEngine(FusedEngine):
             signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
             self._rotary = cos[0], signed
         return self._rotary
+
+    def release(self) -> None:
+        """Free the memory of the cache, and of the rotary tables."""
+        super().release()
+        self._rotary = None
 
 
 def rotate(heads_BTHK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -342,6 +345,7 @@ class GPT2Engine(FusedEngine):
             config.model_type == "gpt2"
             and not config.add_cross_attention
             and all(len(list(layer.parameters())) == 12 for layer in adapter.layers)
+            and all(map(is_untouched, adapter.trunk.modules()))
         )
 
     def take_apart(self, layer: Any) -> FusedLayer:

@@ -444,7 +444,7 @@ def fastest_drafts(
     tokens = 0
     for turn, text in enumerate([texts[0], *texts]):  # the first turn is slow, and not counted
         prompt = text.ids_T[: text.prompt].tolist()
-        room = (engine.adapter.max_length or len(prompt) + _TIMED_TOKENS) - len(prompt)
+        room = (engine.max_length or len(prompt) + _TIMED_TOKENS) - len(prompt)
         for place, drafter in enumerate(drafters):
             began = time.perf_counter()
             rows = decode_prompts(engine, [prompt], min(_TIMED_TOKENS, room), drafter)

@@ -31,6 +31,7 @@ from torch import Tensor
 from deepenough.decoding.drafters import Drafter, Proposal
 from deepenough.decoding.engine import DecodingCosts, Engine
 from deepenough.decoding.request import Request, SequenceState, make_sequences
+from deepenough.errors import UserError
 
 log = logging.getLogger("deepenough")
 
@@ -90,9 +91,18 @@ def decode(
 
     `strategy` says how the model is run; a drafter, or None, stands for `FullDepth` with it.
     """
-    if not isinstance(strategy, ForwardStrategy):
-        strategy = FullDepth(engine, None if request.in_lockstep else strategy)
     result = Decoded(make_sequences(request))
+    lengths = {len(row.context) for row in result.rows}
+    if not engine.ignores_padding and len(lengths) > 1:
+        raise UserError(
+            f"{type(engine.adapter.model).__name__} counts padding as tokens, so that prompts of "
+            f"{min(lengths)} to {max(lengths)} tokens cannot be continued in one batch: give them "
+            "one by one."
+        )
+    if not isinstance(strategy, ForwardStrategy):
+        # Drafts would let sequences of one batch grow to different lengths.
+        together = request.in_lockstep or (len(result.rows) > 1 and not engine.ignores_padding)
+        strategy = FullDepth(engine, None if together else strategy)
     try:
         with torch.inference_mode():
             _run_loop(engine, request, strategy, result)
@@ -237,7 +247,8 @@ class Verifier:
         """Add a token to each sequence, and mark those that it has ended."""
         request = self.request
         for row, token in zip(rows, tokens, strict=True):
-            row.append(request.pad if row.done else token)
+            # Without end tokens, transformers goes on writing until all sequences are done.
+            row.append(request.pad if row.done and self.ends else token)
             row.done |= token in self.ends
             row.done |= len(row.prompt) + len(row.tokens) >= request.max_length
         if request.streamer is not None:

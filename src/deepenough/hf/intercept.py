@@ -1,6 +1,6 @@
 """The one way to intercept the layers of a Hugging Face model while it runs.
 
-- `hooked`: watch or change what modules read and return.
+- `hooked`: watch or change what modules read and return; `others_hooks`: who else does.
 - `patched_forward`: run another function in the place of a module's `forward`.
 - `eval_mode`: run a model that is being trained as it would be used.
 - `StopForward`: end a forward pass early; `first_call` uses it to learn what the model calls a
@@ -90,7 +90,8 @@ def hooked(
         after: Pairs of a module and a hook; the hook may return another output.
         this_thread: Leave alone what other threads do with the same modules.
     """
-    mine = this_thread_only if this_thread else lambda hook: hook
+    # Either way the function is made in this file, by which `others_hooks` knows it.
+    mine = this_thread_only if this_thread else lambda hook: lambda *args: hook(*args)
     handles: list[Any] = []
     try:
         for module, hook in before:
@@ -101,6 +102,16 @@ def hooked(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def others_hooks(module: nn.Module) -> list[int]:
+    """Return the ids of a module's hooks, without those made here and transformers' recorders."""
+    hooks = {**module._forward_pre_hooks, **module._forward_hooks}
+    return [
+        number
+        for number, hook in hooks.items()
+        if not str(getattr(hook, "__module__", "")).startswith((__name__, "transformers."))
+    ]
 
 
 def this_thread_only(hook: Callable[..., Any]) -> Callable[..., Any]:
