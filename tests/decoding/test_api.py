@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -13,6 +14,7 @@ from transformers import (
 )
 
 from deepenough import UserError
+from deepenough.decoding import request
 from deepenough.decoding.api import early_exit, speculate
 from deepenough.decoding.early_exit import TopProbability
 
@@ -23,6 +25,12 @@ WAYS = {
     "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.9},
     "sampled with history": {"do_sample": True, "repetition_penalty": 1.4},
     "several of each": {"do_sample": True, "num_return_sequences": 2},
+    "several ends": {"eos_token_id": [2, 5, 9, 11], "pad_token_id": 2},
+    "length": {"max_new_tokens": None, "max_length": 20, "min_length": 15},
+    "forced": {"forced_bos_token_id": 5, "forced_eos_token_id": 2, "suppress_tokens": [7, 8]},
+    "biased": {"sequence_bias": {(5, 6): 9.0, (7,): 3.0}, "bad_words_ids": [[8], [9, 10]]},
+    "prompt": {"encoder_repetition_penalty": 2.0, "encoder_no_repeat_ngram_size": 1},
+    "narrowed": {"do_sample": True, "min_p": 0.1, "typical_p": 0.5, "top_h": 0.5},
 }
 
 
@@ -271,11 +279,60 @@ def test_interrupted_generation_returns_what_it_has(small, prompts) -> None:
         ({"stop_strings": ["a"]}, "tokenizer"),
         ({"max_new_tokens": 60}, "at most 57 new tokens"),
         ({"position_ids": torch.arange(5, 12)[None]}, "does not take position_ids"),
+        ({"inputs_embeds": torch.zeros(1, 7, 32)}, "does not take inputs_embeds"),
+        ({"past_key_values": DynamicCache()}, "does not take past_key_values"),
+        ({"assistant_model": torch.nn.Linear(1, 1)}, "does not take assistant_model"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+        ({"synced_gpus": True}, "does not take synced_gpus"),
+        ({"cache_implementation": "static"}, "does not take cache_implementation"),
+        ({"cache_implementation": "paged"}, "does not take cache_implementation"),
+        ({"prefill_chunk_size": 2}, "does not take prefill_chunk_size"),
+        ({"is_assistant": True}, "does not take is_assistant"),
+        ({"attention_mask": torch.arange(9)[None] > 1}, "attention mask has the shape"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(small, prompts, options, words) -> None:
     with pytest.raises(UserError, match=words):
-        speculate(small, "none").generate(**prompts(1), **{**GREEDY, **options})
+        speculate(small, "none").generate(**{**prompts(1), **GREEDY, **options})
+
+
+def test_every_setting_of_transformers_is_honoured_refused_or_without_effect(
+    small, prompts, monkeypatch
+) -> None:
+    settings = set(GenerationConfig().to_dict())
+    known = request._HONOURED | request._WITHOUT_EFFECT
+    assert not request._HONOURED & request._WITHOUT_EFFECT
+    refused = {
+        *("use_mtp", "cache_implementation", "token_healing", "prefill_chunk_size"),
+        *("output_attentions", "output_hidden_states", "is_assistant", "speculation_type"),
+        *("assistant_early_exit", "assistant_ensemble_weight", "prompt_lookup_num_tokens"),
+        *("penalty_alpha", "dola_layers", "constraints", "force_words_ids"),
+        "continuous_batching_config",
+    }
+    assert settings - known <= refused
+    # One that a newer transformers may bring.
+    monkeypatch.setattr(request, "_HONOURED", request._HONOURED - {"repetition_penalty"})
+    with pytest.raises(UserError, match="does not take repetition_penalty"):
+        speculate(small).generate(**prompts(1), **GREEDY, repetition_penalty=1.3)
+
+
+def test_settings_without_effect_change_nothing(small, prompts) -> None:
+    expected = small.generate(**prompts(3), **GREEDY)
+    options = {"early_stopping": True, "length_penalty": 2.0, "use_cache": False}
+    options |= {"num_assistant_tokens": 3, "cache_implementation": "dynamic"}
+    assert torch.equal(speculate(small).generate(**prompts(3), **GREEDY, **options), expected)
+
+
+def test_rows_that_criteria_end_go_on_where_there_is_no_end_token(small, prompts) -> None:
+    """So does transformers: without an end token it pads nothing."""
+
+    def options():
+        criteria = StoppingCriteriaList([EndAfter(3)])
+        return {**GREEDY, "eos_token_id": None, "stopping_criteria": criteria}
+
+    small.generation_config.eos_token_id = None
+    expected = small.generate(**prompts(3), **options())
+    assert torch.equal(speculate(small).generate(**prompts(3), **options()), expected)
 
 
 def test_bad_prompts_are_refused(small, prompts) -> None:

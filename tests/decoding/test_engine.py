@@ -4,12 +4,20 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForCausalLM,
 )
 
 from deepenough import UserError
@@ -96,3 +104,66 @@ def test_rotary_codes_that_change_with_length_are_left_to_the_model(
     assert isinstance(fast.decoding_engine, GeneralEngine) == (scaling["rope_type"] == "dynamic")
     expected = model.generate(**prompts(3), **GREEDY)
     assert torch.equal(fast.generate(**prompts(3), **GREEDY), expected)
+
+
+def _bart():
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4}
+    sizes |= {"decoder_ffn_dim": 48, "max_position_embeddings": 64, "forced_eos_token_id": None}
+    return BartForCausalLM(BartConfig(vocab_size=40, init_std=0.3, **sizes))
+
+
+def _whisper():
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4}
+    sizes |= {"decoder_ffn_dim": 48, "max_target_positions": 64, "init_std": 0.3}
+    return WhisperForCausalLM(WhisperConfig(vocab_size=40, **sizes, pad_token_id=0, bos_token_id=1))
+
+
+@pytest.mark.parametrize("build", [_bart, _whisper])
+def test_models_that_count_padding_take_prompts_of_one_length(prompts, build) -> None:
+    torch.manual_seed(0)
+    model = build().eval()
+    options = {**GREEDY, "eos_token_id": 7, "pad_token_id": 0}
+    given = {name: value[2:] for name, value in prompts(5).items()}  # of one length
+    expected = model.generate(**given, **options)
+    for drafter in ("none", "lookup"):
+        fast = speculate(model, drafter)
+        assert torch.equal(fast.generate(**given, **options), expected)
+        with pytest.raises(UserError, match="counts padding as tokens"):
+            fast.generate(**prompts(3), **options)
+
+
+def test_models_that_take_no_positions_may_ignore_padding(prompts) -> None:
+    torch.manual_seed(0)
+    model = BloomForCausalLM(
+        BloomConfig(vocab_size=40, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+    ).eval()
+    options = {**GREEDY, "pad_token_id": 0}
+    expected = model.generate(**prompts(3), **options)
+    assert torch.equal(speculate(model, "lookup").generate(**prompts(3), **options), expected)
+
+
+def test_local_attention_is_right_beyond_its_window(prompts) -> None:
+    torch.manual_seed(0)
+    layers = [[["global", "local"], 1]]
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 4}
+    sizes |= {"max_position_embeddings": 64, "attention_types": layers, "initializer_range": 0.3}
+    model = GPTNeoForCausalLM(GPTNeoConfig(vocab_size=40, **sizes)).eval()
+    options = {**GREEDY, "eos_token_id": 7, "pad_token_id": 0}
+    for rows in (1, 3):
+        expected = model.generate(**prompts(rows), **options)
+        found = speculate(model, "lookup").generate(**prompts(rows), **options)
+        assert torch.equal(found, expected)
+
+
+def test_rotary_codes_end_where_they_change(make_model, prompts) -> None:
+    """Tokens behind the switch would meet keys that were turned by other angles."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [7.0] * 4}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 16, **factors}
+    model = make_model(rope_parameters={"rope_theta": 10000.0, **scaling})
+    fast = speculate(model, "lookup")
+    for new, rows in ((9, 1), (9, 3), (2, 3)):
+        options = {"do_sample": False, "max_new_tokens": new}
+        expected = model.generate(**prompts(rows), **options)
+        assert torch.equal(fast.generate(**prompts(rows), **options), expected)
+    with pytest.raises(UserError, match="do not fit the model's 16"):
+        fast.generate(**prompts(1), do_sample=False, max_new_tokens=10)

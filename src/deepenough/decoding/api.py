@@ -96,7 +96,7 @@ def speculate(
         shortcuts=shortcuts,
         layer=draft_layer,
     )
-    return _wrapped(model, engine, made, None, fused)
+    return _wrapped(model, made, None, fused, engine)
 
 
 def early_exit(
@@ -147,7 +147,7 @@ def early_exit(
             )
         rule = guarantee.exit_rule(shortcuts, engine.adapter)
         rule.check(engine)
-        return _wrapped(model, engine, None, rule)
+        return _wrapped(model, None, rule, True, engine)
     if isinstance(policy, ExitPolicy):
         if threshold is not None:
             raise UserError("The policy has a threshold of its own: leave out threshold.")
@@ -158,17 +158,18 @@ def early_exit(
     rule.check(engine)
     if exit_layers is None:
         rule.layers = choose_exits(engine, rule)
-    return _wrapped(model, engine, None, rule)
+    return _wrapped(model, None, rule, True, engine)
 
 
 def _wrapped(
     model: PreTrainedModel,
-    engine: Engine,
     drafter: Drafter | None,
     rule: ExitRule | None,
-    fused: bool = True,
+    fused: bool,
+    engine: Engine | None = None,
 ) -> Any:
     """Return a shallow copy of the model with another `generate` and, with exits, `forward`."""
+    engine = make_engine(model, fused) if engine is None else engine
     fast: Any = copy.copy(model)
     own = type(model)
 
@@ -183,36 +184,6 @@ def _wrapped(
     fast.decoding_lock = threading.RLock()
     fast.engine_and_state = engine, model_state(model)
     return fast
-
-
-def _wrapped_again(
-    model: PreTrainedModel,
-    drafter: Drafter | None,
-    rule: ExitRule | None,
-    fused: bool,
-    generation_config: Any,
-) -> Any:
-    """Return what a copy or a pickle of a faster model was made of, put together."""
-    fast = _wrapped(model, make_engine(model, fused), drafter, rule, fused)
-    fast.generation_config = generation_config
-    return fast
-
-
-class _NoGradient(torch.autograd.Function):
-    """Hands a tensor on; whoever asks for its gradient is told that there is none."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, _: Tensor) -> Tensor:
-        """Return the value."""
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        """Refuse."""
-        raise UserError(
-            "There is no gradient through early exits, which choose layers: train the model that "
-            "was given to early_exit()."
-        )
 
 
 @dataclass
@@ -270,13 +241,12 @@ class AdaptiveDecoding:
             if (now.content, now.places) == (before.content, before.places):
                 return engine
             engine = make_engine(model, self.fused)
+            if rule is not None and rule.guaranteed and now.content != before.content:
+                raise UserError(
+                    "The model was changed after early_exit(), so its guarantee no longer holds: "
+                    "load the model again, or calibrate anew."
+                )
             if rule is not None:
-                place = before.first_change(model, now)
-                if rule.guaranteed and place:
-                    raise UserError(
-                        f"The model was changed after early_exit(), in {place}, so its guarantee "
-                        "no longer holds: load the model again, or calibrate anew."
-                    )
                 engine.adapter.check_made_for(rule.shortcuts.made_for, "These shortcuts")
             # The engine may have laid out the weights anew.
             self.engine_and_state = engine, model_state(model)
@@ -285,14 +255,12 @@ class AdaptiveDecoding:
     def __reduce__(self) -> Any:
         """Return what makes this model anew: copies and pickles hold no lock and no cache."""
         model = self.engine_and_state[0].adapter.model
-        config = self.generation_config  # type: ignore[attr-defined]
-        return _wrapped_again, (model, self.drafter, self.exit_rule, self.fused, config)
+        state = {"generation_config": self.generation_config}  # type: ignore[attr-defined]
+        return _wrapped, (model, self.drafter, self.exit_rule, self.fused), state
 
-    def __copy__(self) -> Any:
-        """Return a shallow copy, which shares the weights, the engine and its lock."""
-        made = object.__new__(type(self))
-        vars(made).update(vars(self))
-        return made
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what a copy or pickle was given after it was made."""
+        vars(self).update(state)
 
     def generate(
         self,
@@ -387,12 +355,18 @@ class AdaptiveDecoding:
             with exits.patched():
                 output = own(*args, **kwargs)
         self.trace = exits.trace(len(ids_BT))
-        trained = next((p for p in self.parameters() if p.requires_grad), None)  # type: ignore[attr-defined]
-        if torch.is_grad_enabled() and trained is not None:
-            for name in ("loss", "logits"):
-                if isinstance(output, dict) and output.get(name) is not None:
-                    output[name] = _NoGradient.apply(output[name], trained)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):  # type: ignore[attr-defined]
+            for value in (output.get("loss"), output.get("logits")):
+                if value is not None:
+                    value.requires_grad_().register_hook(_refuse_gradient)
         return output
+
+
+def _refuse_gradient(_: Tensor) -> None:
+    raise UserError(
+        "There is no gradient through early exits, which choose layers: train the model that was "
+        "given to early_exit()."
+    )
 
 
 def _trace(rows: list[SequenceState], num_layers: int) -> DepthTrace:

@@ -26,7 +26,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,13 @@ from transformers import DynamicCache, PreTrainedModel
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import others_hooks
+
+#: What wrappers call the model inside them.
+_INSIDE = {
+    "_orig_mod": "model._orig_mod, which is not compiled",
+    "get_base_model": "model.get_base_model(), which has LoRA layers in it but no learned prompts",
+    "module": "model.module",
+}
 
 
 @dataclass
@@ -132,18 +139,21 @@ def make_engine(model: PreTrainedModel, fused: bool = True) -> Engine:
     if hasattr(type(model), "decoding_engine"):
         raise UserError("The model decodes adaptively already: give the one it was made of.")
     if not isinstance(model, PreTrainedModel):
-        inside = next((path for path in _INSIDE if hasattr(model, path)), "")
+        inside = next((_INSIDE[path] for path in _INSIDE if hasattr(model, path)), "that one")
         raise UserError(
-            f"{type(model).__name__} is not a model of transformers"
-            + (f" but wraps one: give {_INSIDE[inside]}." if inside else ".")
+            f"{type(model).__name__} is not a model of transformers, though it may wrap one: give "
+            f"{inside}."
         )
     adapter = adapt(model)
     _check_supported(adapter)
-    if model.training or adapter.trunk.training or any(map(_drops, model.modules())):
+    if model.training or adapter.trunk.training:
         raise UserError("The model is in training mode, with dropout: call model.eval() first.")
-    engine = (make_fused(adapter) if fused else None) or GeneralEngine(adapter)
+    engine: Engine = (make_fused(adapter) if fused else None) or GeneralEngine(adapter)
     try:
         same = _gives_same_logits(engine)
+        if not same and not isinstance(engine, GeneralEngine):
+            engine = GeneralEngine(adapter)
+            same = _gives_same_logits(engine)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
@@ -163,73 +173,46 @@ def make_engine(model: PreTrainedModel, fused: bool = True) -> Engine:
     return engine
 
 
-#: What wrappers call the model inside them.
-_INSIDE = {
-    "_orig_mod": "model._orig_mod, which is not compiled",
-    "get_base_model": "model.get_base_model(), which has LoRA layers in it but no learned prompts",
-    "module": "model.module",
-}
-
-
-class ModelState(NamedTuple):
-    """What two looks at a model differ in if it was changed in between."""
-
-    content: list[Any]
-    """Of each module: itself, its class, hooks, `forward`, numbers, and its tensors' versions."""
-    places: list[Any]
-    """Of each tensor: memory, dtype and device."""
-    kept: list[Any]
-    """All modules and tensors, so that no other gets the identity of one that was deleted."""
-
-    def first_change(self, model: nn.Module, later: ModelState) -> str | None:
-        """Return the name of the first module whose content differs; None if only places do."""
-        names = (name or type(module).__name__ for name, module in model.named_modules())
-        for name, before, after in zip(names, self.content, later.content, strict=False):
-            if before != after:
-                return name
-        return None if len(self.content) == len(later.content) else type(model).__name__
-
-
-def model_state(model: nn.Module) -> ModelState:
-    """Return what tells whether a model was changed.
+@dataclass
+class ModelState:
+    """What differs between two looks at a model if it was changed in between.
 
     Seen are replaced modules and parameters (adapters, quantisation), values (torch counts every
     write but those through `.data`), hooks, training mode, moves to another device or dtype, and
     numbers such as a norm's epsilon. Buffers that are not saved are left out: models compute them.
     """
+
+    content: list[Any]
+    """Identities, classes, hooks and numbers of modules; identities and versions of tensors."""
+    places: list[Any]
+    """Memory, dtype and device of each tensor."""
+    kept: list[Any]
+    """All modules and tensors, so that no other gets the identity of one that was deleted."""
+
+
+def model_state(model: nn.Module) -> ModelState:
+    """Return what tells whether a model was changed."""
     state = ModelState([], [], [])
     for module in model.modules():
         own = vars(module)
-        numbers = [value for value in own.values() if type(value) is float]
-        seen = [id(module), type(module), own.get("forward"), module._compiled_call_impl]
-        seen += [own["training"], *others_hooks(module), *numbers]
-        state.kept.append(module)
+        state.content += [id(module), type(module), own["training"], own.get("forward")]
+        state.content += [module._compiled_call_impl, *others_hooks(module)]
+        state.content += [value for value in own.values() if type(value) is float]
         temporary = module._non_persistent_buffers_set
         saved = [buffer for name, buffer in module._buffers.items() if name not in temporary]
-        for tensor in (*module._parameters.values(), *saved):
-            if tensor is not None:
-                seen += [id(tensor), 0 if tensor.is_inference() else tensor._version]
-                plain = type(tensor) in (Tensor, nn.Parameter)
-                address = tensor.data_ptr() if plain else 0
-                state.places.append((address, tensor.dtype, tensor.device))
-                state.kept.append(tensor)
-        state.content.append(seen)
+        tensors = [each for each in (*module._parameters.values(), *saved) if each is not None]
+        for tensor in tensors:
+            state.content += [id(tensor), 0 if tensor.is_inference() else tensor._version]
+            address = tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+            state.places.append((address, tensor.dtype, tensor.device))
+        state.kept.extend((module, *tensors))
     return state
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Return whether a module runs as its class says: no hooks, no other `forward`, not compiled.
-
-    What computes in its place, or passes it by, does what it would do.
-    """
+    """Return whether a module runs as its class says: without hooks or another `forward`."""
     replaced = "forward" in vars(module) or module._compiled_call_impl is not None
     return not replaced and not others_hooks(module)
-
-
-def _drops(module: nn.Module) -> bool:
-    """Return whether a module applies dropout, or skips layers, now."""
-    shares = (v for name, v in vars(module).items() if name == "p" or "drop" in name)
-    return module.training and any(type(share) is float and share > 0 for share in shares)
 
 
 def _rotary_limit(model: PreTrainedModel) -> int | None:
@@ -241,12 +224,12 @@ def _rotary_limit(model: PreTrainedModel) -> int | None:
     given = getattr(config, "rope_parameters", None) or {}
     limits = []
     for each in [given] if "rope_type" in given else given.values():
-        kind = each.get("rope_type", "default") if isinstance(each, dict) else "default"
+        kind = each.get("rope_type", "") if isinstance(each, dict) else ""
         if kind == "longrope":
-            limits.append(each.get("original_max_position_embeddings"))
-        if kind == "longrope" or "dynamic" in kind:
+            limits.append(each["original_max_position_embeddings"])
+        elif "dynamic" in kind:
             limits.append(config.max_position_embeddings)
-    return min((limit for limit in limits if limit), default=None)
+    return min(limits, default=None)
 
 
 def row_lengths(ids_BT: Tensor, mask_BT: Tensor | None) -> list[int]:
@@ -273,7 +256,8 @@ def _check_supported(adapter: Adapter) -> None:
     """Refuse models that cache anything else than all keys and values of all tokens."""
     model: Any = adapter.model
     name = type(model).__name__
-    if not all(map(is_untouched, (model, model.base_model, adapter.trunk))):
+    compiled = (each._compiled_call_impl or hasattr(each, "_orig_mod") for each in model.modules())
+    if any(compiled) or not all(map(is_untouched, (model, model.base_model, adapter.trunk))):
         raise UserError(
             f"{name} has a hook around all of its layers, or runs another forward (torch.compile, "
             "accelerate), which decoding layer by layer would pass by: remove it, or use the "

@@ -135,7 +135,7 @@ def generate_timed(
     )
     if not full_seconds:
         return result, None
-    trace = full_trace(DecodingCosts(adapt(fast)), length, len(full))
+    trace = full_trace(DecodingCosts(adapt(against)), length, len(full))
     return result, GenerationResult(full, trace, statistics.median(full_seconds))
 
 

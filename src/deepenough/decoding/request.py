@@ -219,7 +219,9 @@ def _refuse(arguments: dict[str, Any]) -> None:
 def check_prompt(ids: Tensor | None, given: dict[str, Any]) -> None:
     """Refuse what transformers would not hand on, and a call without a prompt, which it begins."""
     off = (None, False)
-    _refuse({name: all(given.get(name) is not each for each in off) for name in _NOT_HANDED_ON})
+    refused = {name: all(given.get(name) is not each for each in off) for name in _NOT_HANDED_ON}
+    # transformers has a loop of its own for this one.
+    _refuse(refused | {"cache_implementation": given.get("cache_implementation") == "paged"})
     if ids is None or ids.numel() == 0:
         raise UserError("The prompt is empty: give input_ids with at least one token a row.")
     if ids.ndim != 2 or ids.dtype not in (torch.long, torch.int):
