@@ -160,7 +160,7 @@ def median_interval(values: Sequence[float]) -> Interval:
     return Interval(statistics.median(ordered), ordered[rank - 1], ordered[-rank])
 
 
-def share_interval(right: int, total: int) -> Interval:
+def share_interval(right: float, total: int) -> Interval:
     """Return Wilson's interval of `right` out of `total`."""
     share = right / total
     z = statistics.NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
@@ -181,3 +181,15 @@ def perplexity_interval(losses: Sequence[float], tokens: Sequence[int]) -> Inter
     value = loss.sum() / count.sum()
     ends = (value, min(low, value), max(high, value))
     return Interval(*(math.exp(end) if end < 700 else math.inf for end in ends))
+
+
+def shown(value: Any, ends: Sequence[float] | None = None) -> str:
+    """Return a figure as people read it; with an interval, in no more digits than that deserves."""
+    if not isinstance(value, int | float):
+        return str(value)
+    half = (ends[1] - ends[0]) / 2 if ends else 0.0
+    if not ends or not 0 < half < math.inf:
+        return f"{value:,.4g}"
+    digits = max(0, -math.floor(math.log10(half)))
+    low, high = (f"{end:,.{digits}f}" for end in ends)
+    return f"{value:,.{digits}f} ({low} to {high})"

@@ -881,7 +881,8 @@ def decode_calibrate() -> Any:
     given |= {"exit_layers": "[2,3]", "min_chars": 8, "texts": 60}
     given |= {"out": new_folder("calibrated")}
     found = json.loads(command("decode", "calibrate", str(decoder("llama")), **given))
-    return {name: value for name, value in stable(found).items() if name not in ("file", "model")}
+    untold = ("file", "model", "speedup", "speedup_ends", "turns")  # of this place and machine
+    return {name: value for name, value in stable(found).items() if name not in untold}
 
 
 # -- what a forward costs -------------------------------------------------------------------------

@@ -35,13 +35,7 @@ from deepenough.decoding.early_exit import (
     KVPropagation,
     make_policy,
 )
-from deepenough.decoding.engine import (
-    Engine,
-    ModelState,
-    is_untouched,
-    make_engine,
-    model_state,
-)
+from deepenough.decoding.engine import Engine, ModelState, is_untouched, make_engine
 from deepenough.decoding.exit_scoring import ExitForwardPass, choose_exits, count_before
 from deepenough.decoding.request import SequenceState, check_prompt, make_request
 from deepenough.decoding.verification import decode
@@ -182,7 +176,7 @@ def _wrapped(
     fast.__class__ = type(own.__name__, (AdaptiveDecoding, own), added)
     fast.drafter, fast.exit_rule, fast.fused = drafter, rule, fused
     fast.decoding_lock = threading.RLock()
-    fast.engine_and_state = engine, model_state(model)
+    fast.engine_and_state = engine, ModelState(model)
     return fast
 
 
@@ -237,8 +231,8 @@ class AdaptiveDecoding:
         with self.decoding_lock:
             engine, before = self.engine_and_state
             model, rule = engine.adapter.model, self.exit_rule
-            now = model_state(model)
-            if (now.content, now.places) == (before.content, before.places):
+            now = ModelState(model)
+            if now == before:
                 return engine
             engine = make_engine(model, self.fused)
             if rule is not None and rule.guaranteed and now.content != before.content:
@@ -249,7 +243,7 @@ class AdaptiveDecoding:
             if rule is not None:
                 engine.adapter.check_made_for(rule.shortcuts.made_for, "These shortcuts")
             # The engine may have laid out the weights anew.
-            self.engine_and_state = engine, model_state(model)
+            self.engine_and_state = engine, ModelState(model)
             return engine
 
     def __reduce__(self) -> Any:

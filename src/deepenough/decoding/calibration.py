@@ -230,7 +230,7 @@ class Calibration:
         bound = f"a disagreement of at most {limit} with confidence {sure}"
         if self.threshold is None:
             return f"No threshold holds: none has {bound}, on {self.texts} texts."
-        risk = f"{self.risks[self.thresholds.index(self.threshold)]:.4f}"
+        risk = f"{self.risks[self.thresholds.index(self.threshold)]:.2g}"
         return f"Threshold {self.threshold:g} has {bound}: {risk} measured on {self.texts} texts."
 
     def exit_rule(self, shortcuts: Shortcuts, adapter: Adapter) -> ExitRule:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepenough.config import Command
 from deepenough.errors import UserError
+from deepenough.measurement import median_interval, share_interval, shown
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -47,8 +48,8 @@ def generate(config: GenerateConfig) -> None:
     }
     if full is not None:
         answer["full"] = {"text": tokenizer.decode(full.ids), **_spent(full)}
-        answer["speedup"] = result.tokens_per_second / full.tokens_per_second
         answer["identical"] = result.ids == full.ids
+        answer |= _compared(result, full)
     if config.json:
         print(json.dumps(answer))
     else:
@@ -98,11 +99,28 @@ def _first_tokens(model: Any, number: int | None) -> Any:
     return torch.arange(min(number, model.config.get_text_config().vocab_size))
 
 
+def _compared(result: GenerationResult, full: GenerationResult) -> dict[str, Any]:
+    """Return how much faster one was than the other, turn by turn."""
+    pairs = zip(result.turns, full.turns, strict=False)  # Ctrl-C may have ended one earlier
+    tokens = len(result.ids) / len(full.ids)
+    found = median_interval([tokens * other / own for own, other in pairs])
+    return {"speedup": found.value, "speedup_ends": found[1:], "turns": len(full.turns)}
+
+
+def _speed(compared: dict[str, Any], what: str) -> str:
+    """Return in one sentence whether something pays."""
+    times = shown(compared["speedup"], compared["speedup_ends"])
+    verdict = "" if compared["speedup"] > 1 else f": {what} does not pay here"
+    return f"{times} times as fast in {compared['turns']} turns{verdict}"
+
+
 def _spent(result: GenerationResult) -> dict[str, Any]:
+    speed = result.tokens_per_second
     return {
         "new_tokens": len(result.ids),
-        "seconds": result.seconds,
-        "tokens_per_second": result.tokens_per_second,
+        "seconds": len(result.ids) / speed.value,
+        "tokens_per_second": speed.value,
+        "tokens_per_second_ends": speed[1:],
         "mean_layers": result.mean_layers,
         "flops": result.trace.total_flops,
     }
@@ -127,14 +145,14 @@ def _show(answer: dict[str, Any], prompt: str) -> None:
             table.add_row(
                 name,
                 str(spent["new_tokens"]),
-                f"{spent['tokens_per_second']:.1f}",
+                shown(spent["tokens_per_second"], spent["tokens_per_second_ends"]),
                 f"{spent['mean_layers']:.1f} of {layers}",
                 f"{spent['flops'] / 1e9:.2f}",
             )
     console.print(table)
     if "full" in answer:
         same = "the same tokens" if answer["identical"] else "other tokens"
-        console.print(f"{answer['speedup']:.2f} times as fast, {same}")
+        console.print(f"{same}, {_speed(answer, answer['mode'])}")
     if answer["drafted"]:
         console.print(f"{answer['accepted']} of {answer['drafted']} draft tokens accepted")
     if answer["interrupted"]:
@@ -174,17 +192,26 @@ def tune(config: DraftTrainConfig) -> None:
     with reading("tokens") as progress:
         made = tune_run(config, progress)
     first = "linear drafter" if config.head.start is None else "where it started"
-    print("on held-out text:   first draft right   second, after it   accepted of two")
+    tokens = made.meta["held_out_tokens"]
+    print(f"on {tokens} held-out tokens: the first draft is right, the second after it, of two")
     for name, values in ((first, made.meta["before"]), ("draft model", made.meta["after"])):
-        print(
-            f"  {name:17}{values['agreement_1']:12.3f}{values['agreement_2']:19.3f}"
-            f"{values['accepted']:18.3f}"
-        )
-    for row in made.choice.get("measured", [])[:5]:
+        right = _share(values["agreement_1"], tokens)
+        after = _share(values["agreement_2"], max(1, round(values["agreement_1"] * tokens)))
+        print(f"  {name:17}{right:>22}{after:>22}{values['accepted']:>7.2g} accepted")
+    measured = made.choice.get("measured", [])
+    if measured and not measured[0]["names"]:
+        print("Drafts do not pay here: none is as fast as the model without drafts.")
+    for row in measured[:5]:
         names = " + ".join(row["names"]) or "no drafts"
         rate = row["tokens_per_second"]
         print(f"  {names}, {row['num_draft_tokens']} at once: {rate:.1f} tokens/s")
     print(f'use it: deepenough.speculate(model, draft_model="{config.out}")')
+
+
+def _share(share: float, total: int) -> str:
+    """Return a share of so many tokens or texts, with its interval."""
+    found = share_interval(share * total, total)
+    return shown(found.value, found[1:])
 
 
 # -- calibrate -----------------------------------------------------------------------------------
@@ -194,9 +221,13 @@ def calibrate(config: CalibrateConfig) -> None:
     """Find the fastest exit threshold whose risk is bounded, save it and print it."""
     import random
 
-    from deepenough.decoding.api import early_exit
+    import torch
+
+    from deepenough.decoding.api import early_exit, speculate
     from deepenough.decoding.calibration import calibrate
     from deepenough.decoding.early_exit import make_policy
+    from deepenough.decoding.evaluation import generate_timed
+    from deepenough.decoding.self_generated import prompts_from
     from deepenough.shortcut.modeling import Shortcuts
     from deepenough.training.logging import reading
 
@@ -225,11 +256,24 @@ def calibrate(config: CalibrateConfig) -> None:
             progress=progress,
         )
     path = str(found.save_pretrained(config.out or config.shortcuts))
+    speed: dict[str, Any] = {}
+    if found.threshold is not None:
+        prompt = next(prompts_from(tokenizer, lines, config.prompt_tokens))
+        timed, full = generate_timed(
+            early_exit(model, shortcuts, guarantee=found),
+            torch.tensor([prompt]),
+            config.new_tokens,
+            against=speculate(model, "none"),
+            rounds=3,
+        )
+        speed = {} if full is None else _compared(timed, full)
     if config.json:
-        print(json.dumps({**vars(found), "exit_vocab": config.exit_vocab, "file": path}))
-    else:
-        _show_calibration(found, shortcuts.num_layers)
-        print(path)
+        print(json.dumps({**vars(found), "exit_vocab": config.exit_vocab, "file": path, **speed}))
+        return
+    _show_calibration(found, shortcuts.num_layers)
+    if speed:
+        print(f"{_speed(speed, 'early exit')} (against all layers in the same loop, one text)")
+    print(path)
 
 
 def _show_calibration(found: Calibration, num_layers: int) -> None:
@@ -238,7 +282,7 @@ def _show_calibration(found: Calibration, num_layers: int) -> None:
 
     table = Table("threshold", "disagreement", "p-value", box=None)
     for threshold, risk, p_value in zip(found.thresholds, found.risks, found.p_values, strict=True):
-        table.add_row(f"{threshold:g}", f"{risk:.4f}", f"{p_value:.3g}")
+        table.add_row(f"{threshold:g}", _share(risk, found.texts), f"{p_value:.2g}")
     Console(highlight=False).print(table)
     print(found.holds())
     if found.layers is not None:

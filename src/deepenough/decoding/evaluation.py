@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import shlex
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +30,10 @@ from deepenough.hf.adapter import adapt
 from deepenough.measurement import (
     ComparedData,
     ComparedTask,
+    Interval,
     OperatingPoint,
     Scores,
+    median_interval,
     share_interval,
 )
 from deepenough.runs import read_config
@@ -56,15 +57,16 @@ class GenerationResult:
     """The new tokens."""
     trace: DepthTrace
     """Of these, `[1, T]`; 0 layers for one at which Ctrl-C came."""
-    seconds: float
+    turns: list[float]
+    """Seconds of each turn."""
     drafted: int = 0
     accepted: int = 0
     interrupted: bool = False
 
     @property
-    def tokens_per_second(self) -> float:
-        """New tokens a second."""
-        return len(self.ids) / self.seconds
+    def tokens_per_second(self) -> Interval:
+        """New tokens a second, over the turns."""
+        return median_interval([len(self.ids) / seconds for seconds in self.turns])
 
     @property
     def mean_layers(self) -> float:
@@ -97,7 +99,7 @@ def generate_timed(
         max_new_tokens: Most new tokens.
         against: The model itself, which takes turns, so that whatever else the machine does hits
             both; its FLOPs are counted as for tokens that run all layers.
-        rounds: Turns of each; seconds are medians.
+        rounds: Turns of each.
     """
     given = {
         "input_ids": ids_1T.to(fast.device),
@@ -128,15 +130,15 @@ def generate_timed(
     result = GenerationResult(
         output.sequences[0, length:].tolist(),
         output.trace,
-        statistics.median(seconds),
+        seconds,
         output.drafted,
         output.accepted,
         output.interrupted,
     )
     if not full_seconds:
         return result, None
-    trace = full_trace(DecodingCosts(adapt(against)), length, len(full))
-    return result, GenerationResult(full, trace, statistics.median(full_seconds))
+    trace = full_trace(DecodingCosts(fast.decoding_engine.adapter), length, len(full))
+    return result, GenerationResult(full, trace, full_seconds)
 
 
 def full_trace(costs: DecodingCosts, prompt: int, new: int) -> DepthTrace:

@@ -303,6 +303,7 @@ class DraftHeadTask(Task):
         for when, values in (("before", valid[0]), ("after", valid[-1])):
             names = ("agreement_1", "agreement_2", "accepted")
             self.draft_model.meta[when] = {name: values[name] for name in names}
+        self.draft_model.meta["held_out_tokens"] = count_new(self.held_out)
         self.draft_model.save_pretrained(folder)
 
     def _chosen(self, index: int) -> list[SelfGenerated]:
