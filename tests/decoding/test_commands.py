@@ -12,8 +12,11 @@ from transformers import LlamaForCausalLM
 
 from deepenough import Shortcuts
 from deepenough.__main__ import main
+from deepenough.decoding import evaluation
 from deepenough.decoding.commands import shade, shaded
+from deepenough.decoding.evaluation import GenerationResult
 from deepenough.hf.adapter import adapt
+from deepenough.trace import DepthTrace
 
 
 @pytest.fixture
@@ -47,6 +50,22 @@ def test_lossless_modes_say_so(model, capsys, mode) -> None:
     assert found["text"].strip() == found["full"]["text"].strip()
     if mode == "full":
         assert found["flops"] == pytest.approx(found["full"]["flops"])
+
+
+@pytest.mark.parametrize(("seconds", "pays"), [([1.0, 2.0, 4.0], True), ([4.0, 5.0, 8.0], False)])
+def test_what_does_not_pay_is_said_with_the_figures(model, capsys, monkeypatch, seconds, pays):
+    trace = DepthTrace(
+        torch.full((1, 4), 3), torch.ones(1, 4, 3, dtype=torch.bool), torch.ones(1, 4)
+    )
+    timed = (GenerationResult([3, 4, 5, 6], trace, turns) for turns in (seconds, [4.0, 4.0, 4.0]))
+    monkeypatch.setattr(evaluation, "generate_timed", lambda *_: tuple(timed))
+    words = ["generate", str(model), "--prompt", "w3 w4", "--against-full", "--mode", "full"]
+    assert main(["decode", *words]) == 0
+    output = capsys.readouterr().out
+    assert ("full does not pay here" in output) is not pays
+    times = "2 (1 to 4)" if pays else "0.8 (0.5 to 1.0)"
+    assert f"the same tokens, {times} times as fast in 3 turns" in output
+    assert ("2 (1 to 4)" if pays else "0.8 (0.5 to 1.0)") in output  # tokens/s
 
 
 def test_exits_are_told(model, shortcuts, capsys) -> None:
@@ -103,6 +122,7 @@ def test_calibrate_then_generate(model, shortcuts, words_file, capsys, tmp_path)
     output = capsys.readouterr().out
     assert "p-value" in output and "calibration.json" in output
     found = run_json(capsys, *words, "--min-chars", "8")
+    assert ("times as fast in 3 turns" in output) == (found["threshold"] is not None)
     assert found["file"] == str(tmp_path / "calibration.json")
     assert (
         json.loads((tmp_path / "calibration.json").read_text())["threshold"] == found["threshold"]

@@ -152,7 +152,7 @@ def _show(answer: dict[str, Any], prompt: str) -> None:
     console.print(table)
     if "full" in answer:
         same = "the same tokens" if answer["identical"] else "other tokens"
-        console.print(f"{same}, {_speed(answer, answer['mode'])}")
+        console.print(f"{same}, {_speed(answer, answer['mode'])}", soft_wrap=True)
     if answer["drafted"]:
         console.print(f"{answer['accepted']} of {answer['drafted']} draft tokens accepted")
     if answer["interrupted"]:
@@ -192,7 +192,7 @@ def tune(config: DraftTrainConfig) -> None:
     with reading("tokens") as progress:
         made = tune_run(config, progress)
     first = "linear drafter" if config.head.start is None else "where it started"
-    tokens = made.meta["held_out_tokens"]
+    tokens = made.meta.get("held_out_tokens", 1)  # unknown of those made by an older version
     print(f"on {tokens} held-out tokens: the first draft is right, the second after it, of two")
     for name, values in ((first, made.meta["before"]), ("draft model", made.meta["after"])):
         right = _share(values["agreement_1"], tokens)
