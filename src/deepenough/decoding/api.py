@@ -222,12 +222,7 @@ class AdaptiveDecoding:
 
     @property
     def decoding_engine(self) -> Engine:
-        """The model taken apart, with its KV cache; made anew if the model was changed.
-
-        Raises:
-            UserError: If the changed model cannot be decoded, or if exits were fitted, or a
-                guarantee made, for the model as it was before.
-        """
+        """The model taken apart, with its KV cache; made anew, or refused, if it was changed."""
         with self.decoding_lock:
             engine, before = self.engine_and_state
             model, rule = engine.adapter.model, self.exit_rule
@@ -235,12 +230,12 @@ class AdaptiveDecoding:
             if now == before:
                 return engine
             engine = make_engine(model, self.fused)
-            if rule is not None and rule.guaranteed and now.content != before.content:
-                raise UserError(
-                    "The model was changed after early_exit(), so its guarantee no longer holds: "
-                    "load the model again, or calibrate anew."
-                )
             if rule is not None:
+                if rule.guaranteed and now.content != before.content:
+                    raise UserError(
+                        "The model was changed after early_exit(), so its guarantee no longer "
+                        "holds: load the model again, or calibrate anew."
+                    )
                 engine.adapter.check_made_for(rule.shortcuts.made_for, "These shortcuts")
             # The engine may have laid out the weights anew.
             self.engine_and_state = engine, ModelState(model)
@@ -251,10 +246,6 @@ class AdaptiveDecoding:
         model = self.engine_and_state[0].adapter.model
         state = {"generation_config": self.generation_config}  # type: ignore[attr-defined]
         return _wrapped, (model, self.drafter, self.exit_rule, self.fused), state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what a copy or pickle was given after it was made."""
-        vars(self).update(state)
 
     def generate(
         self,

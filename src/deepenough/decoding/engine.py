@@ -36,13 +36,6 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import others_hooks
 
-#: What wrappers call the model inside them.
-_INSIDE = {
-    "_orig_mod": "model._orig_mod, which is not compiled",
-    "get_base_model": "model.get_base_model(), which has LoRA layers in it but no learned prompts",
-    "module": "model.module",
-}
-
 
 @dataclass
 class Step:
@@ -139,10 +132,10 @@ def make_engine(model: Any, fused: bool = True) -> Engine:
     if hasattr(type(model), "decoding_engine"):
         raise UserError("The model decodes adaptively already: give the one it was made of.")
     if not isinstance(model, PreTrainedModel):
-        inside = next((_INSIDE[path] for path in _INSIDE if hasattr(model, path)), "that one")
         raise UserError(
-            f"{type(model).__name__} is not a model of transformers, though it may wrap one: give "
-            f"{inside}."
+            f"{type(model).__name__} is not a model of transformers: give the one it wraps, which "
+            "is model._orig_mod if it is compiled, model.module if it runs in parallel, and with "
+            "PEFT model.get_base_model(), where LoRA layers are in it but no learned prompts."
         )
     adapter = adapt(model)
     _check_supported(adapter)
