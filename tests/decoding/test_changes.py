@@ -333,7 +333,8 @@ def test_compiled_parts_are_refused(make_model) -> None:
 def test_backward_through_exits_says_that_there_is_no_gradient(make_model, shortcuts) -> None:
     model = make_model().requires_grad_(True)
     fast = early_exit(model, shortcuts, policy=FixedLayer(1), exit_layers=[1])
-    for lost in (fast(IDS, labels=IDS).loss, fast(input_ids=IDS).logits.sum()):
+    as_tuple = fast(IDS, labels=IDS, return_dict=False)
+    for lost in (fast(IDS, labels=IDS).loss, fast(input_ids=IDS).logits.sum(), as_tuple[0]):
         with pytest.raises(UserError, match="no gradient through early exits"):
             lost.backward()
     with torch.no_grad():

@@ -112,3 +112,13 @@ def test_speculation_has_the_models_own_forward(small) -> None:
     ids = torch.arange(3, 15)[None]
     for drafter in ("none", "lookup"):
         torch.testing.assert_close(speculate(small, drafter)(ids).logits, small(ids).logits)
+
+
+def test_embeddings_leave_as_their_tokens_do(small, prompts, shortcuts) -> None:
+    fast = early_exit(small, shortcuts, policy=FixedLayer(1), exit_layers=[1])
+    given = prompts(3)
+    embeddings = small.get_input_embeddings()(given["input_ids"])
+    mask = given["attention_mask"]
+    expected = fast(**given).logits
+    assert not torch.allclose(expected, small(**given).logits, atol=1e-2)
+    assert torch.equal(fast(inputs_embeds=embeddings, attention_mask=mask).logits, expected)

@@ -330,6 +330,8 @@ class AdaptiveDecoding:
         own = super().forward  # type: ignore[misc]
         given = {} if rule is None else inspect.signature(own).bind(*args, **kwargs).arguments
         ids_BT = given.get("input_ids")
+        if given.get("inputs_embeds") is not None:
+            ids_BT = given["inputs_embeds"][..., 0]  # all that counts is its shape
         if rule is None or ids_BT is None:
             return own(*args, **kwargs)
         cache = given.get("past_key_values")
@@ -341,8 +343,8 @@ class AdaptiveDecoding:
                 output = own(*args, **kwargs)
         self.trace = exits.trace(len(ids_BT))
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):  # type: ignore[attr-defined]
-            for value in (output.get("loss"), output.get("logits")):
-                if value is not None:
+            for value in output if isinstance(output, tuple) else output.values():
+                if isinstance(value, Tensor):
                     value.requires_grad_().register_hook(_refuse_gradient)
         return output
 
