@@ -29,11 +29,11 @@ from transformers.pytorch_utils import Conv1D
 VOCABULARY, WIDTH, HEADS, HEAD_WIDTH, LAYERS, LONGEST = 64, 32, 4, 8, 4, 64
 #: Shorter than the sequences that are run, so that they go past it.
 SWITCH = 8
-MOST_PARAMETERS = 5_000_000
+MOST_PARAMETERS = 8_000_000
 
 #: Sizes by the names of fields, the first that matches.
 SIZES: list[tuple[str, int]] = [
-    (r"type_vocab_size|task_type_vocab_size|n_langs|num_labels", -1),
+    (r"qk_head_dim|type_vocab_size|task_type_vocab_size|n_langs|num_labels", -1),
     (r".*vocab_size.*|.*byte_group_vocab", VOCABULARY),
     (r".*num_key_value_heads|num_kv_heads|num_query_groups", HEADS),
     (r"(n|num|decoder|encoder|swa_num|mamba_num|mamba_n|n_mamba)_(.*_)?heads?", HEADS),
@@ -75,7 +75,48 @@ SIZES: list[tuple[str, int]] = [
 #: Text that is not: the fields that name other inputs are made small in the same way.
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
 #: What the names of the fields do not tell.
-OVERRIDES: dict[str, dict[str, Any]] = {}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+QSA = {
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_WIDTH},
+    **{"indexer_budget": 16, "indexer_compress_ratio": 4},
+}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": ROPE["rope_parameters"],
+            "sliding_attention": ROPE["rope_parameters"],
+        },
+    },
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {"per_layer_config": None, "head_dim": 16},
+    "esm": {"vocab_size": VOCABULARY},
+    "funnel": {"block_sizes": [2, 2]},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
+    "hunyuan_v1_dense": {"head_dim": HEAD_WIDTH, **ROPE},
+    "hunyuan_v1_moe": {"head_dim": HEAD_WIDTH, **ROPE},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lilt": {"hidden_size": 48},
+    "mamba2": {"num_heads": 8},
+    "mimo_v2_flash": {"num_key_value_heads": 2},
+    "ministral": {"head_dim": HEAD_WIDTH, **ROPE},
+    "mistral4": {"qk_rope_head_dim": 8, "head_dim": 16},
+    "nemotron": {"num_key_value_heads": HEADS},
+    "neomme": {"head_dim": 16},
+    "nystromformer": {"segment_means_seq_len": 64, "num_landmarks": 64},
+    "qwen4_exp": QSA,
+    "qwen4_exp_text": QSA,
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
+    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+}
 
 
 def model_types() -> dict[str, list[str]]:
@@ -129,7 +170,9 @@ def tiny_config(model_type: str, kind: str, **changes: Any) -> Any:
             target[name] = {**target[name], **value}
         else:
             target[name] = value
-    return config_class(**small)
+    config = config_class(**small)
+    config.architectures = config.architectures or []
+    return config
 
 
 def shrunk(values: dict[str, Any], layers: int | None = None) -> dict[str, Any]:
