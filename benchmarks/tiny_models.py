@@ -101,6 +101,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": HEAD_WIDTH, **ROPE},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longformer": {"attention_window": [SWITCH] * LAYERS},
     "lilt": {"hidden_size": 48},
     "mamba2": {"num_heads": 8},
     "mimo_v2_flash": {"num_key_value_heads": 2},

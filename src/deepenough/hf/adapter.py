@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import (
 
 from deepenough.artifacts import fingerprint
 from deepenough.errors import UserError
-from deepenough.hf.intercept import hidden_input, hidden_output, hooked
+from deepenough.hf.intercept import eval_mode, hidden_input, hidden_output, hooked
 from deepenough.hf.layouts import LAYOUTS, Layout, Path, advice, candidates, find_parts, resolve
 
 Kind = Literal["causal", "masked", "encoder"]
@@ -59,7 +59,13 @@ class Adapter:
         else:
             self.layers = list(_found(model, self.trunk, layout.layers, "layers"))
         self.num_layers = len(self.layers)
-        self.width: int = model.config.get_text_config().hidden_size
+        width = getattr(model.config.get_text_config(), "hidden_size", None)
+        if width is None:
+            raise UserError(
+                f"{type(model).__name__} has layers of no one width (its config has no "
+                "hidden_size): give a language model whose layers read and return the same states."
+            )
+        self.width: int = width
 
     # -- states ------------------------------------------------------------------------------
 
@@ -89,7 +95,7 @@ class Adapter:
         accepted = inspect.signature(self.trunk.forward).parameters
         if "use_cache" in accepted:
             more = {"use_cache": False, **more}
-        if "logits_to_keep" in accepted:  # a model that is its own trunk
+        if "logits_to_keep" in accepted and self.trunk is self.model:
             more = {"logits_to_keep": 1, **more}
         with self.capture() as captured:
             self.trunk(input_ids=input_ids, attention_mask=attention_mask, **more)
@@ -264,7 +270,8 @@ def adapt(model: PreTrainedModel) -> Adapter:
     """Return the adapter of a model: by its row in `layouts.py`, or else by its structure.
 
     Raises:
-        UserError: If the model is an encoder-decoder, or if its layers cannot be found.
+        UserError: If the model is an encoder-decoder, if its layers cannot be found, or if what
+            they return does not lead to what the model itself returns.
     """
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -272,45 +279,81 @@ def adapt(model: PreTrainedModel) -> Adapter:
             f"{type(model).__name__} is an encoder-decoder ({config.model_type}), which has two "
             "stacks of layers: give a model with one, such as its encoder alone."
         )
-    if layout := LAYOUTS.get(config.model_type):
-        return Adapter(model, layout)
-    return _search(model)
-
-
-def _search(model: PreTrainedModel) -> Adapter:
-    """Return the first candidate whose states lead to what the model itself returns."""
-    for layout in candidates(model):
+    key = fingerprint(config, model) + str(model.dtype)
+    row = LAYOUTS.get(config.model_type) or _found_before.get(key)
+    if row is not None and _found_before.get(key) == row:
+        return Adapter(model, row)
+    problem = ""
+    for layout in [row] if row else candidates(model):
         adapter = Adapter(model, layout)
-        if _agrees(adapter):
+        problem = find_difference(adapter)
+        if not problem:
+            _found_before[key] = layout
             return adapter
+    if row is None:
+        raise UserError(
+            f"{type(model).__name__} has layers, but no norm or head after them was found that "
+            f"gives its own output; {advice(model)}"
+        )
     raise UserError(
-        f"{type(model).__name__} has layers, but no norm or head after them was found that gives "
-        f"its own output; {advice(model)}"
+        f"The states of {type(model).__name__} that are read are not those that it computes with: "
+        f"{problem}; {advice(model)}"
     )
 
 
+#: Layouts that were verified, by the fingerprint and dtype of the model.
+_found_before: dict[str, Layout] = {}
+
+
 @torch.no_grad()
-def _agrees(adapter: Adapter) -> bool:
-    """Return whether, on three tokens, the last state leads to what the model returns."""
-    model, has_head = adapter.model, adapter.kind != "encoder"
-    ids = torch.arange(1, 4, device=model.device)[None]
-    runs = model if has_head else adapter.trunk
-    try:
-        with adapter.capture() as captured:
-            output = runs(input_ids=ids, attention_mask=torch.ones_like(ids))
-    except Exception as error:  # a model that reads something else than text, in any way
-        raise UserError(
-            f"{type(model).__name__} does not run on tokens alone, so that its layers could not be "
-            f"found ({type(error).__name__}: {error}); {advice(model)}"
-        ) from error
-    if len(captured.states) != adapter.num_layers + 1:
+def find_difference(adapter: Adapter) -> str:
+    """Return in what an adapter's states differ from what the model computes; "" if in nothing.
+
+    Seen on two texts of a few tokens, one of them padded: every layer must read what the one before
+    it returned, and the last state must lead to the model's own output.
+    """
+    model, trunk = adapter.model, adapter.trunk
+    size = getattr(model.config.get_text_config(), "vocab_size", None) or 16
+    ids = torch.arange(3, 13, device=model.device).view(2, 5).remainder(size)
+    mask = torch.ones_like(ids)
+    mask[1, 3:] = 0
+    ids[1, 3:] = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+    read: list[Tensor] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        read.append(hidden_input(args, kwargs))
+
+    has_head = adapter.kind != "encoder"
+    with eval_mode(model):
+        try:
+            output = (model if has_head else trunk)(input_ids=ids, attention_mask=mask)
+            with hooked(before=dict.fromkeys(adapter.layers, note).items()):
+                states = adapter.states(ids, mask)
+        except UserError as refusal:
+            return str(refusal)
+        except Exception as error:  # a model that reads something else than text, in any way
+            raise UserError(
+                f"{type(model).__name__} does not run on tokens alone, so that its layers could not "
+                f"be found ({type(error).__name__}: {error}); {advice(model)}"
+            ) from error
+        for layer, (own, before) in enumerate(zip(read, states, strict=False)):
+            if not _is_close(own, before, mask):
+                return f"layer {layer + 1} does not read what layer {layer} returned"
+        expected = output.logits if has_head else output[0]
+        try:
+            found = (adapter.logits if has_head else adapter.final_norm)(states[-1])
+        except (AttributeError, TypeError, RuntimeError) as error:  # a wrong layout fails in many ways
+            return f"its head does not take its last state ({type(error).__name__}: {error})"
+    return "" if _is_close(found, expected, mask) else "its last state gives another output"
+
+
+def _is_close(found: Tensor, expected: Tensor, mask: Tensor) -> bool:
+    """Return whether states are the same but for rounding, where there is text."""
+    if found.shape != expected.shape or found.shape[:2] != mask.shape:
         return False
-    expected = output.logits if has_head else output[0]
-    try:
-        found = (adapter.logits if has_head else adapter.final_norm)(captured.states[-1])
-    except (AttributeError, TypeError, RuntimeError):  # a wrong candidate fails in many ways
-        return False
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    seen, largest = mask.bool(), float(expected.abs().max())
+    tolerance = torch.finfo(expected.dtype).eps ** 0.5 * max(largest, 1e-3)
+    return bool((found[seen] - expected[seen]).abs().max() <= tolerance)
 
 
 def kind_of(model: PreTrainedModel) -> Kind:
