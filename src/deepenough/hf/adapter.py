@@ -66,6 +66,12 @@ class Adapter:
                 "hidden_size): give a language model whose layers read and return the same states."
             )
         self.width: int = width
+        self.limit: int | None = None
+        """Tokens up to which what is done with the model was verified; None for any number."""
+
+    def of(self, other: PreTrainedModel) -> Adapter:
+        """Return the adapter of another model of the same class."""
+        return Adapter(other, self._layout)
 
     # -- states ------------------------------------------------------------------------------
 
@@ -189,7 +195,8 @@ class Adapter:
         limits = (
             getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")
         )
-        return next((limit for limit in limits if limit and limit > 0), None)
+        own = next((limit for limit in limits if limit and limit > 0), None)
+        return min(filter(None, (own, self.limit)), default=None)
 
     def identity(self) -> dict[str, Any]:
         """Return what identifies this model: name, revision, shape and a hash of its weights."""
@@ -327,15 +334,16 @@ def find_difference(adapter: Adapter) -> str:
     with eval_mode(model):
         try:
             output = (model if has_head else trunk)(input_ids=ids, attention_mask=mask)
-            with hooked(before=dict.fromkeys(adapter.layers, note).items()):
-                states = adapter.states(ids, mask)
-        except UserError as refusal:
-            return str(refusal)
         except Exception as error:  # a model that reads something else than text, in any way
             raise UserError(
-                f"{type(model).__name__} does not run on tokens alone, so that its layers could not "
-                f"be found ({type(error).__name__}: {error}); {advice(model)}"
+                f"{type(model).__name__} does not run on tokens alone, so that its layers could "
+                f"not be found ({type(error).__name__}: {error}); {advice(model)}"
             ) from error
+        try:
+            with hooked(before=dict.fromkeys(adapter.layers, note).items()):
+                states = adapter.states(ids, mask)
+        except Exception as error:  # a wrong trunk fails in many ways
+            return f"its layers cannot be run alone ({type(error).__name__}: {error})"
         for layer, (own, before) in enumerate(zip(read, states, strict=False)):
             if not _is_close(own, before, mask):
                 return f"layer {layer + 1} does not read what layer {layer} returned"
@@ -376,7 +384,8 @@ def _described(identity: Mapping[str, Any]) -> str:
 
 
 def _is_listed(name: str, table: Any) -> bool:
-    return any(name == listed or name in listed for listed in table.values())
+    listed = ((each,) if isinstance(each, str) else each for each in table.values())
+    return any(name in names for names in listed)
 
 
 def _found(model: PreTrainedModel, root: Any, path: str, what: str) -> Any:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 #: Tokens at which a twin begins to compute something else, and the most that it can read.
 SWITCH, LONGEST = 6, 64
-_VOCABULARY, _WIDEST = 64, 1024
+_VOCABULARY, _MOST_PARAMETERS = 64, 20_000_000
 _SWITCHES = r".*window(_size|_len)?|.*chunk_size|original_max_position_embeddings|.*floor(_scale)?"
 _SIZES: list[tuple[str, int]] = [
     (r"(?!type|task_type).*vocab_size.*", _VOCABULARY),
@@ -40,13 +40,13 @@ def switch_points(config: PreTrainedConfig) -> list[int]:
 
 
 def _switches(values: Mapping[str, Any]) -> Iterator[int]:
-    changing = any(kind in str(values.get("rope_parameters")) for kind in ("dynamic", "longrope"))
+    dynamic = "dynamic" in str(values.get("rope_parameters"))
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _switches(value)
         elif _is_number(value) and value > 1 and re.fullmatch(_SWITCHES, name):
             yield value
-        elif changing and name == "max_position_embeddings":
+        elif dynamic and name == "max_position_embeddings":
             yield value
 
 
@@ -54,10 +54,15 @@ def make_twin(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return a small model like another, in eval mode, on the CPU; None if it cannot be built."""
     try:
         config = type(model.config).from_dict(_small(model.config.to_dict()))
+        with torch.device("meta"):
+            if sum(p.numel() for p in type(model)(config).parameters()) > _MOST_PARAMETERS:
+                return None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             twin = type(model)(config).float().eval().requires_grad_(False)
             _scatter(twin)
+        twin.generation_config = GenerationConfig()  # no token ends a text
+        twin(input_ids=torch.arange(1, SWITCH)[None])
     except Exception:  # configs refuse sizes in many ways
         return None
     return twin
@@ -70,10 +75,12 @@ def _small(values: Mapping[str, Any]) -> dict[str, Any]:
     kv_heads = next((v for n, v in one.items() if re.fullmatch(_KV_HEADS, n)), heads)
     width = next((v for n, v in one.items() if re.fullmatch(_WIDTHS, n)), 0)
     layers = next((v for n, v in one.items() if re.fullmatch(_LAYERS, n)), 0)
-    few_kv = min(kv_heads, 2)
-    few = min(heads, few_kv if kv_heads == heads else 2 * few_kv)
+    few = min(heads, 4)
+    few_kv = few if kv_heads == heads else min(kv_heads, 2)
+    # A width that is not that of all heads together is free, but for kernels that read 16 at once.
+    unit = -(-width // heads // 16) * 16 if "head_dim" in values else width // heads
     kept = _kept_layers(values, layers)
-    changing = any(kind in str(values.get("rope_parameters")) for kind in ("dynamic", "longrope"))
+    dynamic = "dynamic" in str(values.get("rope_parameters"))
     small: dict[str, Any] = {}
     for name, value in values.items():
         small[name] = value
@@ -88,16 +95,39 @@ def _small(values: Mapping[str, Any]) -> dict[str, Any]:
         elif re.fullmatch(_HEADS, name):
             small[name] = few
         elif re.fullmatch(_WIDTHS, name) and heads > 1:
-            small[name] = value * few // heads
-        elif re.fullmatch(_LAYERS, name) and value == layers:
-            small[name] = len(kept)
+            small[name] = few * unit if value == width else value * few // heads
+        elif re.fullmatch(_LAYERS, name):
+            small[name] = len(kept) if value == layers else min(value, len(kept))
         elif name.endswith(("token_id", "token_index")):
             small[name] = min(value, _VOCABULARY - 1)
         elif value > 1 and re.fullmatch(_SWITCHES, name):
             small[name] = min(value, SWITCH)
-        elif changing and name == "max_position_embeddings":
+        elif dynamic and name == "max_position_embeddings":
             small[name] = SWITCH
         else:
             size = next((size for pattern, size in _SIZES if re.fullmatch(pattern, name)), value)
             small[name] = min(value, size)
     return small
+
+
+def _kept_layers(values: Mapping[str, Any], layers: int) -> list[int]:
+    """Return the first layer of each kind, by all lists that have an entry for each layer."""
+    lists = [v for v in values.values() if isinstance(v, list) and len(v) == layers]
+    kinds = {str([each[index] for each in lists]): index for index in reversed(range(layers))}
+    first = sorted(kinds.values())
+    return first if len(first) > 1 else list(range(min(layers, 2)))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@torch.no_grad()
+def _scatter(model: nn.Module) -> None:
+    """Draw weights under which every part of a model matters and no two logits are near."""
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            spread = 1.5 / weight.shape[-1] ** 0.5 if weight.ndim > 1 else 0.2
+            spread = 1.0 if isinstance(module, nn.Embedding) else spread
+            base = 0.0 if weight.ndim > 1 else weight
+            weight.copy_(base + spread * torch.randn_like(weight))
