@@ -291,7 +291,7 @@ def judge(check: Callable[..., None], model: PreTrainedModel, made: dict[str, An
         return REFUSED, str(refusal)
     except Different as error:
         return WRONG, str(error)
-    except Exception as error:  # noqa: BLE001 - anything else than a refusal is a defect
+    except Exception as error:
         return CRASH, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return RIGHT, ""
 
@@ -378,6 +378,7 @@ def main(names: Sequence[str]) -> int:
             print(*(row[key] for key in ("verdict", "type", "kind", "variant", "method", "why")))
     print(Counter((row["method"], row["verdict"]) for row in rows))
     import json
+
     Path("/tmp/adapters/rows.json").write_text(json.dumps(rows, indent=0))
     return int(any(row["verdict"] in (WRONG, CRASH) for row in rows))
 

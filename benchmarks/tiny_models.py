@@ -8,12 +8,9 @@ config has (sliding window, grouped keys, rotary scaling, ...) and turns each of
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import (
     AutoModel,
@@ -57,9 +54,15 @@ SIZES: list[tuple[str, int]] = [
     (r".*experts|zero_expert_num", 4),
     (r"n_group|topk_group|num_expert_group|o_groups", 1),
     (r"(mamba_)?n_?groups", 1),
-    (r"max_(position_embeddings|seq_len|target_positions)|n_positions|n_ctx|context_length", LONGEST),
+    (
+        r"max_(position_embeddings|seq_len|target_positions)|n_positions|n_ctx|context_length",
+        LONGEST,
+    ),
     (r"model_max_length|position_bias_max_distance|rel_extent", LONGEST),
-    (r".*sliding_window(_size)?|attention_window_size|attention_chunk_size|local_attention", LONGEST),
+    (
+        r".*sliding_window(_size)?|attention_window_size|attention_chunk_size|local_attention",
+        LONGEST,
+    ),
     (r"local_attention_window_len|window_size|log_scaling_n_floor|floor_scale", LONGEST),
     (r"keep_window_size", LONGEST),
     (r"original_max_position_embeddings", LONGEST),
@@ -77,8 +80,11 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_i
 #: What the names of the fields do not tell.
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 QSA = {
-    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_WIDTH},
-    **{"indexer_budget": 16, "indexer_compress_ratio": 4},
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_WIDTH,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
@@ -133,7 +139,7 @@ def model_types() -> dict[str, list[str]]:
         *modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     }
     for name, kinds in found.items():
-        if name in encoders and "causal" not in kinds or "masked" in kinds:
+        if (name in encoders and "causal" not in kinds) or "masked" in kinds:
             kinds.append("encoder")
     return {name: kinds for name, kinds in sorted(found.items()) if kinds}
 
@@ -157,7 +163,7 @@ def tiny_config(model_type: str, kind: str, **changes: Any) -> Any:
     own = OVERRIDES.get(model_type, {})
     try:
         values = config_class().to_dict()
-    except Exception:  # noqa: BLE001 - a config that needs arguments: the row has to give them
+    except Exception:
         values = {}
     small = shrunk(values)
     if kind == "causal" and "is_decoder" in values:
@@ -185,9 +191,7 @@ def shrunk(values: dict[str, Any], layers: int | None = None) -> dict[str, Any]:
             continue
         if isinstance(value, dict) and "model_type" in value:
             small[name] = {**shrunk(value), "model_type": value["model_type"]}
-        elif isinstance(value, list) and value and len(value) == layers and name != "layer_types":
-            small[name] = _few(name, value)
-        elif name == "layer_types" and value:
+        elif isinstance(value, list) and value and (len(value) == layers or name == "layer_types"):
             small[name] = _few(name, value)
         elif name.endswith(("token_id", "token_index")):
             if isinstance(value, int):
@@ -253,7 +257,7 @@ def variants_of(model_type: str, kind: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"plain": {}}
     try:
         config = tiny_config(model_type, kind).get_text_config()
-    except Exception:  # noqa: BLE001 - that it cannot be built is told by whoever builds it
+    except Exception:
         return found
     has = config.to_dict()
     window = {name: SWITCH - 2 for name in WINDOWS if name in has}

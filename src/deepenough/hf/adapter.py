@@ -350,7 +350,11 @@ def find_difference(adapter: Adapter) -> str:
         expected = output.logits if has_head else output[0]
         try:
             found = (adapter.logits if has_head else adapter.final_norm)(states[-1])
-        except (AttributeError, TypeError, RuntimeError) as error:  # a wrong layout fails in many ways
+        except (
+            AttributeError,
+            TypeError,
+            RuntimeError,
+        ) as error:  # a wrong layout
             return f"its head does not take its last state ({type(error).__name__}: {error})"
     return "" if _is_close(found, expected, mask) else "its last state gives another output"
 

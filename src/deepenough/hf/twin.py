@@ -10,103 +10,94 @@ that is forgotten, or applied twice, shows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-#: Tokens at which a twin begins to compute something else, and the most that it can read.
+#: Tokens at which a twin begins to compute something else, and the most that it reads.
 SWITCH, LONGEST = 6, 64
-_VOCABULARY, _MOST_PARAMETERS = 64, 20_000_000
+_VOCABULARY, _MOST_PARAMETERS = 64, 32_000_000
 _SWITCHES = r".*window(_size|_len)?|.*chunk_size|original_max_position_embeddings|.*floor(_scale)?"
-_SIZES: list[tuple[str, int]] = [
-    (r"(?!type|task_type).*vocab_size.*", _VOCABULARY),
-    (r".*experts_per_tok(en)?|(moe_)?top_?k|top_k_experts|moe_k", 2),
-    (r".*experts", 4),
-    (r"n_group|topk_group|num_expert_group", 1),
-    (r".*(intermediate|ffn|inner|ff).*(size|dim|inner)?", 64),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions", LONGEST),
-]
-_HEADS, _KV_HEADS = r"(n|num|decoder|encoder)_(attention_)?heads?|attention_heads", r"num_(key_value|kv)_heads"
-_WIDTHS = r"hidden_size|d_model|n_embd|dim|emb_dim|embed(ding)?_(size|dim)|word_embed_proj_dim"
 _LAYERS = r"(n|num|decoder|encoder)_(hidden_)?layers?"
+_HEADS = r"(n|num|decoder|encoder)_(attention_)?heads?|attention_heads"
+_KV_HEADS = r"num_(key_value|kv)_heads"
+_WIDTHS = r"hidden_size|d_model|n_embd|dim|emb_dim|embed(ding)?_(size|dim)|word_embed_proj_dim"
+_SIZES = {
+    r"(?!type|task_type).*vocab_size.*": _VOCABULARY,
+    r".*experts_per_tok(en)?|(moe_)?top_?k|top_k_experts|moe_k": 2,
+    r".*experts": 4,
+    r"n_group|topk_group|num_expert_group": 1,
+    r".*(intermediate|ffn|inner|ff).*": 64,
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions": LONGEST,
+    r".*token_(id|index)": _VOCABULARY - 1,
+}
 
 
-def switch_points(config: PreTrainedConfig) -> list[int]:
-    """Return the lengths in tokens at which a model of this config may compute something else."""
-    return sorted(set(_switches(config.get_text_config().to_dict())))
+def make_twin(model: PreTrainedModel) -> tuple[PreTrainedModel | None, list[int]]:
+    """Return a small model like another, and the lengths at which that computes something else.
 
-
-def _switches(values: Mapping[str, Any]) -> Iterator[int]:
-    dynamic = "dynamic" in str(values.get("rope_parameters"))
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _switches(value)
-        elif _is_number(value) and value > 1 and re.fullmatch(_SWITCHES, name):
-            yield value
-        elif dynamic and name == "max_position_embeddings":
-            yield value
-
-
-def make_twin(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a small model like another, in eval mode, on the CPU; None if it cannot be built."""
+    The twin is in eval mode, on the CPU, and None if it cannot be built. Its `SWITCH` stands for
+    all of these lengths.
+    """
+    switches: list[int] = []
+    values = _small(model.config.to_dict(), switches)
     try:
-        config = type(model.config).from_dict(_small(model.config.to_dict()))
+        config = type(model.config).from_dict(values)
         with torch.device("meta"):
-            if sum(p.numel() for p in type(model)(config).parameters()) > _MOST_PARAMETERS:
-                return None
+            size = sum(weight.numel() for weight in type(model)(config).parameters())
+        if size > _MOST_PARAMETERS:
+            return None, sorted(switches)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             twin = type(model)(config).float().eval().requires_grad_(False)
             _scatter(twin)
         twin.generation_config = GenerationConfig()  # no token ends a text
         twin(input_ids=torch.arange(1, SWITCH)[None])
-    except Exception:  # configs refuse sizes in many ways
-        return None
-    return twin
+    except Exception:  # configs and models refuse sizes in many ways
+        return None, sorted(switches)
+    return twin, sorted(switches)
 
 
-def _small(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config with small sizes."""
-    one = {name: value for name, value in values.items() if _is_number(value)}
-    heads = next((v for n, v in one.items() if re.fullmatch(_HEADS, n)), 1)
-    kv_heads = next((v for n, v in one.items() if re.fullmatch(_KV_HEADS, n)), heads)
-    width = next((v for n, v in one.items() if re.fullmatch(_WIDTHS, n)), 0)
-    layers = next((v for n, v in one.items() if re.fullmatch(_LAYERS, n)), 0)
-    few = min(heads, 4)
-    few_kv = few if kv_heads == heads else min(kv_heads, 2)
+def _small(values: Mapping[str, Any], switches: list[int]) -> dict[str, Any]:
+    """Return the fields of a config with small sizes; note the switch points that were replaced."""
+
+    def first(pattern: str, default: int) -> int:
+        numbers = (v for n, v in values.items() if _is_number(v) and re.fullmatch(pattern, n))
+        return next(numbers, default)
+
+    heads, width, layers = first(_HEADS, 1), first(_WIDTHS, 0), first(_LAYERS, 0)
+    kv_heads, few = first(_KV_HEADS, heads), min(heads, 4)
     # A width that is not that of all heads together is free, but for kernels that read 16 at once.
     unit = -(-width // heads // 16) * 16 if "head_dim" in values else width // heads
     kept = _kept_layers(values, layers)
     dynamic = "dynamic" in str(values.get("rope_parameters"))
-    small: dict[str, Any] = {}
+    small = dict(values)
     for name, value in values.items():
-        small[name] = value
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
-            small[name] = _small(value)
+            small[name] = _small(value, switches)
         elif isinstance(value, list) and len(value) == layers:
             small[name] = [value[index] for index in kept]
         elif not _is_number(value):
             continue
         elif re.fullmatch(_KV_HEADS, name):
-            small[name] = few_kv
+            small[name] = few if kv_heads == heads else min(kv_heads, 2)
         elif re.fullmatch(_HEADS, name):
             small[name] = few
         elif re.fullmatch(_WIDTHS, name) and heads > 1:
             small[name] = few * unit if value == width else value * few // heads
         elif re.fullmatch(_LAYERS, name):
-            small[name] = len(kept) if value == layers else min(value, len(kept))
-        elif name.endswith(("token_id", "token_index")):
-            small[name] = min(value, _VOCABULARY - 1)
-        elif value > 1 and re.fullmatch(_SWITCHES, name):
+            small[name] = min(value, len(kept))
+        elif (value > 1 and re.fullmatch(_SWITCHES, name)) or (
+            dynamic and name == "max_position_embeddings"
+        ):
+            switches.append(value)
             small[name] = min(value, SWITCH)
-        elif dynamic and name == "max_position_embeddings":
-            small[name] = SWITCH
         else:
-            size = next((size for pattern, size in _SIZES if re.fullmatch(pattern, name)), value)
-            small[name] = min(value, size)
+            sizes = (size for pattern, size in _SIZES.items() if re.fullmatch(pattern, name))
+            small[name] = min(value, next(sizes, value))
     return small
 
 
