@@ -16,13 +16,16 @@ Also run as `python benchmarks/model_support.py`, which writes docs/model-suppor
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import os
+import re
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +43,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import deepenough as de
-from benchmarks.tiny_models import VOCABULARY, NotBuilt, build, model_types, variants_of
+from benchmarks.tiny_models import SWITCH, VOCABULARY, NotBuilt, build, model_types, variants_of
 from deepenough.decoding.drafters import Drafter, Proposal
 from deepenough.hf.adapter import adapt
 from deepenough.ponder.halting import FixedExit
+from deepenough.shortcut.evaluation import evaluate
 
 QUICK = False
 SEEDS = [0]
 
-RIGHT, REFUSED, WRONG, CRASH = "right", "refused", "WRONG", "CRASH"
-METHODS = {
-    "shortcut": ("causal", "masked", "encoder"),
-    "early exit": ("causal",),
-    "speculation": ("causal",),
-    "ponder": ("encoder",),
-}
+RIGHT, IN_PART, REFUSED, WRONG, CRASH = "right", "in part", "refused", "WRONG", "CRASH"
+NOT_BUILT = "not built"
 PAGE = Path(__file__).parents[1] / "docs" / "model-support.md"
 NEW_TOKENS = 14
 #: Logits nearer than this are a tie, which rounding decides.
@@ -89,15 +88,13 @@ def random_ids(rows: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(4, VOCABULARY - 2, (rows, length), generator=generator)
 
 
-def batches(side: str, length: int) -> Iterator[dict[str, Tensor]]:
-    """Yield one text, then three padded ones."""
-    ids = random_ids(1, length)
-    yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    ids, mask = random_ids(3, length, seed=1), torch.ones(3, length, dtype=torch.long)
-    for row, missing in enumerate((length // 2, 0, 2)):
+def padded(rows: int, length: int, side: str = "right") -> dict[str, Tensor]:
+    """Return one text, or three of which two are shorter than the other, padded on one side."""
+    ids, mask = random_ids(rows, length, seed=rows), torch.ones(rows, length, dtype=torch.long)
+    for row, missing in enumerate((length // 2, 0, 2) if rows > 1 else ()):
         if missing:
             mask[row, slice(0, missing) if side == "left" else slice(-missing, None)] = 0
-    yield {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
 def same(found: Tensor, expected: Tensor, mask: Tensor, what: str) -> None:
@@ -110,9 +107,7 @@ def same(found: Tensor, expected: Tensor, mask: Tensor, what: str) -> None:
         raise Different(f"{what}: off by {error:.2g}")
 
 
-def same_states(
-    states: Sequence[Tensor], theirs: Sequence[Tensor], mask: Tensor, rows: str
-) -> None:
+def same_states(states: Sequence[Tensor], theirs: Sequence[Tensor], mask: Tensor) -> None:
     """Compare states with those of transformers, but for the last, which may be behind a norm.
 
     Some models leave out the embeddings and begin with the output of the first layer.
@@ -121,42 +116,42 @@ def same_states(
         states = states[1:]
     for layer, (own, other) in enumerate(zip(states[:-1], theirs, strict=False)):
         if own.shape == other.shape:  # a model may keep several streams, and return one
-            same(own, other, mask, f"{rows}, h_{layer}")
+            same(own, other, mask, f"h_{layer}")
 
 
 # -- methods ---------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def check_shortcut(model: PreTrainedModel, made: dict[str, Any]) -> None:
+def check_shortcut(model: PreTrainedModel, made: dict[str, Any], rows: int) -> None:
     """Compare states and head with the model; fit and evaluate shortcuts."""
     adapter = adapt(model)
-    for given in batches("right", 20):
-        rows = f"batch {len(given['input_ids'])}"
-        mask = given["attention_mask"]
-        states = adapter.states(**given)
-        whole = model(**given, output_hidden_states=True)
-        theirs = getattr(whole, "hidden_states", None) or ()
-        if len(theirs) == len(states):
-            same_states(states, theirs, mask, rows)
-        if adapter.kind == "encoder":
-            same(adapter.final_norm(states[-1]), whole[0], mask, f"{rows}, the last state")
-        else:
-            same(adapter.logits(states[-1]), whole.logits, mask, f"{rows}, logits")
-    lines = random_ids(40, 10, seed=3).tolist()
-    texts = [" ".join(f"w{token}" for token in line[: 4 + n % 7]) for n, line in enumerate(lines)]
-    made["shortcuts"] = de.Shortcuts.fit(adapter, tokenizer(), texts, ridge=1e-3)
-    from deepenough.shortcut.evaluation import evaluate
-
-    evaluate(adapter, tokenizer(), made["shortcuts"], texts[:8])
+    given = padded(rows, 20)
+    mask = given["attention_mask"]
+    states = adapter.states(**given)
+    whole = model(**given, output_hidden_states=True)
+    theirs = getattr(whole, "hidden_states", None) or ()
+    if len(theirs) == len(states):
+        same_states(states, theirs, mask)
+    if adapter.kind == "encoder":
+        same(adapter.final_norm(states[-1]), whole[0], mask, "the last state")
+    else:
+        same(adapter.logits(states[-1]), whole.logits, mask, "logits")
+    if rows > 1:
+        lines = random_ids(40, 10, seed=3).tolist()
+        texts = [" ".join(f"w{t}" for t in line[: 4 + n % 7]) for n, line in enumerate(lines)]
+        made["shortcuts"] = de.Shortcuts.fit(adapter, tokenizer(), texts, ridge=1e-3)
+        evaluate(adapter, tokenizer(), made["shortcuts"], texts[:8])
 
 
-def generated(model: Any, given: dict[str, Tensor], tokens: int = NEW_TOKENS) -> Tensor:
-    """Return the new tokens that a model generates greedily, none of which ends a row."""
-    sequences: Tensor = model.generate(
-        **given, do_sample=False, min_new_tokens=None, max_new_tokens=tokens, eos_token_id=None,
-        pad_token_id=0,
-    )  # fmt: skip
+def prompts(rows: int) -> tuple[dict[str, Tensor], int]:
+    """Return prompts, and how many tokens are generated: few behind a short prompt (0 rows)."""
+    return (padded(1, 3), SWITCH - 3) if rows == 0 else (padded(rows, 7, "left"), NEW_TOKENS)
+
+
+def generated(model: Any, given: dict[str, Tensor], tokens: int) -> Tensor:
+    """Return the new tokens that a model generates greedily."""
+    sequences: Tensor = model.generate(**given, do_sample=False, max_new_tokens=tokens)
     return sequences[:, given["input_ids"].shape[1] :]
 
 
@@ -177,14 +172,18 @@ class KnownDrafter(Drafter):
 
 
 def same_tokens(
-    model: Any, fast: Any, given: dict[str, Tensor], what: str, known: KnownDrafter | None = None
+    model: Any,
+    fast: Any,
+    given: dict[str, Tensor],
+    tokens: int,
+    what: str,
+    known: KnownDrafter | None = None,
 ) -> None:
     """Raise `Different` if two models generate different tokens where no tie explains it."""
-    what = f"{what}, batch {len(given['input_ids'])}"
-    expected = generated(model, given)
+    expected = generated(model, given, tokens)
     if known is not None:
         known.expected = expected
-    found = generated(fast, given)
+    found = generated(fast, given, tokens)
     if expected.shape != found.shape:
         raise Different(f"{what}: {found.shape[1]} tokens, not {expected.shape[1]}")
     for row in range(len(expected)):
@@ -205,46 +204,41 @@ def same_tokens(
             raise Different(f"{what}: token {at + 1} of row {row} is another")
 
 
-def check_speculation(model: PreTrainedModel, made: dict[str, Any]) -> None:
+def check_speculation(model: PreTrainedModel, made: dict[str, Any], rows: int) -> None:
     """Compare the tokens of a speculating model with those of `generate`."""
     drafter = KnownDrafter(3)
     for fused in (True, False):
         fast = de.speculate(model, drafter, fused=fused)
-        for given in batches("left", 7):
-            same_tokens(model, fast, given, "fused" if fused else "unfused", drafter)
+        same_tokens(model, fast, *prompts(rows), "fused" if fused else "own layers", drafter)
         if not fast.decoding_engine.takes_groups:
             break
 
 
-def check_early_exit(model: PreTrainedModel, made: dict[str, Any]) -> None:
+def check_early_exit(model: PreTrainedModel, made: dict[str, Any], rows: int) -> None:
     """Compare tokens that never leave with `generate`, and those that leave with one pass."""
     shortcuts = made.get("shortcuts")
     if shortcuts is None:
         adapter = adapt(model)
         states = [torch.randn(200, adapter.width) for _ in range(adapter.num_layers + 1)]
-        shortcuts = de.Shortcuts.fit_states(states)
-    last = shortcuts.num_layers
-    full = de.early_exit(model, shortcuts, policy="top", threshold=1.0, exit_layers=[1, last - 1])
-    for given in batches("left", 7):
-        same_tokens(model, full, given, "no exit")
+        shortcuts = made["shortcuts"] = de.Shortcuts.fit_states(states)
+    layers = [1, shortcuts.num_layers - 1]
+    given, tokens = prompts(rows)
+    full = de.early_exit(model, shortcuts, policy="top", threshold=1.0, exit_layers=layers)
+    same_tokens(model, full, given, tokens, "no exit")
     deferred = ("deferred",) if full.decoding_engine.takes_groups else ()
-    for propagation in ("shortcut", "copy", *deferred):
-        early = de.early_exit(
-            model, shortcuts, policy="top", threshold=0.3, exit_layers=[1, last - 1],
-            kv_propagation=propagation,
-        )  # fmt: skip
-        for given in batches("left", 7):
-            generated(early, given)
-        if changes_with_length(model):
+    for way in ("shortcut", "copy", *deferred):
+        options = {"threshold": 0.3, "exit_layers": layers, "kv_propagation": way}
+        early = de.early_exit(model, shortcuts, policy="top", **options)
+        generated(early, given, tokens)
+        if changes_with_length(model) or rows != 1:
             continue  # one pass over the whole text rotates its first tokens otherwise
-        start = random_ids(1, 1)
-        given = {"input_ids": start, "attention_mask": torch.ones_like(start)}
-        found = generated(early, given)
-        whole = torch.cat([start, found], 1)
+        start = padded(1, 1)
+        found = generated(early, start, tokens)
+        whole = torch.cat([start["input_ids"], found], 1)
         logits = early(input_ids=whole, attention_mask=torch.ones_like(whole)).logits[0, :-1]
         best = logits.max(-1).values - logits.gather(-1, found.T)[:, 0]
         if float(best.max()) > TIE * max(1.0, float(logits.abs().max())):
-            raise Different(f"exits ({propagation}): tokens differ from those of one pass")
+            raise Different(f"exits ({way}): tokens differ from those of one pass")
 
 
 def changes_with_length(model: Any) -> bool:
@@ -254,67 +248,80 @@ def changes_with_length(model: Any) -> bool:
 
 
 @torch.no_grad()
-def check_ponder(model: PreTrainedModel, made: dict[str, Any]) -> None:
+def check_ponder(model: PreTrainedModel, made: dict[str, Any], rows: int) -> None:
     """Compare the last pass of a pondering classifier with the encoder, and run it."""
     ponder = de.PonderEncoderForSequenceClassification.from_encoder(model, num_labels=3).eval()
-    for given in batches("right", 12):
-        whole = model(**given)[0]
-        inputs = ponder.prepare(**given)
-        calls = ponder.stack.begin(**inputs)
-        hidden = calls[0].hidden
-        for index in range(ponder.num_passes):
-            hidden = ponder.stack.run(index, hidden, calls)
-        rows = f"batch {len(whole)}"
-        normed = ponder.adapter.final_norm(hidden)
-        same(normed, whole, given["attention_mask"], f"{rows}, the last pass")
-        answers = ponder(**given, all_passes=True).step_logits
-        one = ponder(**given, policy=FixedExit(ponder.num_passes))
-        same(one.logits, answers[-1], torch.ones(len(whole)), f"{rows}, answers")
+    given = padded(rows, 12)
+    whole = model(**given)[0]
+    calls = ponder.stack.begin(**ponder.prepare(**given))
+    hidden = calls[0].hidden
+    for index in range(ponder.num_passes):
+        hidden = ponder.stack.run(index, hidden, calls)
+    same(ponder.adapter.final_norm(hidden), whole, given["attention_mask"], "the last pass")
+    answers = ponder(**given, all_passes=True).step_logits
+    one = ponder(**given, policy=FixedExit(ponder.num_passes))
+    same(one.logits, answers[-1], torch.ones(rows), "answers")
 
 
-CHECKS: dict[str, Callable[[PreTrainedModel, dict[str, Any]], None]] = {
-    "shortcut": check_shortcut,
-    "early exit": check_early_exit,
-    "speculation": check_speculation,
-    "ponder": check_ponder,
+@dataclass(frozen=True)
+class Method:
+    """How a method is checked."""
+
+    check: Callable[[PreTrainedModel, dict[str, Any], int], None]
+    kinds: tuple[str, ...]
+    parts: tuple[str, ...] = ("one text", "padded batches")
+
+
+ROWS = {"one short text": 0, "one text": 1, "padded batches": 3}
+METHODS = {
+    "shortcut": Method(check_shortcut, ("causal", "masked", "encoder")),
+    "early exit": Method(check_early_exit, ("causal",), tuple(ROWS)),
+    "speculation": Method(check_speculation, ("causal",), tuple(ROWS)),
+    "ponder": Method(check_ponder, ("encoder",)),
 }
 
 
 # -- one type --------------------------------------------------------------------------------------
 
 
-def judge(check: Callable[..., None], model: PreTrainedModel, made: dict[str, Any]) -> Verdict:
-    """Return what comes of a check: a verdict, and why."""
-    try:
-        check(model, made)
-    except de.UserError as refusal:
-        return REFUSED, str(refusal)
-    except Different as error:
-        return WRONG, str(error)
-    except Exception as error:
-        return CRASH, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return RIGHT, ""
+def judge(method: Method, model: PreTrainedModel, made: dict[str, Any]) -> Verdict:
+    """Return what comes of a method: a verdict, and why if it is not right."""
+    refused: dict[str, str] = {}
+    for part in method.parts:
+        try:
+            method.check(model, made, ROWS[part])
+        except de.UserError as refusal:
+            refused[part] = str(refusal)
+        except Different as error:
+            return WRONG, f"{part}: {error}"
+        except Exception as error:  # anything else than a refusal is a defect
+            return CRASH, f"{part}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if not refused:
+        return RIGHT, ""
+    verdict = REFUSED if len(refused) == len(method.parts) else IN_PART
+    return verdict, next(iter(refused.values()))
 
 
-def measure_type(model_type: str, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each kind, variant and method of one type."""
+def measure_type(
+    model_type: str, kinds: Sequence[str], only: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kind, variant (all, or those named) and method of one type."""
     for kind in kinds:
         for variant, changes in variants_of(model_type, kind).items():
+            if only and variant not in only:
+                continue
             row = {"type": model_type, "kind": kind, "variant": variant}
             try:
                 model = build(model_type, kind, **changes)
             except NotBuilt as reason:
-                yield {**row, "method": None, "verdict": "not built", "why": str(reason)}
+                yield {**row, "method": None, "verdict": NOT_BUILT, "why": str(reason)}
                 continue
             made: dict[str, Any] = {}
-            for method, taken in METHODS.items():
-                twice = kind == "encoder" and method == "shortcut" and len(kinds) > 1
-                if kind not in taken or twice:
-                    continue
-                start = time.perf_counter()
-                verdict, why = judge(CHECKS[method], model, made)
-                seconds = round(time.perf_counter() - start, 2)
-                yield {**row, "method": method, "verdict": verdict, "why": why, "s": seconds}
+            for name, method in METHODS.items():
+                twice = kind == "encoder" and name == "shortcut" and len(kinds) > 1
+                if kind in method.kinds and not twice:
+                    verdict, why = judge(method, model, made)
+                    yield {**row, "method": name, "verdict": verdict, "why": why}
 
 
 def _send(model_type: str, kinds: Sequence[str], pipe: Any) -> None:
@@ -365,23 +372,148 @@ def measure_all(names: Sequence[str] = ()) -> list[dict[str, Any]]:
         rows += found
         counts = Counter(row["verdict"] for row in found)
         shown = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        seconds = time.monotonic() - start
-        print(f"{number}/{len(types)} {name}: {shown} ({seconds:.1f} s)", flush=True)
+        print(
+            f"{number}/{len(types)} {name}: {shown} ({time.monotonic() - start:.1f} s)", flush=True
+        )
+        for row in found:
+            if row["verdict"] in (WRONG, CRASH):
+                print(" ", *(row[key] for key in ("verdict", "kind", "variant", "method", "why")))
     return rows
 
 
-def main(names: Sequence[str]) -> int:
-    """Measure, write the page, and return 1 if anything is wrong."""
-    rows = measure_all(names)
-    for row in rows:
-        if row["verdict"] in (WRONG, CRASH):
-            print(*(row[key] for key in ("verdict", "type", "kind", "variant", "method", "why")))
-    print(Counter((row["method"], row["verdict"]) for row in rows))
-    import json
+def measure() -> dict[str, Any]:
+    """Measure all types, write the page, and return how many types each method is right on."""
+    rows = measure_all()
+    table = by_type(rows)
+    PAGE.write_text(page(rows, table), encoding="utf-8")
+    counts = {
+        method.replace(" ", "_"): Counter(cells[method][0] for cells in table.values())
+        for method in METHODS
+    }
+    shown = {name: {m: text for m, (_, text) in cells.items()} for name, cells in table.items()}
+    return {
+        "types": len(table),
+        "models": len({(row["type"], row["kind"], row["variant"]) for row in rows}),
+        **{
+            method: {word.lower().replace(" ", "_"): found[word] for word in WORDS}
+            for method, found in counts.items()
+        },
+        "settings": {"verdicts": shown},
+    }
 
-    Path("/tmp/adapters/rows.json").write_text(json.dumps(rows, indent=0))
-    return int(any(row["verdict"] in (WRONG, CRASH) for row in rows))
+
+# -- the page --------------------------------------------------------------------------------------
+
+#: From the best to the worst; a type is what the worst of its variants is, but for mixtures.
+WORDS = (RIGHT, IN_PART, REFUSED, WRONG, CRASH)
+ABSENT = ""
+
+
+def by_type(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, tuple[str, str]]]:
+    """Return, for each type and method, a word and the text of its cell; rows name reasons."""
+    table: dict[str, dict[str, tuple[str, str]]] = {}
+    for row in rows:
+        table.setdefault(row["type"], dict.fromkeys(METHODS, (ABSENT, "")))
+    for name, cells in table.items():
+        for method in METHODS:
+            own = [row for row in rows if row["type"] == name and row["method"] == method]
+            crashed = [row for row in rows if row["type"] == name and row["verdict"] == CRASH]
+            if own or crashed:
+                cells[method] = _cell(own or crashed)
+    return table
+
+
+def _cell(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """Return the word for the variants of a type, and which of them are not right."""
+    variants = {word: [row["variant"] for row in rows if row["verdict"] == word] for word in WORDS}
+    found = [word for word in WORDS if variants[word]]
+    if len(found) == 1:
+        return found[0], found[0]
+    listed = (f"{word}: {', '.join(dict.fromkeys(variants[word]))}" for word in found[1:])
+    worst = found[-1] if found[-1] in (WRONG, CRASH) else IN_PART
+    return worst, "; ".join([found[0], *listed])
+
+
+def reason(why: str) -> str:
+    """Return the part of a refusal that says why, without names, details and remedy."""
+    text = re.sub(r"\([^()]*(\([^()]*\)[^()]*)*\)", "", why)
+    text = re.sub(r"\b[A-Z]\w*(For|Model|Decoder|LMHead)\w*\b", "the model", text)
+    text = re.split(r"[;:]", text)[0].replace(" ,", ",")
+    return " ".join(text.split()).rstrip(".")
+
+
+def page(rows: Sequence[dict[str, Any]], table: dict[str, dict[str, tuple[str, str]]]) -> str:
+    """Return docs/model-support.md."""
+    lines = [HEAD, f"| method | {' | '.join(WORDS)} |", "|---" * (1 + len(WORDS)) + "|"]
+    for method in METHODS:
+        counts = Counter(cells[method][0] for cells in table.values())
+        lines.append(f"| {method} | " + " | ".join(str(counts[word]) for word in WORDS) + " |")
+    today, version = datetime.date.today().isoformat(), transformers.__version__
+    models = len({(row["type"], row["kind"], row["variant"]) for row in rows})
+    lines += [
+        "",
+        f"Of {len(table)} types and {models} models, with transformers {version}, on {today}.",
+        LEGEND,
+    ]
+    reasons = Counter(
+        (row["method"], reason(row["why"])) for row in rows if row["verdict"] in (REFUSED, IN_PART)
+    )
+    lines += ["| method | why | models |", "|---|---|---|"]
+    for (method, why), count in sorted(reasons.items(), key=lambda item: (item[0][0], -item[1])):
+        lines.append(f"| {method} | {why} | {count} |")
+    lines += ["", "## Every type", "", "| type | " + " | ".join(METHODS) + " |"]
+    lines.append("|---" * (1 + len(METHODS)) + "|")
+    missing = {row["type"]: row["why"] for row in rows if row["verdict"] == NOT_BUILT}
+    for name, cells in table.items():
+        if any(text for _, text in cells.values()):
+            texts = (text or "-" for _, text in cells.values())
+            lines.append(f"| `{name}` | " + " | ".join(texts) + " |")
+    lines += ["", NOT_MEASURED, "| type | why |", "|---|---|"]
+    for name, why in missing.items():
+        if not any(text for _, text in table[name].values()):
+            lines.append(f"| `{name}` | {why.replace('|', ' ')} |")
+    return "\n".join(lines) + "\n"
+
+
+HEAD = """# Which models are supported
+
+Written by `python benchmarks/model_support.py`; do not edit. A tiny model with random weights is
+built of every text architecture of transformers, in each of its variants (sliding window, grouped
+keys, rotary scalings, tied and untied embeddings, parallel blocks, norms, capped logits), and each
+method is compared with the model itself, on one text and on three padded ones:
+
+- **shortcut**: the states are those that transformers returns, the last one leads to the model's
+  logits, and a fit and its evaluation run;
+- **early exit**: a token that never leaves is that of `generate()`, and tokens that leave are those
+  of one pass over the whole text through the model's own layers;
+- **speculation**: the tokens are those of `generate()`, whatever is drafted;
+- **ponder**: the last pass over the layers is what the encoder returns.
+
+Number of types by verdict:
+"""
+LEGEND = """
+- right: the same as the model, in every variant, alone and padded, past every length at which the
+  model begins to compute something else;
+- in part: right, and refused for some variants, for padded batches or for long texts;
+- refused: a sentence says why, and nothing is computed;
+- WRONG: something else than the model, without a word; CRASH: a traceback.
+
+The same comparison runs when you use a model of your own: before the first use its states are
+compared with what it computes, and decoding with its `generate()`, also on a small model of the
+same config that goes past every such length. What differs is refused.
+
+## Why a model is refused
+"""
+NOT_MEASURED = """## Not measured
+
+Their config alone does not make a small model that reads text.
+"""
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from benchmarks.runner import main
+
+    if sys.argv[1:]:  # some types, to look at
+        bad = [row for row in measure_all(sys.argv[1:]) if row["verdict"] in (WRONG, CRASH)]
+        sys.exit(1 if bad else 0)
+    sys.exit(main(["model_support"]))
