@@ -286,7 +286,10 @@ def adapt(model: PreTrainedModel) -> Adapter:
             f"{type(model).__name__} is an encoder-decoder ({config.model_type}), which has two "
             "stacks of layers: give a model with one, such as its encoder alone."
         )
-    key = fingerprint(config, model) + str(model.dtype)
+    try:
+        key = fingerprint(config, model) + str(model.dtype)
+    except (AttributeError, TypeError, RuntimeError):  # weights that are no plain tensors
+        key = ""
     row = LAYOUTS.get(config.model_type) or _found_before.get(key)
     if row is not None and _found_before.get(key) == row:
         return Adapter(model, row)
@@ -295,7 +298,8 @@ def adapt(model: PreTrainedModel) -> Adapter:
         adapter = Adapter(model, layout)
         problems.append(find_difference(adapter))
         if not problems[-1]:
-            _found_before[key] = layout
+            if key:
+                _found_before[key] = layout
             return adapter
     name = type(model).__name__
     said = f"{name} has layers, but no norm or head after them was found that gives its own output"
