@@ -131,4 +131,4 @@ def test_a_norm_beside_the_layers_may_be_of_something_else() -> None:
     )
     for load in (tf.AutoModel, tf.AutoModelForMaskedLM):
         adapter = adapt(load.from_config(config).eval())
-        assert adapter.num_layers == 2 and adapter._layout.final_norm is None
+        assert adapter.num_layers == 2 and adapter.layout.final_norm is None

@@ -62,7 +62,7 @@ class Engine(ABC):
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.num_layers = adapter.num_layers
-        self.max_length = adapter.max_length
+        self.max_length = min(filter(None, (adapter.max_length, adapter.limit)), default=None)
         """Longest sequence in tokens, or None where there is no limit."""
         self.lengths: list[int] = []
         """Committed tokens of each sequence."""
@@ -294,19 +294,19 @@ def _tried_on_twin(adapter: Adapter, fused: bool) -> tuple[int | None, bool | No
     key = (type(model), fingerprint(model.config), model.config._attn_implementation, fused)
     if key in _trials:
         return _trials[key]
+    twin: Any
     twin, switches = make_twin(model)
     limits = [None, switches[0]] if switches else [None]
     found: tuple[int | None, bool | None] = limits[-1], None
     problem = ""
-    for limit in limits:
-        if twin is None:
-            break
-        small = adapter.of(twin)
+    for limit in limits if twin else ():
+        small = Adapter(twin, adapter.layout)
         small.limit = None if limit is None else SWITCH
-        tokens = min(3 * SWITCH, (small.max_length or LONGEST) - _PROMPT)
-        problem = _difference(_new_engine(small, fused), tokens, padded=False)
+        engine = _new_engine(small, fused)
+        tokens = min(3 * SWITCH, (engine.max_length or LONGEST) - _PROMPT)
+        problem = _difference(engine, tokens, padded=False)
         if not problem:
-            found = limit, not _difference(_new_engine(small, fused), tokens, padded=True)
+            found = limit, not _difference(engine, tokens, padded=True)
             break
     if problem:
         raise UserError(

@@ -52,7 +52,7 @@ class Adapter:
     def __init__(self, model: PreTrainedModel, layout: Layout) -> None:
         self.model = model
         self.kind: Kind = kind_of(model)
-        self._layout = layout
+        self.layout = layout
         self.trunk: Any = _found(model, model.base_model, layout.trunk, "trunk")
         if callable(layout.layers):
             self.layers = layout.layers(self.trunk)
@@ -67,11 +67,7 @@ class Adapter:
             )
         self.width: int = width
         self.limit: int | None = None
-        """Tokens up to which what is done with the model was verified; None for any number."""
-
-    def of(self, other: PreTrainedModel) -> Adapter:
-        """Return the adapter of another model of the same class."""
-        return Adapter(other, self._layout)
+        """Tokens up to which decoding was tried; None for any number."""
 
     # -- states ------------------------------------------------------------------------------
 
@@ -116,7 +112,7 @@ class Adapter:
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm between the last layer and the head; post-norm models have none."""
-        norm = resolve(self.trunk, self._layout.final_norm) if self._layout.final_norm else None
+        norm = resolve(self.trunk, self.layout.final_norm) if self.layout.final_norm else None
         return hidden if norm is None else norm(hidden.to(self.model.dtype))
 
     def head(self, normed: Tensor) -> Tensor:
@@ -139,12 +135,12 @@ class Adapter:
         return self.head(self.final_norm(hidden))
 
     def _project(self, hidden: Tensor) -> Tensor:
-        path = self._layout.projection
+        path = self.layout.projection
         projection = resolve(self.trunk, path) if path else None
         return hidden if projection is None else projection(hidden)
 
     def _run_head(self, hidden_BTD: Tensor) -> Tensor:
-        head = self._layout.head
+        head = self.layout.head
         logits: Tensor
         if isinstance(head, str):
             logits = _found(self.model, self.model, head, "head")(hidden_BTD)
@@ -154,7 +150,7 @@ class Adapter:
             # The trunk cannot be told from the head: all there is to go by is the last map.
             logits = self.model.get_output_embeddings()(hidden_BTD)
         else:
-            path = ".".join(filter(None, (self.model.base_model_prefix, self._layout.trunk)))
+            path = ".".join(filter(None, (self.model.base_model_prefix, self.layout.trunk)))
             logits = _run_own_head(self.model, path, hidden_BTD)
         return logits
 
@@ -169,7 +165,7 @@ class Adapter:
         Args:
             layer: Number of the layer, from 0.
         """
-        block, layout = self.layers[layer], self._layout
+        block, layout = self.layers[layer], self.layout
         attention, feed_forward, norms = layout.attention, layout.feed_forward, layout.norms
         if not (attention or feed_forward or norms):
             attention, feed_forward, norms = find_parts(block)
@@ -195,8 +191,7 @@ class Adapter:
         limits = (
             getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")
         )
-        own = next((limit for limit in limits if limit and limit > 0), None)
-        return min(filter(None, (own, self.limit)), default=None)
+        return next((limit for limit in limits if limit and limit > 0), None)
 
     def identity(self) -> dict[str, Any]:
         """Return what identifies this model: name, revision, shape and a hash of its weights."""
@@ -351,11 +346,7 @@ def find_difference(adapter: Adapter) -> str:
         expected = output.logits if has_head else output[0]
         try:
             found = (adapter.logits if has_head else adapter.final_norm)(states[-1])
-        except (
-            AttributeError,
-            TypeError,
-            RuntimeError,
-        ) as error:  # a wrong layout
+        except (AttributeError, TypeError, RuntimeError) as error:
             return f"its head does not take its last state ({type(error).__name__}: {error})"
     return "" if _is_close(found, expected, mask) else "its last state gives another output"
 
