@@ -192,9 +192,7 @@ def test_a_model_whose_twin_differs_is_refused(make_model, monkeypatch) -> None:
     monkeypatch.setattr(
         GeneralEngine, "head", lambda self, normed: own(self, normed) * (1 + small(self.adapter))
     )
-    with pytest.raises(
-        UserError, match=r"small model of the same kind.*the prompt are others"
-    ):
+    with pytest.raises(UserError, match=r"small model of the same kind.*the prompt are others"):
         speculate(make_model(vocab_size=80), "none", fused=False)
 
 
