@@ -286,9 +286,8 @@ def _tried_on_twin(adapter: Adapter, fused: bool) -> tuple[int | None, bool | No
     """Return up to how many tokens a model is decoded as by itself, and whether padded batches are.
 
     Tried on a small model of the same config, past every length at which it begins to compute
-    something else (a rotary scaling, a window). Where it differs there, or cannot be built, the
-    limit is the first such length of the model itself; None is no limit. Nothing is known of
-    padding, None, without such a model.
+    something else. Where it differs there, or cannot be built, the limit is the first such length;
+    None is no limit. Without such a model nothing is known of padding, which is None, too.
     """
     model: Any = adapter.model
     key = (type(model), fingerprint(model.config), model.config._attn_implementation, fused)

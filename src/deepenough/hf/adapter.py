@@ -61,10 +61,8 @@ class Adapter:
         self.num_layers = len(self.layers)
         width = getattr(model.config.get_text_config(), "hidden_size", None)
         if width is None:
-            raise UserError(
-                f"{type(model).__name__} has layers of no one width (its config has no "
-                "hidden_size): give a language model whose layers read and return the same states."
-            )
+            name = type(model).__name__
+            raise UserError(f"{name} has no one width (hidden_size): give a language model.")
         self.width: int = width
         self.limit: int | None = None
         """Tokens up to which decoding was tried; None for any number."""
@@ -296,11 +294,10 @@ def adapt(model: PreTrainedModel) -> Adapter:
             if key:
                 _found_before[key] = layout
             return adapter
-    name = type(model).__name__
-    said = f"{name} has layers, but no norm or head after them was found that gives its own output"
-    if row is not None:
-        said = f"The states of {name} that are read are not those that it computes with"
-    raise UserError(f"{said} ({problems[0]}); {advice(model)}")
+    raise UserError(
+        f"{type(model).__name__} has layers, but no norm or head after them was found that gives "
+        f"its own output ({problems[0]}); {advice(model)}"
+    )
 
 
 #: Layouts that were verified, by the fingerprint and dtype of the model.
@@ -309,10 +306,9 @@ _found_before: dict[str, Layout] = {}
 
 @torch.no_grad()
 def find_difference(adapter: Adapter) -> str:
-    """Return in what an adapter's states differ from what the model computes; "" if in nothing.
+    """Return how states differ from what the model computes, on two texts; "" if they do not.
 
-    Seen on two texts of a few tokens, one of them padded: every layer must read what the one before
-    it returned, and the last state must lead to the model's own output.
+    Every layer must read what the one before it returned, and the last state give the output.
     """
     model = adapter.model
     size = getattr(model.config.get_text_config(), "vocab_size", None) or 16
