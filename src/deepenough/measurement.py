@@ -211,7 +211,7 @@ RESAMPLES = 1000
 
 
 class Interval(NamedTuple):
-    """A value, and between what it is trusted to lie."""
+    """A value and the ends of its confidence interval."""
 
     value: float
     low: float

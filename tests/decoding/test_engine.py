@@ -1,5 +1,7 @@
 """The engines: the model's own numbers, layers and weights, or a refusal."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 from deepenough import UserError
+from deepenough.decoding import engine
 from deepenough.decoding.api import speculate
 from deepenough.decoding.general_backend import GeneralEngine
 from deepenough.decoding.torch_backend import rms_norm
@@ -167,3 +170,38 @@ def test_rotary_codes_end_where_they_change(make_model, prompts) -> None:
         assert torch.equal(fast.generate(**prompts(rows), **options), expected)
     with pytest.raises(UserError, match="do not fit the model's 16"):
         fast.generate(**prompts(1), do_sample=False, max_new_tokens=10)
+
+
+@pytest.mark.parametrize(("switches", "limit"), [([16, 32], 16), ([], 64)])
+def test_what_cannot_be_tried_is_decoded_up_to_its_first_switch(
+    make_model, prompts, monkeypatch, switches, limit
+) -> None:
+    monkeypatch.setattr(engine, "make_twin", lambda model: (None, switches))
+    monkeypatch.setattr(engine, "_trials", {})
+    fast = speculate(make_model(), "lookup")
+    assert fast.decoding_engine.max_length == limit
+    assert fast.decoding_engine.ignores_padding  # tried on the model itself
+    expected = make_model().generate(**prompts(3), do_sample=False, max_new_tokens=9)
+    assert torch.equal(fast.generate(**prompts(3), do_sample=False, max_new_tokens=9), expected)
+
+
+def test_a_model_whose_twin_differs_is_refused(make_model, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "_trials", {})
+    own = engine.Engine.head
+    small = lambda adapter: adapter.model.config.vocab_size == 64  # noqa: E731 - a twin's
+    monkeypatch.setattr(
+        GeneralEngine, "head", lambda self, normed: own(self, normed) * (1 + small(self.adapter))
+    )
+    with pytest.raises(UserError, match=r"small model of the same kind.*the prompt are others"):
+        speculate(make_model(vocab_size=80), "none", fused=False)
+
+
+def test_a_twin_is_tried_once(make_model, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "_trials", {})
+    made: list[Any] = []
+    own = engine.make_twin
+    monkeypatch.setattr(engine, "make_twin", lambda model: made.append(model) or own(model))
+    for _ in range(2):
+        speculate(make_model(), "none")
+    speculate(make_model(rms_norm_eps=0.1), "none")
+    assert len(made) == 2

@@ -37,9 +37,10 @@ class OddConfig(tf.PreTrainedConfig):
 
 
 class OddModel(tf.PreTrainedModel):
-    """Its layers stand in no list, and it doubles the last one's output."""
+    """Its layers stand in no list, and it multiplies the last one's output."""
 
     config_class = OddConfig
+    between, factor = 1.0, 2.0
 
     def __init__(self, config: OddConfig, in_list: bool = False) -> None:
         super().__init__(config)
@@ -54,7 +55,7 @@ class OddModel(tf.PreTrainedModel):
         return self.words
 
     def forward(self, input_ids: Tensor, **_: Any) -> tuple[Tensor]:
-        return (2 * self.two(self.one(self.words(input_ids))),)
+        return (self.factor * self.two(self.between * self.one(self.words(input_ids))),)
 
 
 def test_a_model_without_recognisable_layers_is_told_how_to_register() -> None:
@@ -78,11 +79,23 @@ def test_layers_whose_output_leads_nowhere_are_refused() -> None:
 
 def test_a_registered_layout_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYOUTS, "odd", Layout(layers=lambda trunk: [trunk.one, trunk.two]))
+    with pytest.raises(UserError, match="its last state gives another output"):
+        adapt(OddModel(OddConfig()))
+    monkeypatch.setattr(OddModel, "factor", 1.0)
     adapter = adapt(OddModel(OddConfig()))
     assert adapter.num_layers == 2
     assert len(adapter.states(torch.tensor([[5, 7, 11]]))) == 3
     monkeypatch.setitem(LAYOUTS, "odd", Layout(layers="stack.layers"))
     with pytest.raises(UserError, match=r"no 'stack.layers' in its OddModel.*register\('odd'"):
+        adapt(OddModel(OddConfig()))
+
+
+def test_a_row_whose_layers_are_not_one_after_the_other_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OddModel, "between", 3.0)
+    monkeypatch.setitem(LAYOUTS, "odd", Layout(layers=lambda trunk: [trunk.one, trunk.two]))
+    with pytest.raises(UserError, match="layer 2 does not read what layer 1 returned"):
         adapt(OddModel(OddConfig()))
 
 
@@ -118,4 +131,4 @@ def test_a_norm_beside_the_layers_may_be_of_something_else() -> None:
     )
     for load in (tf.AutoModel, tf.AutoModelForMaskedLM):
         adapter = adapt(load.from_config(config).eval())
-        assert adapter.num_layers == 2 and adapter._layout.final_norm is None
+        assert adapter.num_layers == 2 and adapter.layout.final_norm is None

@@ -159,7 +159,7 @@ def test_variants_of_an_architecture(kind: str, changes: dict[str, Any]) -> None
 
 def test_work_between_the_layers_is_refused() -> None:
     """The larger DeBERTa-v2 convolve what the first layer returns; single steps would not."""
-    with pytest.raises(UserError, match="does more than run its layers one after the other"):
+    with pytest.raises(UserError, match="layer 2 does not read what layer 1 returned"):
         check(tiny("deberta-v2", conv_kernel_size=3))
 
 

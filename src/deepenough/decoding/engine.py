@@ -22,7 +22,6 @@ Shapes: B sequences, T tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,11 +29,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from torch.nn import functional as F
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from deepenough.artifacts import fingerprint
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import others_hooks
+from deepenough.hf.twin import LONGEST, SWITCH, make_twin
 
 
 @dataclass
@@ -60,8 +62,7 @@ class Engine(ABC):
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.num_layers = adapter.num_layers
-        limits = (adapter.max_length, _rotary_limit(adapter.model))
-        self.max_length = min((limit for limit in limits if limit is not None), default=None)
+        self.max_length = min(filter(None, (adapter.max_length, adapter.limit)), default=None)
         """Longest sequence in tokens, or None where there is no limit."""
         self.lengths: list[int] = []
         """Committed tokens of each sequence."""
@@ -126,9 +127,6 @@ def make_engine(model: Any, fused: bool = True) -> Engine:
 
     The fused torch backend is used where `fused` and where the model's layout is known to it.
     """
-    from deepenough.decoding.general_backend import GeneralEngine
-    from deepenough.decoding.torch_backend import make_fused
-
     if hasattr(type(model), "decoding_engine"):
         raise UserError("The model decodes adaptively already: give the one it was made of.")
     if not isinstance(model, PreTrainedModel):
@@ -141,11 +139,12 @@ def make_engine(model: Any, fused: bool = True) -> Engine:
     _check_supported(adapter)
     if model.training or adapter.trunk.training:
         raise UserError("The model is in training mode, with dropout: call model.eval() first.")
-    engine: Engine = (make_fused(adapter) if fused else None) or GeneralEngine(adapter)
+    adapter.limit, takes_padding = _tried_on_twin(adapter, fused)
+    engine = _new_engine(adapter, fused)
     try:
         same = _gives_same_logits(engine)
-        if not same and not isinstance(engine, GeneralEngine):
-            engine = GeneralEngine(adapter)
+        if not same and fused:
+            engine = _new_engine(adapter, fused=False)
             same = _gives_same_logits(engine)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -158,12 +157,18 @@ def make_engine(model: Any, fused: bool = True) -> Engine:
             f"{type(model).__name__} gives other logits layer by layer than as a whole, so it "
             "cannot be decoded this way: use its own generate()."
         )
-    try:
-        engine.ignores_padding = _ignores_padding(engine)
-    except (IndexError, TypeError, ValueError, RuntimeError):  # its own code takes no padding
-        engine.ignores_padding = False
+    if takes_padding is None:
+        takes_padding = not _difference(engine, _FEW, padded=True)
+    engine.ignores_padding = takes_padding
     engine.release()
     return engine
+
+
+def _new_engine(adapter: Adapter, fused: bool) -> Engine:
+    from deepenough.decoding.general_backend import GeneralEngine
+    from deepenough.decoding.torch_backend import make_fused
+
+    return (make_fused(adapter) if fused else None) or GeneralEngine(adapter)
 
 
 @dataclass(init=False)
@@ -203,23 +208,6 @@ def is_untouched(module: nn.Module) -> bool:
     """Return whether a module runs as its class says: without hooks or another `forward`."""
     replaced = "forward" in vars(module) or module._compiled_call_impl is not None
     return not replaced and not others_hooks(module)
-
-
-def _rotary_limit(model: PreTrainedModel) -> int | None:
-    """Return the length up to which rotary encodings stay the same; None if they always do.
-
-    Behind it, `dynamic` and `longrope` turn all tokens by other angles than the cached keys.
-    """
-    config = model.config.get_text_config()
-    given = getattr(config, "rope_parameters", None) or {}
-    limits = []
-    for each in [given] if "rope_type" in given else given.values():
-        kind = each.get("rope_type", "") if isinstance(each, dict) else ""
-        if kind == "longrope":
-            limits.append(each["original_max_position_embeddings"])
-        elif "dynamic" in kind:
-            limits.append(config.max_position_embeddings)
-    return min(limits, default=None)
 
 
 def row_lengths(ids_BT: Tensor, mask_BT: Tensor | None) -> list[int]:
@@ -288,28 +276,78 @@ def _gives_same_logits(engine: Engine) -> bool:
     return same and _is_close(_next_logits(engine, ids_BT[:, 3:]), after.logits)
 
 
+#: Tokens of the prompts that are tried, and how many follow them where a pass takes long.
+_PROMPT, _FEW = 4, 3
+#: What was found out with twins, by class and config.
+_trials: dict[tuple[Any, ...], tuple[int | None, bool | None]] = {}
+
+
+def _tried_on_twin(adapter: Adapter, fused: bool) -> tuple[int | None, bool | None]:
+    """Return up to how many tokens a model is decoded as by itself, and whether padded batches are.
+
+    Tried on a small model of the same config, past every length at which it begins to compute
+    something else. Where it differs there, or cannot be built, the limit is the first such length;
+    None is no limit. Without such a model nothing is known of padding, which is None, too.
+    """
+    model: Any = adapter.model
+    key = (type(model), fingerprint(model.config), model.config._attn_implementation, fused)
+    if key in _trials:
+        return _trials[key]
+    twin: Any
+    twin, switches = make_twin(model)
+    limits = [None, switches[0]] if switches else [None]
+    found: tuple[int | None, bool | None] = limits[-1], None
+    problem = ""
+    for limit in limits if twin else ():
+        small = Adapter(twin, adapter.layout)
+        small.limit = None if limit is None else SWITCH
+        engine = _new_engine(small, fused)
+        tokens = min(3 * SWITCH, (engine.max_length or LONGEST) - _PROMPT)
+        problem = _difference(engine, tokens, padded=False)
+        if not problem:
+            found = limit, not _difference(engine, tokens, padded=True)
+            break
+    if problem:
+        raise UserError(
+            f"A small model of the same kind as {type(model).__name__} cannot be decoded layer by "
+            f"layer ({problem}): use the model's own generate()."
+        )
+    return _trials.setdefault(key, found)
+
+
 @torch.no_grad()
-def _ignores_padding(engine: Engine) -> bool:
-    """Compare a padded batch, whose rows keep different numbers of tokens, with each row alone."""
+def _difference(engine: Engine, new_tokens: int, padded: bool) -> str:
+    """Return how an engine's logits differ from those of the model's `generate`; "" if they do not.
+
+    Three tokens are entered in each pass, of which a sequence keeps one or two.
+    """
     model: Any = engine.adapter.model
-    ids_BT = _token_rows(model)
-    long_TV = model(input_ids=ids_BT[:1]).logits[0]
-    short_TV = model(input_ids=ids_BT[1:, 2:]).logits[0]
+    ids_BT = _token_rows(model)[: 1 + padded, :_PROMPT]
     mask_BT = torch.ones_like(ids_BT)
-    mask_BT[1, :2] = 0
-    # As `generate` calls it: its own padded batches must be right, too.
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    places_BT = (mask_BT.cumsum(1) - 1).clamp_min(0)
-    more = {"position_ids": places_BT} if takes_positions else {}
-    padded_TV = model(input_ids=ids_BT, attention_mask=mask_BT, **more).logits[1, 2:]
-    if not _is_close(padded_TV, short_TV):
-        return False
-    first_BD = engine.prefill(ids_BT[:, :3], mask_BT[:, :3], capacity=5)
-    same = _is_close(engine.head(first_BD), torch.stack([long_TV[2], short_TV[0]]))
-    both = _next_logits(engine, ids_BT[:, 3:])
-    same = same and _is_close(both, torch.stack([long_TV[3:], short_TV[1:]]))
-    engine.keep([1, 2])
-    return same and _is_close(_next_logits(engine, ids_BT[:, 4:])[0], long_TV[4:])
+    mask_BT[1:, :2] = 0
+    usual, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
+    options = {"max_new_tokens": new_tokens, "return_dict_in_generate": True}
+    try:
+        made = model.generate(ids_BT, attention_mask=mask_BT, output_logits=True, **options)
+        expected_BNV, tokens_BC = torch.stack(made.logits, 1), F.pad(made.sequences, (0, 4))
+        state_BD = engine.prefill(ids_BT, mask_BT if padded else None, tokens_BC.shape[1])
+        if not _is_close(engine.head(state_BD), expected_BNV[:, 0]):
+            return "the logits after the prompt are others"
+        kept, passes = [0] * len(ids_BT), 0
+        while max(kept) < expected_BNV.shape[1] - 1:
+            lines = [row[_PROMPT + n :][:3] for row, n in zip(tokens_BC, kept, strict=True)]
+            for row, found_TV in enumerate(_next_logits(engine, torch.stack(lines))):
+                own_TV = expected_BNV[row, kept[row] + 1 :][:3]
+                if not _is_close(found_TV[: len(own_TV)], own_TV):
+                    return f"the logits after {_PROMPT + kept[row] + 1} tokens are others"
+            counts = [1 + (passes + row) % 2 for row in range(len(kept))]
+            engine.keep(counts)
+            kept, passes = [n + more for n, more in zip(kept, counts, strict=True)], passes + 1
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        model.generation_config = usual
+    return ""
 
 
 def _next_logits(engine: Engine, tokens_BT: Tensor) -> Tensor:

@@ -30,7 +30,13 @@ from deepenough.decoding.early_exit import ExitCheck, ExitRule
 from deepenough.decoding.engine import DecodingCosts, Engine
 from deepenough.decoding.request import plain_request
 from deepenough.decoding.verification import decode
-from deepenough.hf.intercept import hidden_input, hooked, with_hidden_input, with_hidden_output
+from deepenough.hf.intercept import (
+    hidden_input,
+    hidden_output,
+    hooked,
+    with_hidden_input,
+    with_hidden_output,
+)
 from deepenough.trace import DepthTrace
 
 #: Positions whose probabilities are held at once.
@@ -75,8 +81,7 @@ class ExitForwardPass:
             return with_hidden_input(args, kwargs, hidden)
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
-            hidden = output[0] if isinstance(output, tuple) else output
-            return with_hidden_output(output, self._last_output(hidden))
+            return with_hidden_output(output, self._last_output(hidden_output(output)))
 
         hooks = [(layer, partial(before, index)) for index, layer in enumerate(layers)]
         with hooked(hooks, [(layers[-1], after)], this_thread=True):

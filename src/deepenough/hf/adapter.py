@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import (
 
 from deepenough.artifacts import fingerprint
 from deepenough.errors import UserError
-from deepenough.hf.intercept import hidden_input, hidden_output, hooked
+from deepenough.hf.intercept import eval_mode, hidden_input, hidden_output, hooked
 from deepenough.hf.layouts import LAYOUTS, Layout, Path, advice, candidates, find_parts, resolve
 
 Kind = Literal["causal", "masked", "encoder"]
@@ -52,14 +52,20 @@ class Adapter:
     def __init__(self, model: PreTrainedModel, layout: Layout) -> None:
         self.model = model
         self.kind: Kind = kind_of(model)
-        self._layout = layout
+        self.layout = layout
         self.trunk: Any = _found(model, model.base_model, layout.trunk, "trunk")
         if callable(layout.layers):
             self.layers = layout.layers(self.trunk)
         else:
             self.layers = list(_found(model, self.trunk, layout.layers, "layers"))
         self.num_layers = len(self.layers)
-        self.width: int = model.config.get_text_config().hidden_size
+        width = getattr(model.config.get_text_config(), "hidden_size", None)
+        if width is None:
+            name = type(model).__name__
+            raise UserError(f"{name} has no one width (hidden_size): give a language model.")
+        self.width: int = width
+        self.limit: int | None = None
+        """Tokens up to which decoding was tried; None for any number."""
 
     # -- states ------------------------------------------------------------------------------
 
@@ -89,7 +95,7 @@ class Adapter:
         accepted = inspect.signature(self.trunk.forward).parameters
         if "use_cache" in accepted:
             more = {"use_cache": False, **more}
-        if "logits_to_keep" in accepted:  # a model that is its own trunk
+        if "logits_to_keep" in accepted and self.trunk is self.model:
             more = {"logits_to_keep": 1, **more}
         with self.capture() as captured:
             self.trunk(input_ids=input_ids, attention_mask=attention_mask, **more)
@@ -104,7 +110,7 @@ class Adapter:
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm between the last layer and the head; post-norm models have none."""
-        norm = resolve(self.trunk, self._layout.final_norm) if self._layout.final_norm else None
+        norm = resolve(self.trunk, self.layout.final_norm) if self.layout.final_norm else None
         return hidden if norm is None else norm(hidden.to(self.model.dtype))
 
     def head(self, normed: Tensor) -> Tensor:
@@ -127,12 +133,12 @@ class Adapter:
         return self.head(self.final_norm(hidden))
 
     def _project(self, hidden: Tensor) -> Tensor:
-        path = self._layout.projection
+        path = self.layout.projection
         projection = resolve(self.trunk, path) if path else None
         return hidden if projection is None else projection(hidden)
 
     def _run_head(self, hidden_BTD: Tensor) -> Tensor:
-        head = self._layout.head
+        head = self.layout.head
         logits: Tensor
         if isinstance(head, str):
             logits = _found(self.model, self.model, head, "head")(hidden_BTD)
@@ -142,7 +148,7 @@ class Adapter:
             # The trunk cannot be told from the head: all there is to go by is the last map.
             logits = self.model.get_output_embeddings()(hidden_BTD)
         else:
-            path = ".".join(filter(None, (self.model.base_model_prefix, self._layout.trunk)))
+            path = ".".join(filter(None, (self.model.base_model_prefix, self.layout.trunk)))
             logits = _run_own_head(self.model, path, hidden_BTD)
         return logits
 
@@ -157,7 +163,7 @@ class Adapter:
         Args:
             layer: Number of the layer, from 0.
         """
-        block, layout = self.layers[layer], self._layout
+        block, layout = self.layers[layer], self.layout
         attention, feed_forward, norms = layout.attention, layout.feed_forward, layout.norms
         if not (attention or feed_forward or norms):
             attention, feed_forward, norms = find_parts(block)
@@ -264,7 +270,8 @@ def adapt(model: PreTrainedModel) -> Adapter:
     """Return the adapter of a model: by its row in `layouts.py`, or else by its structure.
 
     Raises:
-        UserError: If the model is an encoder-decoder, or if its layers cannot be found.
+        UserError: If the model is an encoder-decoder, if its layers cannot be found, or if what
+            they return does not lead to what the model itself returns.
     """
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -272,45 +279,82 @@ def adapt(model: PreTrainedModel) -> Adapter:
             f"{type(model).__name__} is an encoder-decoder ({config.model_type}), which has two "
             "stacks of layers: give a model with one, such as its encoder alone."
         )
-    if layout := LAYOUTS.get(config.model_type):
-        return Adapter(model, layout)
-    return _search(model)
-
-
-def _search(model: PreTrainedModel) -> Adapter:
-    """Return the first candidate whose states lead to what the model itself returns."""
-    for layout in candidates(model):
+    try:
+        key = fingerprint(config, model) + str(model.dtype)
+    except (AttributeError, TypeError, RuntimeError):  # weights that are no plain tensors
+        key = ""
+    row = LAYOUTS.get(config.model_type) or _found_before.get(key)
+    if row is not None and _found_before.get(key) == row:
+        return Adapter(model, row)
+    problems: list[str] = []
+    for layout in [row] if row else candidates(model):
         adapter = Adapter(model, layout)
-        if _agrees(adapter):
+        problems.append(find_difference(adapter))
+        if not problems[-1]:
+            if key:
+                _found_before[key] = layout
             return adapter
     raise UserError(
         f"{type(model).__name__} has layers, but no norm or head after them was found that gives "
-        f"its own output; {advice(model)}"
+        f"its own output ({problems[0]}); {advice(model)}"
     )
 
 
+#: Layouts that were verified, by the fingerprint and dtype of the model.
+_found_before: dict[str, Layout] = {}
+
+
 @torch.no_grad()
-def _agrees(adapter: Adapter) -> bool:
-    """Return whether, on three tokens, the last state leads to what the model returns."""
-    model, has_head = adapter.model, adapter.kind != "encoder"
-    ids = torch.arange(1, 4, device=model.device)[None]
-    runs = model if has_head else adapter.trunk
-    try:
-        with adapter.capture() as captured:
-            output = runs(input_ids=ids, attention_mask=torch.ones_like(ids))
-    except Exception as error:  # a model that reads something else than text, in any way
-        raise UserError(
-            f"{type(model).__name__} does not run on tokens alone, so that its layers could not be "
-            f"found ({type(error).__name__}: {error}); {advice(model)}"
-        ) from error
-    if len(captured.states) != adapter.num_layers + 1:
+def find_difference(adapter: Adapter) -> str:
+    """Return how states differ from what the model computes, on two texts; "" if they do not.
+
+    Every layer must read what the one before it returned, and the last state give the output.
+    """
+    model = adapter.model
+    size = getattr(model.config.get_text_config(), "vocab_size", None) or 16
+    ids = torch.arange(3, 13, device=model.device).view(2, 5).remainder(size)
+    mask = torch.ones_like(ids)
+    mask[1, 3:] = 0
+    ids[1, 3:] = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+    read: list[Tensor] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        read.append(hidden_input(args, kwargs))
+
+    has_head = adapter.kind != "encoder"
+    with eval_mode(model):
+        try:
+            runs: Any = model if has_head else model.base_model
+            output = runs(input_ids=ids, attention_mask=mask)
+        except Exception as error:  # a model that reads something else than text, in any way
+            raise UserError(
+                f"{type(model).__name__} does not run on tokens alone, so that its layers could "
+                f"not be found ({type(error).__name__}: {error}); {advice(model)}"
+            ) from error
+        try:
+            with hooked(before=dict.fromkeys(adapter.layers, note).items()):
+                states = adapter.states(ids, mask)
+        except Exception as error:  # a wrong trunk fails in many ways
+            return f"its layers cannot be run alone ({type(error).__name__}: {error})"
+        for layer, (own, before) in enumerate(zip(read, states, strict=False)):
+            if not _is_close(own, before, mask):
+                return f"layer {layer + 1} does not read what layer {layer} returned"
+        expected = output.logits if has_head else output[0]
+        try:
+            found = (adapter.logits if has_head else adapter.final_norm)(states[-1])
+        except (AttributeError, TypeError, RuntimeError) as error:
+            return f"its head does not take its last state ({type(error).__name__}: {error})"
+    return "" if _is_close(found, expected, mask) else "its last state gives another output"
+
+
+def _is_close(found: Tensor, expected: Tensor, mask: Tensor) -> bool:
+    """Return whether states are the same but for rounding, where there is text."""
+    if found.shape != expected.shape or found.shape[:2] != mask.shape:
         return False
-    expected = output.logits if has_head else output[0]
-    try:
-        found = (adapter.logits if has_head else adapter.final_norm)(captured.states[-1])
-    except (AttributeError, TypeError, RuntimeError):  # a wrong candidate fails in many ways
-        return False
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    seen, largest = mask.bool(), float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    tolerance = torch.finfo(expected.dtype).eps ** 0.5 * max(largest, 1e-3)
+    # Weights that are not finite are somebody else's to tell of.
+    return torch.allclose(found[seen], expected[seen], 0.0, tolerance, equal_nan=True)
 
 
 def kind_of(model: PreTrainedModel) -> Kind:
@@ -333,7 +377,8 @@ def _described(identity: Mapping[str, Any]) -> str:
 
 
 def _is_listed(name: str, table: Any) -> bool:
-    return any(name == listed or name in listed for listed in table.values())
+    listed = ((each,) if isinstance(each, str) else each for each in table.values())
+    return any(name in names for names in listed)
 
 
 def _found(model: PreTrainedModel, root: Any, path: str, what: str) -> Any:

@@ -65,12 +65,12 @@ def with_hidden_input(
 
 def hidden_output(output: Any) -> Tensor:
     """Return the hidden states in what a layer, or a module inside it, returns."""
-    return output[0] if isinstance(output, tuple) else output
+    return output[0] if isinstance(output, tuple | list) else output
 
 
 def with_hidden_output(output: Any, hidden: Tensor) -> Any:
     """Return the same output of a layer with other hidden states."""
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+    return (hidden, *output[1:]) if isinstance(output, tuple | list) else hidden
 
 
 # -- the three ways to intercept -----------------------------------------------------------------
@@ -261,7 +261,7 @@ class OutputForms:
         self._forms: dict[nn.Module, tuple[bool, ...] | None] = {}
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
-            is_tuple = isinstance(output, tuple)
+            is_tuple = isinstance(output, tuple | list)
             form = tuple(isinstance(each, Tensor) for each in output) if is_tuple else None
             self._forms[module] = form
 
@@ -409,4 +409,4 @@ def _num_returned(layer: nn.Module, compute: Any, args: Any, kwargs: Any) -> int
     """
     with eval_mode(layer):
         output = compute(*args, **kwargs)
-    return len(output) if isinstance(output, tuple) else 0
+    return len(output) if isinstance(output, tuple | list) else 0

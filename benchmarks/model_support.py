@@ -1,0 +1,519 @@
+"""Of every text architecture of transformers, each method is right or refuses it: none is wrong.
+
+A tiny model with random weights is built of every causal, masked and encoder type, and of each of
+its variants (`tiny_models.py`), and each method is compared with the model itself, on one text and
+on three of different lengths, padded:
+
+- shortcut: the states are those of `output_hidden_states`, the last one leads to the model's
+  logits, and a fit and its evaluation run;
+- early exit: a token that never leaves is that of `generate`; tokens that leave are those that one
+  pass over the whole text, through hooks on the model's own layers, gives;
+- speculation: the tokens are those of `generate`, fused and through the model's own layers;
+- ponder: the last pass over the layers is what the encoder returns, and the classifier runs.
+
+Also run as `python benchmarks/model_support.py`, which writes docs/model-support.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import re
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import deepenough as de
+from benchmarks.tiny_models import SWITCH, VOCABULARY, NotBuilt, build, model_types, variants_of
+from deepenough.decoding.drafters import Drafter, Proposal
+from deepenough.hf.adapter import adapt
+from deepenough.ponder.halting import FixedExit
+from deepenough.shortcut.evaluation import evaluate
+
+QUICK = False
+SEEDS = [0]
+
+RIGHT, IN_PART, REFUSED, WRONG, CRASH = "right", "in part", "refused", "WRONG", "CRASH"
+NOT_BUILT = "not built"
+PAGE = Path(__file__).parents[1] / "docs" / "model-support.md"
+NEW_TOKENS = 14
+#: Logits nearer than this are a tie, which rounding decides.
+TIE = 1e-4
+#: Seconds for all variants of one type.
+LIMIT = 240.0
+
+Verdict = tuple[str, str]
+
+
+class Different(Exception):
+    """What a method gives is not what the model gives; says where."""
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the words `w4` to `w63`."""
+    words = {"[PAD]": 0, "[BOS]": 1, "[EOS]": 2, "[MASK]": 3}
+    words |= {f"w{n}": n for n in range(4, VOCABULARY)}
+    made = Tokenizer(WordLevel(words, unk_token="[PAD]"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", mask_token="[MASK]", bos_token="[BOS]"
+    )
+
+
+def random_ids(rows: int, length: int, seed: int = 0) -> Tensor:
+    """Return token ids without special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, VOCABULARY - 2, (rows, length), generator=generator)
+
+
+def padded(rows: int, length: int, side: str = "right") -> dict[str, Tensor]:
+    """Return one text, or three of which two are shorter than the other, padded on one side."""
+    ids, mask = random_ids(rows, length, seed=rows), torch.ones(rows, length, dtype=torch.long)
+    for row, missing in enumerate((length // 2, 0, 2) if rows > 1 else ()):
+        if missing:
+            mask[row, slice(0, missing) if side == "left" else slice(-missing, None)] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def same(found: Tensor, expected: Tensor, mask: Tensor, what: str) -> None:
+    """Raise `Different` if two tensors `[B, T, ...]` differ where the mask is 1."""
+    if found.shape != expected.shape:
+        raise Different(f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    seen = mask.bool()
+    error = float((found - expected)[seen].abs().max())
+    if not error <= 1e-3 * max(1.0, float(expected[seen].abs().max())):
+        raise Different(f"{what}: off by {error:.2g}")
+
+
+def same_states(states: Sequence[Tensor], theirs: Sequence[Tensor], mask: Tensor) -> None:
+    """Compare states with those of transformers, but for the last, which may be behind a norm.
+
+    Some models leave out the embeddings and begin with the output of the first layer.
+    """
+    if states[1].shape == theirs[0].shape and torch.allclose(states[1], theirs[0], atol=1e-3):
+        states = states[1:]
+    for layer, (own, other) in enumerate(zip(states[:-1], theirs, strict=False)):
+        if own.shape == other.shape:  # a model may keep several streams, and return one
+            same(own, other, mask, f"h_{layer}")
+
+
+# -- methods ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def check_shortcut(model: PreTrainedModel, made: dict[str, Any], rows: int) -> None:
+    """Compare states and head with the model; fit and evaluate shortcuts."""
+    adapter = adapt(model)
+    given = padded(rows, 20)
+    mask = given["attention_mask"]
+    states = adapter.states(**given)
+    whole = model(**given, output_hidden_states=True)
+    theirs = getattr(whole, "hidden_states", None) or ()
+    if len(theirs) == len(states):
+        same_states(states, theirs, mask)
+    if adapter.kind == "encoder":
+        same(adapter.final_norm(states[-1]), whole[0], mask, "the last state")
+    else:
+        same(adapter.logits(states[-1]), whole.logits, mask, "logits")
+    if rows > 1:
+        lines = random_ids(40, 10, seed=3).tolist()
+        texts = [" ".join(f"w{t}" for t in line[: 4 + n % 7]) for n, line in enumerate(lines)]
+        made["shortcuts"] = de.Shortcuts.fit(adapter, tokenizer(), texts, ridge=1e-3)
+        evaluate(adapter, tokenizer(), made["shortcuts"], texts[:8])
+
+
+def prompts(rows: int) -> tuple[dict[str, Tensor], int]:
+    """Return prompts, and how many tokens are generated: few behind a short prompt (0 rows)."""
+    return (padded(1, 3), SWITCH - 3) if rows == 0 else (padded(rows, 7, "left"), NEW_TOKENS)
+
+
+def generated(model: Any, given: dict[str, Tensor], tokens: int) -> Tensor:
+    """Return the new tokens that a model generates greedily."""
+    sequences: Tensor = model.generate(**given, do_sample=False, max_new_tokens=tokens)
+    return sequences[:, given["input_ids"].shape[1] :]
+
+
+class KnownDrafter(Drafter):
+    """Drafts what the model will say, but for a wrong token here and there, other in each row."""
+
+    expected: Tensor
+
+    def propose(self, rows: list[Any], state_BD: Tensor, engine: Any) -> Proposal:
+        """Return three tokens of each row."""
+        drafts: list[list[int]] = []
+        for row in rows:
+            start = len(row.tokens)
+            line = self.expected[row.index, start : start + self.num_draft_tokens].tolist()
+            wrong = (row.index + start) % 4
+            drafts.append([token ^ (place == wrong) for place, token in enumerate(line)])
+        return Proposal(drafts)
+
+
+def same_tokens(
+    model: Any,
+    fast: Any,
+    given: dict[str, Tensor],
+    tokens: int,
+    what: str,
+    known: KnownDrafter | None = None,
+) -> None:
+    """Raise `Different` if two models generate different tokens where no tie explains it."""
+    expected = generated(model, given, tokens)
+    if known is not None:
+        known.expected = expected
+    found = generated(fast, given, tokens)
+    if expected.shape != found.shape:
+        raise Different(f"{what}: {found.shape[1]} tokens, not {expected.shape[1]}")
+    for row in range(len(expected)):
+        differ = (expected[row] != found[row]).nonzero()
+        if not len(differ):
+            continue
+        at = int(differ[0])
+        ids = torch.cat([given["input_ids"], expected[:, :at]], 1)
+        more = torch.ones(len(ids), at, dtype=torch.long)
+        mask = torch.cat([given["attention_mask"], more], 1)
+        prompt = {"input_ids": ids, "attention_mask": mask}
+        scores = model.generate(
+            **prompt, do_sample=False, max_new_tokens=1, eos_token_id=None, pad_token_id=0,
+            return_dict_in_generate=True, output_logits=True,
+        ).logits[0][row]  # fmt: skip
+        gap = float(scores[expected[row, at]] - scores[found[row, at]])
+        if abs(gap) > TIE * max(1.0, float(scores.abs().max())):
+            raise Different(f"{what}: token {at + 1} of row {row} is another")
+
+
+def check_speculation(model: PreTrainedModel, made: dict[str, Any], rows: int) -> None:
+    """Compare the tokens of a speculating model with those of `generate`."""
+    drafter = KnownDrafter(3)
+    for fused in (True, False):
+        fast = de.speculate(model, drafter, fused=fused)
+        same_tokens(model, fast, *prompts(rows), "fused" if fused else "own layers", drafter)
+        if not fast.decoding_engine.takes_groups:
+            break
+
+
+def check_early_exit(model: PreTrainedModel, made: dict[str, Any], rows: int) -> None:
+    """Compare tokens that never leave with `generate`, and those that leave with one pass."""
+    shortcuts = made.get("shortcuts")
+    if shortcuts is None:
+        adapter = adapt(model)
+        states = [torch.randn(200, adapter.width) for _ in range(adapter.num_layers + 1)]
+        shortcuts = made["shortcuts"] = de.Shortcuts.fit_states(states)
+    layers = [1, shortcuts.num_layers - 1]
+    given, tokens = prompts(rows)
+    full = de.early_exit(model, shortcuts, policy="top", threshold=1.0, exit_layers=layers)
+    same_tokens(model, full, given, tokens, "no exit")
+    deferred = ("deferred",) if full.decoding_engine.takes_groups else ()
+    for way in ("shortcut", "copy", *deferred):
+        options = {"threshold": 0.3, "exit_layers": layers, "kv_propagation": way}
+        early = de.early_exit(model, shortcuts, policy="top", **options)
+        generated(early, given, tokens)
+        if changes_with_length(model) or rows != 1:
+            continue  # one pass over the whole text rotates its first tokens otherwise
+        start = padded(1, 1)
+        found = generated(early, start, tokens)
+        whole = torch.cat([start["input_ids"], found], 1)
+        logits = early(input_ids=whole, attention_mask=torch.ones_like(whole)).logits[0, :-1]
+        best = logits.max(-1).values - logits.gather(-1, found.T)[:, 0]
+        if float(best.max()) > TIE * max(1.0, float(logits.abs().max())):
+            raise Different(f"exits ({way}): tokens differ from those of one pass")
+
+
+def changes_with_length(model: Any) -> bool:
+    """Return whether how a token is rotated depends on how long the text is by now."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None)
+    return any(name in str(rope) for name in ("longrope", "dynamic"))
+
+
+@torch.no_grad()
+def check_ponder(model: PreTrainedModel, made: dict[str, Any], rows: int) -> None:
+    """Compare the last pass of a pondering classifier with the encoder, and run it."""
+    ponder = de.PonderEncoderForSequenceClassification.from_encoder(model, num_labels=3).eval()
+    given = padded(rows, 12)
+    whole = model(**given)[0]
+    calls = ponder.stack.begin(**ponder.prepare(**given))
+    hidden = calls[0].hidden
+    for index in range(ponder.num_passes):
+        hidden = ponder.stack.run(index, hidden, calls)
+    same(ponder.adapter.final_norm(hidden), whole, given["attention_mask"], "the last pass")
+    answers = ponder(**given, all_passes=True).step_logits
+    one = ponder(**given, policy=FixedExit(ponder.num_passes))
+    same(one.logits, answers[-1], torch.ones(rows), "answers")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a method is checked."""
+
+    check: Callable[[PreTrainedModel, dict[str, Any], int], None]
+    kinds: tuple[str, ...]
+    parts: tuple[str, ...] = ("one text", "padded batches")
+
+
+ROWS = {"one short text": 0, "one text": 1, "padded batches": 3}
+METHODS = {
+    "shortcut": Method(check_shortcut, ("causal", "masked", "encoder")),
+    "early exit": Method(check_early_exit, ("causal",), tuple(ROWS)),
+    "speculation": Method(check_speculation, ("causal",), tuple(ROWS)),
+    "ponder": Method(check_ponder, ("encoder",)),
+}
+
+
+# -- one type --------------------------------------------------------------------------------------
+
+
+def judge(method: Method, model: PreTrainedModel, made: dict[str, Any]) -> Verdict:
+    """Return what comes of a method: a verdict, and why if it is not right."""
+    refused: dict[str, str] = {}
+    for part in method.parts:
+        try:
+            method.check(model, made, ROWS[part])
+        except de.UserError as refusal:
+            refused[part] = str(refusal)
+        except Different as error:
+            return WRONG, f"{part}: {error}"
+        except Exception as error:  # anything else than a refusal is a defect
+            return CRASH, f"{part}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if not refused:
+        return RIGHT, ""
+    verdict = REFUSED if len(refused) == len(method.parts) else IN_PART
+    return verdict, next(iter(refused.values()))
+
+
+def measure_type(
+    model_type: str, kinds: Sequence[str], only: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kind, variant (all, or those named) and method of one type."""
+    for kind in kinds:
+        for variant, changes in variants_of(model_type, kind).items():
+            if only and variant not in only:
+                continue
+            row = {"type": model_type, "kind": kind, "variant": variant}
+            try:
+                model = build(model_type, kind, **changes)
+            except NotBuilt as reason:
+                yield {**row, "method": None, "verdict": NOT_BUILT, "why": str(reason)}
+                continue
+            made: dict[str, Any] = {}
+            for name, method in METHODS.items():
+                twice = kind == "encoder" and name == "shortcut" and len(kinds) > 1
+                if kind in method.kinds and not twice:
+                    verdict, why = judge(method, model, made)
+                    yield {**row, "method": name, "verdict": verdict, "why": why}
+
+
+def _send(model_type: str, kinds: Sequence[str], pipe: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    for row in measure_type(model_type, kinds):
+        pipe.send(row)
+    pipe.close()
+
+
+def in_process(model_type: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of a type, measured in a process of its own, which may die or hang."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(model_type, kinds, writer))
+    process.start()
+    writer.close()
+    rows: list[dict[str, Any]] = []
+    ends, why = time.monotonic() + LIMIT, ""
+    try:
+        while True:
+            if not reader.poll(max(0.0, ends - time.monotonic())):
+                why = f"not done after {LIMIT:.0f} s"
+                break
+            rows.append(reader.recv())
+    except EOFError:
+        process.join(10)
+        why = f"the process ended with code {process.exitcode}" if process.exitcode else ""
+    if process.is_alive():
+        process.kill()
+    if why:
+        row = {"type": model_type, "kind": kinds[0], "variant": "?", "method": None}
+        rows.append({**row, "verdict": CRASH, "why": why})
+    return rows
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+
+def measure_all(names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the rows of all types, or of those named."""
+    rows: list[dict[str, Any]] = []
+    types = {name: kinds for name, kinds in model_types().items() if not names or name in names}
+    for number, (name, kinds) in enumerate(types.items(), start=1):
+        start = time.monotonic()
+        found = in_process(name, kinds)
+        rows += found
+        counts = Counter(row["verdict"] for row in found)
+        shown = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        print(
+            f"{number}/{len(types)} {name}: {shown} ({time.monotonic() - start:.1f} s)", flush=True
+        )
+        for row in found:
+            if row["verdict"] in (WRONG, CRASH):
+                print(" ", *(row[key] for key in ("verdict", "kind", "variant", "method", "why")))
+    return rows
+
+
+def measure() -> dict[str, Any]:
+    """Measure all types, write the page, and return how many types each method is right on."""
+    rows = measure_all()
+    table = by_type(rows)
+    PAGE.write_text(page(rows, table), encoding="utf-8")
+    counts = {
+        method.replace(" ", "_"): Counter(cells[method][0] for cells in table.values())
+        for method in METHODS
+    }
+    shown = {name: {m: text for m, (_, text) in cells.items()} for name, cells in table.items()}
+    return {
+        "types": len(table),
+        "models": len({(row["type"], row["kind"], row["variant"]) for row in rows}),
+        **{
+            method: {word.lower().replace(" ", "_"): found[word] for word in WORDS}
+            for method, found in counts.items()
+        },
+        "settings": {"verdicts": shown},
+    }
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+#: From the best to the worst; a type is what the worst of its variants is, but for mixtures.
+WORDS = (RIGHT, IN_PART, REFUSED, WRONG, CRASH)
+ABSENT = ""
+
+
+def by_type(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, tuple[str, str]]]:
+    """Return, for each type and method, a word and the text of its cell; rows name reasons."""
+    table: dict[str, dict[str, tuple[str, str]]] = {}
+    for row in rows:
+        table.setdefault(row["type"], dict.fromkeys(METHODS, (ABSENT, "")))
+    for name, cells in table.items():
+        for method in METHODS:
+            own = [row for row in rows if row["type"] == name and row["method"] == method]
+            crashed = [row for row in rows if row["type"] == name and row["verdict"] == CRASH]
+            if own or crashed:
+                cells[method] = _cell(own or crashed)
+    return table
+
+
+def _cell(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """Return the word for the variants of a type, and which of them are not right."""
+    variants = {word: [row["variant"] for row in rows if row["verdict"] == word] for word in WORDS}
+    found = [word for word in WORDS if variants[word]]
+    if len(found) == 1:
+        return found[0], found[0]
+    listed = (f"{word}: {', '.join(dict.fromkeys(variants[word]))}" for word in found[1:])
+    worst = found[-1] if found[-1] in (WRONG, CRASH) else IN_PART
+    return worst, "; ".join([found[0], *listed])
+
+
+def reason(why: str) -> str:
+    """Return the part of a refusal that says why, without names, details and remedy."""
+    text = re.sub(r"\([^()]*(\([^()]*\)[^()]*)*\)", "", why)
+    text = re.sub(r"\b[A-Z]\w*(For|Model|Decoder|LMHead)\w*\b", "the model", text)
+    text = re.split(r"[;:]", text)[0].replace(" ,", ",")
+    return " ".join(text.split()).rstrip(".")
+
+
+def page(rows: Sequence[dict[str, Any]], table: dict[str, dict[str, tuple[str, str]]]) -> str:
+    """Return docs/model-support.md."""
+    lines = [HEAD, f"| method | {' | '.join(WORDS)} |", "|---" * (1 + len(WORDS)) + "|"]
+    for method in METHODS:
+        counts = Counter(cells[method][0] for cells in table.values())
+        lines.append(f"| {method} | " + " | ".join(str(counts[word]) for word in WORDS) + " |")
+    today, version = datetime.date.today().isoformat(), transformers.__version__
+    models = len({(row["type"], row["kind"], row["variant"]) for row in rows})
+    lines += [
+        "",
+        f"Of {len(table)} types and {models} models, with transformers {version}, on {today}.",
+        LEGEND,
+    ]
+    reasons = Counter(
+        (row["method"], reason(row["why"])) for row in rows if row["verdict"] in (REFUSED, IN_PART)
+    )
+    lines += ["| method | why | models |", "|---|---|---|"]
+    for (method, why), count in sorted(reasons.items(), key=lambda item: (item[0][0], -item[1])):
+        lines.append(f"| {method} | {why} | {count} |")
+    lines += ["", "## Every type", "", "| type | " + " | ".join(METHODS) + " |"]
+    lines.append("|---" * (1 + len(METHODS)) + "|")
+    missing = {row["type"]: row["why"] for row in rows if row["verdict"] == NOT_BUILT}
+    for name, cells in table.items():
+        if any(text for _, text in cells.values()):
+            texts = (text or "-" for _, text in cells.values())
+            lines.append(f"| `{name}` | " + " | ".join(texts) + " |")
+    lines += ["", NOT_MEASURED, "| type | why |", "|---|---|"]
+    for name, why in missing.items():
+        if not any(text for _, text in table[name].values()):
+            lines.append(f"| `{name}` | {why.replace('|', ' ')} |")
+    return "\n".join(lines) + "\n"
+
+
+HEAD = """# Which models are supported
+
+Written by `python benchmarks/model_support.py`; do not edit. A tiny model with random weights is
+built of every text architecture of transformers, in each of its variants (sliding window, grouped
+keys, rotary scalings, tied and untied embeddings, parallel blocks, norms, capped logits), and each
+method is compared with the model itself, on one text and on three padded ones:
+
+- **shortcut**: the states are those that transformers returns, the last one leads to the model's
+  logits, and a fit and its evaluation run;
+- **early exit**: a token that never leaves is that of `generate()`, and tokens that leave are those
+  of one pass over the whole text through the model's own layers;
+- **speculation**: the tokens are those of `generate()`, whatever is drafted;
+- **ponder**: the last pass over the layers is what the encoder returns.
+
+Number of types by verdict:
+"""
+LEGEND = """
+- right: the same as the model, in every variant, alone and padded, past every length at which the
+  model begins to compute something else;
+- in part: right, and refused for some variants, for padded batches or for long texts;
+- refused: a sentence says why, and nothing is computed;
+- WRONG: something else than the model, without a word; CRASH: a traceback.
+
+The same comparison runs when you use a model of your own: before the first use its states are
+compared with what it computes, and decoding with its `generate()`, also on a small model of the
+same config that goes past every such length. What differs is refused.
+
+## Why a model is refused
+"""
+NOT_MEASURED = """## Not measured
+
+Their config alone does not make a small model that reads text.
+"""
+
+
+if __name__ == "__main__":
+    from benchmarks.runner import main
+
+    if sys.argv[1:]:  # some types, to look at
+        bad = [row for row in measure_all(sys.argv[1:]) if row["verdict"] in (WRONG, CRASH)]
+        sys.exit(1 if bad else 0)
+    sys.exit(main(["model_support"]))
