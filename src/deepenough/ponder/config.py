@@ -331,7 +331,7 @@ class PonderEncoderConfig(PreTrainedConfig):
     @property
     def hidden_size(self) -> int:
         """Width of the encoder."""
-        return int(self.encoder.hidden_size)
+        return int(self.encoder.get_text_config().hidden_size)
 
 
 def check_encoder(config: PreTrainedConfig) -> None:
@@ -383,7 +383,7 @@ def _set_options(config: Any, options: PonderConfig, shared: bool) -> None:
 
 def _depth(config: Any) -> int:
     """Return how many layers the encoder applies."""
-    encoder = getattr(config, "encoder", config)
+    encoder = getattr(config, "encoder", config).get_text_config()
     return int(encoder.num_hidden_layers * getattr(encoder, "inner_group_num", 1))
 
 
