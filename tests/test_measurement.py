@@ -54,4 +54,4 @@ def test_perplexity_of_a_text_comes_with_its_interval(
     assert " to " in next(line for line in printed.splitlines() if line.startswith("perplexity"))
     assert main(f"{words} --length 90".split()) == 0
     printed = capsys.readouterr().out
-    assert "too little text to say" in printed
+    assert "too little text for a confidence interval" in printed

@@ -164,8 +164,8 @@ def test_the_second_signal_stops_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def signalled(self: Trainer, number: int) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         raise AssertionError("it goes on")
 
     monkeypatch.setattr(Trainer, "_step", signalled)

@@ -301,9 +301,10 @@ def test_a_warmup_longer_than_the_training_is_shortened_and_said(
     tmp_path: Path, line: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(line(), tmp_path, steps=20, warmup=400, lr=0.5)
-    assert "warm-up of 400 steps is longer than the training of 20, so it takes 2" in caplog.text
     trainer._step(2)
     assert trainer.optimizers["weights"].param_groups[0]["lr"] == 0.5
+    trainer.fit()
+    assert "warm-up of 400 steps is longer than the training of 20, so it takes 2" in caplog.text
 
 
 def test_accumulation_is_the_mean_over_batches(tmp_path: Path, line: Any) -> None:

@@ -59,14 +59,6 @@ class Trainer:
         self, task: Task, settings: TrainingConfig, run: RunFolder, accelerator: Accelerator
     ) -> None:
         validate(settings, "train.")
-        if settings.warmup > settings.steps and accelerator.is_main_process:
-            logger.warning(
-                "The warm-up of %d steps is longer than the training of %d, so it takes %d; give "
-                "train.warmup fewer steps, or a share of the training such as 0.1.",
-                settings.warmup,
-                settings.steps,
-                settings.warmup_steps,
-            )
         keep_freed_memory()
         self.task, self.settings, self.run, self.accelerator = task, settings, run, accelerator
         model = task.model.to(accelerator.device)
@@ -144,6 +136,14 @@ class Trainer:
         settings, task = self.settings, self.task
         task.model.train()
         is_main = self.accelerator.is_main_process
+        if settings.warmup > settings.steps and is_main:
+            logger.warning(
+                "The warm-up of %d steps is longer than the training of %d, so it takes %d; give "
+                "train.warmup fewer steps, or a share of the training such as 0.1.",
+                settings.warmup,
+                settings.steps,
+                settings.warmup_steps,
+            )
         with (
             contextlib.closing(self.recorder),
             reading("steps", "training", self.first, enabled=is_main) as show,
