@@ -417,9 +417,12 @@ def by_type(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, tuple[str, st
     for name, cells in table.items():
         for method in METHODS:
             own = [row for row in rows if row["type"] == name and row["method"] == method]
-            crashed = [row for row in rows if row["type"] == name and row["verdict"] == CRASH]
-            if own or crashed:
-                cells[method] = _cell(own or crashed)
+            # A process that died or hung tells no method.
+            own += [
+                r for r in rows if (r["type"], r["method"], r["verdict"]) == (name, None, CRASH)
+            ]
+            if own:
+                cells[method] = _cell(own)
     return table
 
 
@@ -436,8 +439,12 @@ def _cell(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
 
 def reason(why: str) -> str:
     """Return the part of a refusal that says why, without names, details and remedy."""
-    text = re.sub(r"\([^()]*(\([^()]*\)[^()]*)*\)", "", why)
+    text, before = why, ""
+    while text != before:
+        text, before = re.sub(r"\([^()]*\)", "", text), text
     text = re.sub(r"\b[A-Z]\w*(For|Model|Decoder|LMHead)\w*\b", "the model", text)
+    text = re.sub(r"keeps [\w, ]+ in its cache", "keeps layers of other kinds in its cache", text)
+    text = re.sub(r"type '[^']*'", "this type", text)
     text = re.split(r"[;:]", text)[0].replace(" ,", ",")
     return " ".join(text.split()).rstrip(".")
 
@@ -455,12 +462,13 @@ def page(rows: Sequence[dict[str, Any]], table: dict[str, dict[str, tuple[str, s
         f"Of {len(table)} types and {models} models, with transformers {version}, on {today}.",
         LEGEND,
     ]
-    reasons = Counter(
-        (row["method"], reason(row["why"])) for row in rows if row["verdict"] in (REFUSED, IN_PART)
-    )
-    lines += ["| method | why | models |", "|---|---|---|"]
-    for (method, why), count in sorted(reasons.items(), key=lambda item: (item[0][0], -item[1])):
-        lines.append(f"| {method} | {why} | {count} |")
+    reasons: dict[str, Counter[str]] = {}
+    for row in rows:
+        if row["verdict"] in (REFUSED, IN_PART):
+            reasons.setdefault(reason(row["why"]), Counter())[row["method"]] += 1
+    lines += ["| why | " + " | ".join(METHODS) + " |", "|---" * (1 + len(METHODS)) + "|"]
+    for why, found in sorted(reasons.items(), key=lambda item: -item[1].total()):
+        lines.append(f"| {why} | " + " | ".join(str(found[method]) for method in METHODS) + " |")
     lines += ["", "## Every type", "", "| type | " + " | ".join(METHODS) + " |"]
     lines.append("|---" * (1 + len(METHODS)) + "|")
     missing = {row["type"]: row["why"] for row in rows if row["verdict"] == NOT_BUILT}
@@ -503,6 +511,8 @@ compared with what it computes, and decoding with its `generate()`, also on a sm
 same config that goes past every such length. What differs is refused.
 
 ## Why a model is refused
+
+Number of models, each a type, a kind and a variant:
 """
 NOT_MEASURED = """## Not measured
 

@@ -74,6 +74,6 @@ def test_the_page_names_every_type() -> None:
     table = model_support.by_type(rows)
     page = model_support.page(rows, table)
     assert table["llama"]["speculation"] == (IN_PART, "right; refused: longrope")
-    assert "| speculation | the model does not | 1 |" in page
+    assert "| the model does not | 0 | 0 | 1 | 0 |" in page
     assert "| `llama` | - | - | right; refused: longrope | - |" in page
     assert "| `blt` | it has no sizes |" in page
