@@ -1,5 +1,6 @@
 """Exit thresholds calibrated on what a model writes: losses, the choice, and what is kept of it."""
 
+import copy
 import json
 from dataclasses import replace
 from typing import Any
@@ -163,6 +164,11 @@ def test_a_calibrated_model(model, shortcuts, tmp_path, fill) -> None:
         other = make_model(seed=1)
         free = Shortcuts(3, 16, shortcuts.maps)
         early_exit(other, free, guarantee=found)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.base_model.norm.weight.mul_(2)  # the states are the same, the tokens are not
+    with pytest.raises(UserError, match="with other weights"):
+        early_exit(other, shortcuts, guarantee=found)
     # With kv_propagation shortcut the map between exits is used as well.
     for changed in [(1, 3)] + [(1, 2)] * (fill == "shortcut"):
         maps = {**shortcuts.maps, changed: 2 * shortcuts.maps[changed]}

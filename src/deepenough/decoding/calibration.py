@@ -370,7 +370,7 @@ def calibrate(
             f"are {needed * new_tokens} new tokens, and more if the exits err at all."
         )
     engine: Engine = fast.decoding_engine
-    identity, maps = engine.adapter.identity(), _maps_hash(rule)
+    identity, maps = engine.adapter.identity(with_head=True), _maps_hash(rule)
     vocab = None if rule.exit_vocab is None else tuple(rule.exit_vocab.tolist())
     decides = (identity, maps, policy, rule.layers, rule.kv_propagation, vocab, prompts, new_tokens)
     folder = None if resume is None else Path(resume)

@@ -191,10 +191,14 @@ class Adapter:
         )
         return next((limit for limit in limits if limit and limit > 0), None)
 
-    def identity(self) -> dict[str, Any]:
-        """Return what identifies this model: name, revision, shape and a hash of its weights."""
+    def identity(self, with_head: bool = False) -> dict[str, Any]:
+        """Return what identifies this model: name, revision, shape and a hash of its weights.
+
+        The hash is of embeddings and layers, on which states depend. What also depends on the
+        final norm and the head, such as the tokens chosen, is told by one more, of all weights.
+        """
         config = self.model.config
-        return {
+        found = {
             "model": config._name_or_path,
             "revision": getattr(config, "_commit_hash", None),
             "architecture": config.model_type,
@@ -204,6 +208,7 @@ class Adapter:
                 config, self.model.get_input_embeddings(), *dict.fromkeys(self.layers)
             ),
         }
+        return found | {"all_weights": fingerprint(config, self.model)} if with_head else found
 
     def check_made_for(self, made_for: Mapping[str, Any], what: str) -> None:
         """Refuse something that was fitted for another model, or for this one before a change.
@@ -216,9 +221,9 @@ class Adapter:
         Raises:
             UserError: Says which model it was made for.
         """
-        own = self.identity()
-        checked = [name for name in ("layers", "width", "fingerprint") if name in made_for]
-        if any(made_for[name] != own[name] for name in checked):
+        own = self.identity(with_head="all_weights" in made_for)
+        checked = ("layers", "width", "fingerprint", "all_weights")
+        if any(made_for[name] != own[name] for name in checked if name in made_for):
             raise UserError(
                 f"{what} were made for {_described(made_for)}, and this is {_described(own)} with "
                 "other weights: give the model they belong to, or make them anew for this one."
