@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -347,3 +348,18 @@ class TestParse:
         file.write_text("run:\n  foldr: x\n")
         assert main(["echo", "--config", str(file)]) == 2
         assert "no setting run.foldr" in capsys.readouterr().err
+
+
+def test_a_command_that_says_nothing_shows_signs_of_life(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "SECONDS_OF_SILENCE", 0.0)
+    with cli._signs_of_life(["par", "train", "--steps", "3"], enabled=True):
+        print("a result")
+        time.sleep(1.5)
+    said = capsys.readouterr()
+    assert said.out == "a result\n" and said.err.startswith("par train: at work for ")
+    monkeypatch.setattr(cli, "SECONDS_OF_SILENCE", 60.0)
+    with cli._signs_of_life(["par", "train"], enabled=True):
+        time.sleep(1.2)
+    assert capsys.readouterr().err == ""

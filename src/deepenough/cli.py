@@ -27,6 +27,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -56,6 +57,8 @@ EXAMPLE = "deepenough demo --out runs/demo"
 #: What a full disk or a missing permission gives; any other error of the system is a bug.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
+SECONDS_OF_SILENCE = 4.0
+
 #: Commands that belong to no method, by the module that declares them.
 OTHERS = {
     "compare": "deepenough.compare.commands:COMPARE",
@@ -74,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with _termination_is_an_exit():
+        with _termination_is_an_exit(), _signs_of_life(words, enabled=argv is None):
             code = run(words)
         sys.stdout.flush()
     except UserError as error:
@@ -102,6 +105,44 @@ def _say(error: str) -> int:
     said = shortened(re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", error), 1000)
     print(f"deepenough: error: {said}", file=sys.stderr)
     return 2
+
+
+class _Watched:
+    """A stream that remembers when something was last written to it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.last = stream, time.monotonic()
+
+    def write(self, text: str) -> int:
+        self.last = time.monotonic()
+        return int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _signs_of_life(words: list[str], enabled: bool) -> Iterator[None]:
+    """Say every few seconds that a command is at work, as long as it says nothing itself."""
+    waits_for_lines = sys.stdin.isatty() and words[1:2] in (["predict"], ["translate"])
+    if not enabled or waits_for_lines or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    out, errors, ended = _Watched(sys.stdout), _Watched(sys.stderr), threading.Event()
+
+    def watch(began: float) -> None:
+        while not ended.wait(1.0):
+            now = time.monotonic()
+            pause = min(30.0, max(SECONDS_OF_SILENCE, (now - began) / 10))
+            if now - max(out.last, errors.last) >= pause:
+                errors.write(f"{' '.join(words[:2])}: at work for {now - began:.0f} s\n")
+
+    threading.Thread(target=watch, args=(time.monotonic(),), daemon=True).start()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):  # type: ignore[type-var]
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 @contextlib.contextmanager

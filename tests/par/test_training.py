@@ -213,6 +213,7 @@ def test_settings_saved_neither_resume_nor_delete(tmp_path: Path, tiny: Tiny) ->
 WRONG = [
     ({"data": "nowhere.txt"}, "nowhere"),
     ({"dataset.batch_size": 100_000}, "one batch of 100000 x 8 needs"),
+    ({"dataset.vocab_size": 10}, "cannot hold the characters"),
     ({"model.num_heads": 3}, "3 heads do not divide"),
     ({"model.cutoffs": [90, 50]}, "not sorted"),
     ({"train.lr": -1.0}, "train.lr"),

@@ -189,13 +189,8 @@ def from_pretrained(
 ) -> Any:
     """Return what `cls.from_pretrained` loads; whatever it raises becomes a sentence.
 
-    Args:
-        cls: A class of transformers or one of ours.
-        place: Folder or hub name.
-        what: What is loaded, for the sentence: config, weights, tokenizer.
-        name: What the user called it, where that differs.
-        trust_remote_code: Run code that comes with it; None where that is not offered.
-        options: Passed on.
+    The sentence calls it the `what` of `name`, by default of its `place`. Code that comes with it
+    is run if `trust_remote_code`; None stands for no where that is not offered.
     """
     options |= {"local_files_only": is_only_local(place)}
     try:
