@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -46,9 +47,6 @@ def readers(folder: Path) -> dict[str, Callable[[str], Any]]:
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
     size = len(tokenizer)
-    # Models are loaded once and not at every prompt.
-    evaluation.load_model = functools.cache(evaluation.load_model)
-    evaluation.load_tokenizer = functools.cache(evaluation.load_tokenizer)
     par = folder / "par-model"
     ParForCausalLM(
         ParConfig(size, pattern="ad", d_model=16, num_heads=2, d_ff=16, mem_len=8)
@@ -87,14 +85,22 @@ def readers(folder: Path) -> dict[str, Callable[[str], Any]]:
         first, tab, second = prompt.partition("\t")
         return list(predict(classifier, [(first, second) if tab else first], tokenizer))
 
+    # The model is loaded once and not at every prompt.
+    loaders = {
+        "load_model": functools.cache(evaluation.load_model),
+        "load_tokenizer": functools.cache(evaluation.load_tokenizer),
+    }
+
+    def continued(prompt: str) -> Any:
+        with mock.patch.multiple(evaluation, **loaders):
+            return evaluation.continue_text(ParGenerateConfig(str(par), prompt[:300], tokens=2))
+
     def written(prompt: str) -> Any:
         ids = prompt_ids(tokenizer, prompt)[:, :64]
         return tokenizer.decode(generate_timed(fast, ids, 3)[0].ids)
 
     return {
-        "par": lambda prompt: evaluation.continue_text(
-            ParGenerateConfig(str(par), prompt[:300], tokens=2)
-        ),
+        "par": continued,
         "lens": lambda prompt: lens(llama, tokenizer, shortcuts, prompt).to_json(),
         "decode": written,
         "ponder": answer,

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ SEARCH = {
 }
 # Records that span checkpoints, a memory longer than a segment, a text that begins anew.
 COMMON = {"train.log_every": 3, "train.save_every": 4, "model.mem_len": 12}
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_terminal() -> Iterator[None]:
+    """Ctrl-C interrupts, though a shell may have started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def flags(command: str, settings: dict[str, Any], *more: str) -> list[str]:

@@ -298,7 +298,8 @@ def noted_signals() -> Iterator[list[int]]:
 
     if threading.current_thread() is threading.main_thread():
         for each in (signal.SIGINT, signal.SIGTERM):
-            before[each] = signal.signal(each, note)
+            if signal.getsignal(each) is not signal.SIG_IGN:  # as a shell sets in the background
+                before[each] = signal.signal(each, note)
     try:
         yield noted
     finally:
