@@ -113,6 +113,23 @@ def test_parts_are_kept_until_all_is_done(tmp_path):
     assert FinishedParts(None, "work").get("a", make)["number"] == 4
 
 
+def test_work_in_parts_has_its_folder_alone_and_leaves_nothing_where_nothing_came_of_it(tmp_path):
+    folder = tmp_path / "new"
+    with pytest.raises(ValueError, match="no luck"), FinishedParts(folder, "work") as parts:
+        with ThreadPoolExecutor() as pool:
+            other = pool.submit(FinishedParts(folder, "other").__enter__)
+            assert "another" in str(other.exception()).lower()
+        raise ValueError("no luck")
+    assert not folder.exists()
+    with pytest.raises(ValueError, match="later"), FinishedParts(folder, "work") as parts:
+        parts.get("a", dict)
+        raise ValueError("later")
+    assert list(folder.rglob("a.json"))
+    with FinishedParts(folder, "work") as parts:
+        assert parts.get("a", lambda: {"made": "anew"}) == {}
+    assert not folder.exists()
+
+
 # -- replacing, checksums and locks ----------------------------------------------------------------
 
 

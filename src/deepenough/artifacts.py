@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from deepenough.errors import UserError
 
@@ -143,7 +143,8 @@ def _lock(folder: Path) -> int:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise UserError(
-                f"{folder} cannot be written to ({error.strerror}): allow it, or make room."
+                f"{folder} cannot be written to ({error.strerror}): allow it, make "
+                "room, or choose another place with --out."
             ) from error
         try:
             if fcntl is not None:
@@ -474,13 +475,32 @@ class FinishedParts:
 
     A command that was stopped and is repeated finds them and measures only what is missing. They
     lie in `checkpoints/` of the folder that the command writes to, under a hash of everything that
-    decides them, so that those of other settings are never read.
+    decides them, so that those of other settings are never read. As a context, they make their
+    command the only one that writes into the folder, and are deleted when it ends well.
     """
 
     def __init__(self, folder: Path | None, kind: str, *decides: object) -> None:
         """Look for the parts of a `kind` of work in a folder; None keeps nothing."""
-        self._all = None if folder is None else folder / "checkpoints"
+        self._folder, self._all = folder, None if folder is None else folder / "checkpoints"
+        self._lock = contextlib.ExitStack()
         self._kind, self._name = kind, f"{kind}-{key_of(*map(repr, decides))}"
+
+    def __enter__(self) -> Self:
+        """Be the only writer of the folder."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # the lock says why it cannot be
+                self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock.enter_context(locked(self._folder))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Delete the parts if all went well, and the folder if nothing came of it."""
+        if kind is None:
+            self.close()
+        self._lock.close()
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # it holds something
+                self._folder.rmdir()
 
     def get(self, name: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return a part that was finished before, or `make` it and keep it."""

@@ -41,7 +41,6 @@ def run_demo(config: DemoConfig) -> None:
 
     began = time.perf_counter()
     steps = demo_steps(config)
-    parts = FinishedParts(Path(config.out), "demo", config, provenance())
 
     def make(line: str, words: list[str]) -> dict[str, Any]:
         try:
@@ -53,13 +52,14 @@ def run_demo(config: DemoConfig) -> None:
             raise UserError(f"The demo stopped at {line}; see above why.")
         return {}
 
-    for number, (what, words) in enumerate(steps, start=1):
-        line = shlex.join(["deepenough", *words])
-        print(f"\n[{number}/{len(steps)}] {what}\n$ {line}", file=sys.stderr, flush=True)
-        parts.get(str(number), partial(make, line, words))  # unless an interrupted demo has done it
-        if number < len(steps):  # the report's path is to stand last
-            print(f"  {time.perf_counter() - began:.0f} s so far", file=sys.stderr, flush=True)
-    parts.close()
+    with FinishedParts(Path(config.out), "demo", config, provenance()) as parts:
+        for number, (what, words) in enumerate(steps, start=1):
+            line = shlex.join(["deepenough", *words])
+            print(f"\n[{number}/{len(steps)}] {what}\n$ {line}", file=sys.stderr, flush=True)
+            # Unless an interrupted demo has done it.
+            parts.get(str(number), partial(make, line, words))
+            if number < len(steps):  # the report's path is to stand last
+                print(f"  {time.perf_counter() - began:.0f} s so far", file=sys.stderr, flush=True)
 
 
 def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:

@@ -331,7 +331,7 @@ def test_the_command_prints_a_table_and_draws_the_chart(tmp_path, language, caps
         (["{run}", "--mem_len", "[-1]"], "each of grid.mem_len must be at least 0"),
         (["{run}", "--split", "third"], "no split 'third'"),
         (["{run}", "{run}"], "Two runs are called"),
-        (["{run}", "--out", "{run}/config.yaml"], "Cannot write into"),
+        (["{run}", "--out", "{run}/config.yaml"], "cannot be written to"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(tmp_path, language, capsys, words, sentence):

@@ -69,35 +69,32 @@ def run_comparison(settings: CompareConfig, advance: Advance | None = None) -> d
     check_one_task(candidates, settings.runs)
     for candidate in candidates:
         candidate.points()  # those that cannot be are refused before anything is written
-    with writing(out):  # before hours of measuring
-        pass
     places = [place for run in settings.runs for place in _model_places(RunFolder(Path(run)))]
     tasks = [candidate.task for candidate in candidates]
     about = (replace(settings, out=""), tasks, files_of(*places), torch.get_num_threads())
-    parts = FinishedParts(out, "compare", *about, provenance())
-    points, bookkeeping = measure(candidates, settings, advance, parts)
-    better = candidates[0].task.higher_is_better
-    for point in points:
-        point["folder"] = folders[point["run"]]
-        point["optimal"] = [
-            cost for cost in COSTS if not any(_beats(o, point, cost, better) for o in points)
-        ]
-    content = {
-        "command": settings.command(),
-        "task": asdict(candidates[0].task),
-        "protocol": {
-            "rounds": settings.rounds,
-            "seed": settings.seed,
-            "threads": torch.get_num_threads(),
-            "processor": platform.processor() or platform.machine(),
-        },
-        "bookkeeping": bookkeeping,
-        "points": points,
-        "provenance": provenance() | {"settings": to_dict(settings)},
-    }
-    with writing(out):
-        write_json(out / FRONTIER, content)
-    parts.close()
+    with FinishedParts(out, "compare", *about, provenance()) as parts:
+        points, bookkeeping = measure(candidates, settings, advance, parts)
+        better = candidates[0].task.higher_is_better
+        for point in points:
+            point["folder"] = folders[point["run"]]
+            point["optimal"] = [
+                cost for cost in COSTS if not any(_beats(o, point, cost, better) for o in points)
+            ]
+        content = {
+            "command": settings.command(),
+            "task": asdict(candidates[0].task),
+            "protocol": {
+                "rounds": settings.rounds,
+                "seed": settings.seed,
+                "threads": torch.get_num_threads(),
+                "processor": platform.processor() or platform.machine(),
+            },
+            "bookkeeping": bookkeeping,
+            "points": points,
+            "provenance": provenance() | {"settings": to_dict(settings)},
+        }
+        with writing(out):
+            write_json(out / FRONTIER, content)
     return content
 
 

@@ -374,50 +374,49 @@ def calibrate(
     vocab = None if rule.exit_vocab is None else tuple(rule.exit_vocab.tolist())
     decides = (identity, maps, policy, rule.layers, rule.kv_propagation, vocab, prompts, new_tokens)
     folder = None if resume is None else Path(resume)
-    parts = FinishedParts(folder, "calibrate", *decides, batch, provenance())
+    with FinishedParts(folder, "calibrate", *decides, batch, provenance()) as parts:
 
-    def write(start: int) -> dict[str, Any]:
-        made = continue_prompts(engine, prompts[start : start + batch], new_tokens)
-        return {"texts": [(text.ids_T.tolist(), text.prompt) for text in made]}
+        def write(start: int) -> dict[str, Any]:
+            made = continue_prompts(engine, prompts[start : start + batch], new_tokens)
+            return {"texts": [(text.ids_T.tolist(), text.prompt) for text in made]}
 
-    written: list[SelfGenerated] = []
-    for start in range(0, len(prompts), batch):
-        for ids, prompt in parts.get(f"texts-{start}", partial(write, start))["texts"]:
-            written.append(SelfGenerated(torch.tensor(ids), torch.empty(0), prompt))
-        if progress is not None:
-            progress(len(written), len(prompts))
-    measure = threshold_losses(engine, rule, written)
-    layers: dict[float, float] = {}
+        written: list[SelfGenerated] = []
+        for start in range(0, len(prompts), batch):
+            for ids, prompt in parts.get(f"texts-{start}", partial(write, start))["texts"]:
+                written.append(SelfGenerated(torch.tensor(ids), torch.empty(0), prompt))
+            if progress is not None:
+                progress(len(written), len(prompts))
+        measure = threshold_losses(engine, rule, written)
+        layers: dict[float, float] = {}
 
-    def measured(threshold: float) -> dict[str, Any]:
-        losses_N, layers_N = measure(threshold)
-        return {"losses": losses_N.tolist(), "layers": float(layers_N.mean())}
+        def measured(threshold: float) -> dict[str, Any]:
+            losses_N, layers_N = measure(threshold)
+            return {"losses": losses_N.tolist(), "layers": float(layers_N.mean())}
 
-    def losses(threshold: float) -> Tensor:
-        part = parts.get(f"threshold-{threshold}", partial(measured, threshold))
-        layers[threshold] = part["layers"]
-        return torch.tensor(part["losses"], dtype=torch.float64)
+        def losses(threshold: float) -> Tensor:
+            part = parts.get(f"threshold-{threshold}", partial(measured, threshold))
+            layers[threshold] = part["layers"]
+            return torch.tensor(part["losses"], dtype=torch.float64)
 
-    found, risks, p_values = learn_then_test(losses, thresholds, max_disagreement, confidence)
-    calibration = Calibration(
-        threshold=found,
-        policy=names[type(policy)],
-        policy_options=options,
-        exit_layers=tuple(sorted(set(rule.layers))),
-        kv_propagation=rule.kv_propagation,
-        exit_vocab=vocab,
-        max_disagreement=max_disagreement,
-        confidence=confidence,
-        texts=len(written),
-        tokens=sum(len(text.ids_T) - text.prompt for text in written),
-        thresholds=tuple(thresholds[: len(risks)]),
-        risks=tuple(risks),
-        p_values=tuple(p_values),
-        layers=None if found is None else layers[found],
-        model=identity,
-        maps=maps,
-    )
-    if folder is not None:
-        calibration.save_pretrained(folder)
-        parts.close()
+        found, risks, p_values = learn_then_test(losses, thresholds, max_disagreement, confidence)
+        calibration = Calibration(
+            threshold=found,
+            policy=names[type(policy)],
+            policy_options=options,
+            exit_layers=tuple(sorted(set(rule.layers))),
+            kv_propagation=rule.kv_propagation,
+            exit_vocab=vocab,
+            max_disagreement=max_disagreement,
+            confidence=confidence,
+            texts=len(written),
+            tokens=sum(len(text.ids_T) - text.prompt for text in written),
+            thresholds=tuple(thresholds[: len(risks)]),
+            risks=tuple(risks),
+            p_values=tuple(p_values),
+            layers=None if found is None else layers[found],
+            model=identity,
+            maps=maps,
+        )
+        if folder is not None:
+            calibration.save_pretrained(folder)
     return calibration

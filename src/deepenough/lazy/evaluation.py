@@ -307,13 +307,12 @@ def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
         search.check_for(translator.model)
     pairs = measured_pairs(config, translator).head(config.sentences)
     model = model_folder(config.run)
-    parts = FinishedParts(model.parent, "sweep", config, files_of(model))
-    for number, search in enumerate(searches):
-        measure = partial(_measure, config, translator, pairs, search)
-        values = parts.get(str(number), measure)
-        keep_record(config.run, STEPS_RECORD, values)
-        yield values
-    parts.close()
+    with FinishedParts(model.parent, "sweep", config, files_of(model)) as parts:
+        for number, search in enumerate(searches):
+            measure = partial(_measure, config, translator, pairs, search)
+            values = parts.get(str(number), measure)
+            keep_record(config.run, STEPS_RECORD, values)
+            yield values
 
 
 def measured_pairs(config: LazyEvalConfig, translator: Translator) -> EncodedPairs:
