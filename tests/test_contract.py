@@ -47,7 +47,7 @@ from deepenough.cli import _settings_class, commands
 from deepenough.config import options
 from deepenough.decoding.drafters import Proposal
 from deepenough.hf.adapter import adapt
-from deepenough.lazy.equilibrium import run_with_halting_ref
+from deepenough.lazy.equilibrium import run_in_full
 from deepenough.lazy.layers import EncoderMemory, PaddedContext, causal_mask, padding_mask
 from deepenough.par.config import BRANCHES
 from deepenough.ponder.halting import FixedExit, HaltingPolicy, QuantileExit
@@ -292,16 +292,12 @@ class LazyTranslator(Lazy):
         state = encoder.embed(ids)
         context = PaddedContext(2, padding_mask(mask))
         positions = encoder.stack.encoding.positions(0, state)
-        source = run_with_halting_ref(
-            encoder.stack, state, positions, context, NUM_LAYERS, setting, 1
-        )
+        source = run_in_full(encoder.stack, state, positions, context, NUM_LAYERS, setting, 1)
         embedded = decoder.embed(target)
         memory = EncoderMemory(source.state, padding_mask(mask), 2)
         context = PaddedContext(2, causal_mask(None, 5, 5, state.device), memory=memory)
         positions = decoder.stack.encoding.positions(0, embedded)
-        found = run_with_halting_ref(
-            decoder.stack, embedded, positions, context, NUM_LAYERS, setting, 1
-        )
+        found = run_in_full(decoder.stack, embedded, positions, context, NUM_LAYERS, setting, 1)
         blocks = [
             torch.cat([row[kept.bool()], own])
             for row, kept, own in zip(source.depth, mask, found.depth, strict=True)
@@ -340,9 +336,7 @@ class LazyCausalLM(Lazy):
         positions = decoder.stack.encoding.positions(0, state)
         # Padding stands behind the text, where a causal mask hides it.
         context = PaddedContext(2, causal_mask(None, *ids.shape[1:] * 2, state.device))
-        found = run_with_halting_ref(
-            decoder.stack, state, positions, context, NUM_LAYERS, setting, 1
-        )
+        found = run_in_full(decoder.stack, state, positions, context, NUM_LAYERS, setting, 1)
         return self.real(self.model.output(found.state), found.depth, list(mask.bool()), [])
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from deepenough.errors import UserError
-from deepenough.lazy.equilibrium import run_with_halting, run_with_halting_ref
+from deepenough.lazy.equilibrium import run_in_full, run_with_halting
 from deepenough.lazy.layers import EncoderMemory, PaddedContext, causal_mask, padding_mask
 from deepenough.lazy.transition import step_similarity
+from deepenough.nn.layers import Dropout
 
 STEPS = 6
 
@@ -45,7 +46,7 @@ def test_equal_to_the_reference(make_translator, sources, form, patience):
     epsilon = (median_angle if "halt_on" in form else median_gate)(model, sources)
     with torch.no_grad():
         args = (stack, state, positions, context, STEPS, epsilon, patience)
-        fast, slow = run_with_halting(*args, mask), run_with_halting_ref(*args)
+        fast, slow = run_with_halting(*args, mask), run_in_full(*args)
     real = mask.bool()
     assert torch.allclose(fast.state[real], slow.state[real], atol=1e-12)
     assert torch.allclose(fast.gates[real], slow.gates[real], atol=1e-12)
@@ -68,10 +69,31 @@ def test_the_decoders_too(make_translator, sources, patience):
         context = PaddedContext(2, causal_mask(None, 6, 6, state.device), memory=memory)
         epsilon = float(stack(state, positions, context, STEPS).gates.median())
         args = (stack, state, positions, context, STEPS, epsilon, patience)
-        fast, slow = run_with_halting(*args), run_with_halting_ref(*args)
+        fast, slow = run_with_halting(*args), run_in_full(*args)
     assert torch.allclose(fast.state, slow.state, atol=1e-12)
     assert torch.equal(fast.ran, slow.ran)
     assert fast.depth.min() < fast.depth.max()
+
+
+def test_training_halts_as_inference_does_and_learns_from_it(make_translator, sources):
+    """Without dropout the same states; with it the same tokens halt, by their clean states."""
+    model = make_translator(norm="every", halt_on="angle", compare="update", clean_gates=True)
+    epsilon = median_angle(model, sources)
+    halting = {"encoder_steps": STEPS, "epsilon": epsilon}
+    expected = model.encoder(**sources, **halting)
+    usual = model.encoder(**sources, encoder_steps=STEPS).last_hidden_state
+    model.train()
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.probability = 0.0
+    model.config.epsilon = epsilon  # which a call in training must give itself
+    assert torch.allclose(model.encoder(**sources, encoder_steps=STEPS)[0], usual, atol=1e-12)
+    found = model.encoder(**sources, **halting).last_hidden_state
+    real = sources["attention_mask"].bool()
+    assert torch.allclose(found[real], expected.last_hidden_state[real], atol=1e-12)
+    assert not torch.allclose(found[real], usual[real], atol=1e-3)
+    found[real].square().sum().backward()
+    assert all(float(weight.grad.norm()) > 0 for weight in model.encoder.stack.parameters())
 
 
 @torch.no_grad()

@@ -106,7 +106,8 @@ def test_a_training_from_text_to_bleu(tiny, tmp_path, mechanism):
 
 
 def test_a_resumed_training_is_the_uninterrupted_one(tiny, tmp_path):
-    changes = {"fewest_encoder_steps": 1, "train__accumulate": 2}
+    changes = {"fewest_encoder_steps": 1, "most_encoder_steps": 4, "most_epsilon": 0.5}
+    changes["train__accumulate"] = 2
     train_translation(tiny(tmp_path / "whole", **changes))
     run = tmp_path / "cut"
     train_translation(tiny(run, **changes))
@@ -168,6 +169,9 @@ def test_epochs_become_steps(tiny, tmp_path):
     [
         ({"epochs": 0.0}, "epochs must be above 0"),
         ({"fewest_encoder_steps": 3}, r"at most model.encoder_steps \(2\): got 3"),
+        ({"fewest_encoder_steps": 3, "most_encoder_steps": 2}, r"at most most_encoder_steps \(2\)"),
+        ({"most_encoder_steps": 2}, "needs fewest_encoder_steps"),
+        ({"most_epsilon": 0.1, "model__mechanism": "universal"}, "needs the mechanism lazy"),
         ({"model__encoder_steps": 0}, "encoder_steps must be at least 1: got 0"),
         ({"search__beams": 0}, "search.beams must be at least 1"),
         ({"search__epsilon": 2.0}, "search.epsilon must be at least 0 and at most 1"),

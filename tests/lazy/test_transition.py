@@ -40,7 +40,7 @@ def test_the_gate_by_hand():
 def test_a_step_by_hand():
     """x = (1, 0), y = (1, 1): sigma is 1/2, so half of y is added."""
     transition = LazyTransition(Fixed(torch.tensor([1.0, 1.0])))
-    state, gate, _ = transition.step(torch.tensor([[1.0, 0.0]]))
+    state, gate, *_ = transition.step(torch.tensor([[1.0, 0.0]]))
     assert gate.item() == pytest.approx(0.5)
     assert state.tolist() == [pytest.approx([1.5, 0.5])]
     assert torch.allclose(transition(torch.tensor([[1.0, 0.0]])), state)
@@ -49,7 +49,7 @@ def test_a_step_by_hand():
 def test_a_step_compared_with_the_state_it_would_make_by_hand():
     """x = (1, 0), y = (0, 1): the state would turn by 45 degrees, so half of the way is made."""
     transition = LazyTransition(Fixed(torch.tensor([0.0, 1.0])), compare="state")
-    state, gate, _ = transition.step(torch.tensor([[1.0, 0.0]]))
+    state, gate, *_ = transition.step(torch.tensor([[1.0, 0.0]]))
     assert gate.item() == pytest.approx(0.5)
     assert state.tolist() == [pytest.approx([1.0, 0.5])]
     small = LazyTransition(Fixed(torch.tensor([0.0, 0.01])), compare="state")
@@ -64,7 +64,7 @@ def test_the_papers_norm_comes_after_the_update():
 
 def test_without_laziness_it_is_a_residual_connection():
     transition = LazyTransition(Fixed(torch.tensor([1.0, 1.0])), lazy=False)
-    state, gate, _ = transition.step(torch.tensor([[1.0, 0.0]]))
+    state, gate, *_ = transition.step(torch.tensor([[1.0, 0.0]]))
     assert state.tolist() == [[2.0, 1.0]]
     assert gate.tolist() == [1.0]
 
@@ -101,7 +101,7 @@ def test_dropout_acts_on_the_update_and_not_on_the_gate():
     transition = LazyTransition(Fixed(torch.ones(1000)), dropout=0.5)
     start = torch.zeros(1, 1000)
     start[0, 0] = 1.0
-    state, gate, _ = transition.step(start)
+    state, gate, *_ = transition.step(start)
     assert gate.item() == pytest.approx(1 - 1 / 1000)
     moved = (state - start)[0] / gate
     assert set(moved.round(decimals=3).tolist()) == {0.0, 2.0}
@@ -146,7 +146,7 @@ def test_gates_without_noise_are_those_of_evaluation(compare, norm):
     transition = LazyTransition(Fixed(update), norm, dropout=0.3, compare=compare).eval()
     gates = []
     for _ in range(2):
-        clean, gate, _ = transition.step(clean)
+        clean, gate, *_ = transition.step(clean)
         gates.append(gate.item())
     torch.manual_seed(0)
     start = torch.randn(1, 512).expand(2000, 512)
@@ -154,7 +154,7 @@ def test_gates_without_noise_are_those_of_evaluation(compare, norm):
     plain = freed = transition.dropout(start)
     noise = dropout_noise(plain, 0.3)
     for wanted in gates:
-        plain, biased, _ = transition.step(plain)
-        freed, found, noise = transition.step(freed, noise=noise)
+        plain, biased, *_ = transition.step(plain)
+        freed, found, noise, _ = transition.step(freed, noise=noise)
         assert abs(float(biased.mean()) - wanted) > 0.03, "without noise nothing is shown"
         assert float(found.mean()) == pytest.approx(wanted, abs=0.012)

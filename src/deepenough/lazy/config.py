@@ -324,17 +324,29 @@ class TranslationTrainConfig(LazyTrainConfig):
     """Epochs over the training pairs, which decide train.steps; null to use train.steps instead."""
 
     fewest_encoder_steps: int | None = bounded(None, ge=1)
-    """Let every batch draw its number of encoder steps, from this to model.encoder_steps; by
-    default all batches make the latter. What was trained with varying steps tolerates others
-    better."""
+    """Let every batch draw its number of encoder steps, from this to most_encoder_steps; by
+    default all batches make model.encoder_steps. What was trained with varying steps tolerates
+    others better."""
+
+    most_encoder_steps: int | None = bounded(None, ge=1)
+    """Most encoder steps that a batch draws, model.encoder_steps by default; may be more."""
+
+    most_epsilon: float = bounded(0.0, ge=0, le=1)
+    """Let tokens halt in training too: half of the batches draw an epsilon from 0 to this."""
 
     def check(self) -> None:
-        """Check that the range of encoder steps is one."""
-        fewest, most = self.fewest_encoder_steps, self.model.encoder_steps
+        """Check that the range of encoder steps is one, and that tokens can halt."""
+        fewest = self.fewest_encoder_steps
+        most = self.most_encoder_steps or self.model.encoder_steps
         if fewest is not None and fewest > most:
+            name = "most_encoder_steps" if self.most_encoder_steps else "model.encoder_steps"
+            raise UserError(f"fewest_encoder_steps must be at most {name} ({most}): got {fewest}.")
+        if fewest is None and self.most_encoder_steps is not None:
             raise UserError(
-                f"fewest_encoder_steps must be at most model.encoder_steps ({most}): got {fewest}."
+                "most_encoder_steps needs fewest_encoder_steps, from which batches draw theirs."
             )
+        if self.most_epsilon and self.model.mechanism != LAZY:
+            raise UserError(f"most_epsilon needs the mechanism {LAZY}, the only one that halts.")
 
 
 @dataclass

@@ -100,7 +100,7 @@ def run_with_halting(
         if len(rows):
             encoding = stack.encoding.add_step(encodings, step)
             before = active
-            active, gate, _ = stack.transition(step).step(before, encoding, context, step)
+            active, gate, *_ = stack.transition(step).step(before, encoding, context, step)
             gates[step].index_copy_(0, rows, gate)
             ran[step].index_fill_(0, rows, True)
             change = _change(stack, before, active, gate)
@@ -133,7 +133,7 @@ def _change(stack: StepStack, before: Tensor, after: Tensor, gate: Tensor) -> Te
     return 1.0 - squared_cosine(before, after) if stack.config.halt_on == ANGLE else gate
 
 
-def run_with_halting_ref(
+def run_in_full(
     stack: StepStack,
     state_BTD: Tensor,
     positions: Tensor,
@@ -142,25 +142,36 @@ def run_with_halting_ref(
     epsilon: float,
     patience: int,
 ) -> StackOutput:
-    """Compute all tokens in every step and put back those that have halted, for tests."""
+    """Compute all tokens in every step and put back those that have halted.
+
+    The same result as `run_with_halting`, with gradients and without its savings: for training, so
+    that a model learns to do with tokens at rest, and as the reference of tests. In training a
+    token halts by how far it would have turned without dropout, as in use.
+    """
+    stack.check_steps(num_steps)
     context = _FrozenContext(batch.num_heads, batch.mask, batch.cache, batch.memory)
-    state = state_BTD
-    is_active = torch.ones(state.shape[:2], dtype=torch.bool)
-    num_calm = torch.zeros(state.shape[:2], dtype=torch.long)
+    state, noise = state_BTD, stack.initial_noise(state_BTD)
+    is_active = torch.ones(state.shape[:2], dtype=torch.bool, device=state.device)
+    num_calm = torch.zeros(state.shape[:2], dtype=torch.long, device=state.device)
     gates, ran = [], []
     for step in range(num_steps):
         context.is_active = is_active
         encoding = stack.encoding.add_step(positions, step)
-        moved, gate, _ = stack.transition(step).step(state, encoding, context, step)
-        change = _change(stack, state, moved, gate)
+        moved, gate, moved_noise, clean = stack.transition(step).step(
+            state, encoding, context, step, noise=noise, keep_clean=True
+        )
+        assert clean is not None
+        change = _change(stack, state.detach(), clean, gate)
         state = torch.where(is_active[..., None], moved, state)
+        if noise is not None and moved_noise is not None:
+            noise = torch.where(is_active, moved_noise, noise)
         gates.append(gate * is_active)
         ran.append(is_active)
         num_calm = torch.where(change < epsilon, num_calm + 1, 0)
         is_active = is_active & (num_calm < patience)
     all_ran = torch.stack(ran, -1)
-    normed = stack.norm(state)
-    return StackOutput(normed, torch.stack(gates, -1), all_ran, all_ran.sum(-1), None, None)
+    all_gates = None if stack.training else torch.stack(gates, -1)
+    return StackOutput(stack.norm(state), all_gates, all_ran, all_ran.sum(-1), None, None)
 
 
 class _FrozenContext(PaddedContext):

@@ -283,12 +283,10 @@ class StepStack(nn.Module):
         self.check_steps(num_steps)
         gates: list[Tensor] = []
         states = [state]
-        noise = None
-        if self.training and self.config.clean_gates and self.config.mechanism == LAZY:
-            noise = dropout_noise(state, self.config.dropout)
+        noise = self.initial_noise(state)
         for step in range(num_steps):
             encoding = self.encoding.add_step(positions, step)
-            state, gate, noise = self.transition(step).step(
+            state, gate, noise, _ = self.transition(step).step(
                 state, encoding, context, step, noise=noise
             )
             gates.append(gate)
@@ -308,6 +306,12 @@ class StepStack(nn.Module):
             tuple(states) if keep_states else None,
             cost,
         )
+
+    def initial_noise(self, state: Tensor) -> Tensor | None:
+        """Return the noise that dropout of embeddings has left, `[B, T]`, where it is tracked."""
+        if self.training and self.config.clean_gates and self.config.mechanism == LAZY:
+            return dropout_noise(state, self.config.dropout)
+        return None
 
     def transition(self, step: int) -> LazyTransition:
         """Return the transition that makes a step."""

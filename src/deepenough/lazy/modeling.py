@@ -34,7 +34,7 @@ from transformers.utils.generic import ModelOutput
 from deepenough.hf.generation import CheckedGenerationMixin
 from deepenough.lazy.config import TRANSFORMER
 from deepenough.lazy.config import LazyTransformerConfig as LazyTransformerConfig
-from deepenough.lazy.equilibrium import run_with_halting
+from deepenough.lazy.equilibrium import run_in_full, run_with_halting
 from deepenough.lazy.layers import (
     EncoderMemory,
     PaddedContext,
@@ -145,17 +145,24 @@ class _Side(nn.Module):
         options: StepOptions,
         real_BT: Tensor | None,
     ) -> StackOutput:
-        """Apply the steps; tokens halt in equilibrium if `epsilon` is above 0, outside training."""
+        """Apply the steps; tokens halt in equilibrium if `epsilon` is above 0.
+
+        In training they do only where the call gives an epsilon, whatever the config says.
+        """
         config = self.config
         num_steps, epsilon, patience, keep_states = options
+        if self.training and epsilon is None:
+            epsilon = 0.0
         num_steps = getattr(config, self.steps_option) if num_steps is None else num_steps
         epsilon = getattr(config, self.epsilon_option) if epsilon is None else epsilon
         config.check_epsilon(epsilon, self.epsilon_option)
         steps = (self.stack, state, positions, context, num_steps)
-        if epsilon == 0.0 or self.training:
+        if epsilon == 0.0:
             output: StackOutput = self.stack(*steps[1:], keep_states)
             return output
         patience = config.patience if patience is None else patience
+        if self.training:
+            return run_in_full(*steps, epsilon, patience)
         return run_with_halting(*steps, epsilon, patience, real_BT, keep_states)
 
 

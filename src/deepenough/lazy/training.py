@@ -120,12 +120,14 @@ def model_identity(config: LazyTransformerConfig) -> dict[str, Any]:
 class PairsTask(Task, ABC):
     """Text-to-text training: pairs of sequences, one loss, one optimiser.
 
-    With `fewest_steps`, each batch draws its encoder steps from these to the model's own.
+    With `drawn_steps`, each batch draws its encoder steps from this range; with `most_epsilon`,
+    half of the batches draw an epsilon up to it, below which tokens halt.
     """
 
     unit = "tokens"
     model: LazyTransformerForConditionalGeneration
-    fewest_steps: int | None = None
+    drawn_steps: tuple[int, int] | None = None
+    most_epsilon: float = 0.0
 
     def __init__(
         self,
@@ -157,11 +159,11 @@ class PairsTask(Task, ABC):
         # Every other one: neighbours have similar lengths, so processes get similar work.
         own = rows[self.rank :: self.world_size]
         batch = pairs.batch(own or rows[:1], self.model.device)
-        steps = None
-        if self.fewest_steps is not None:  # the same on all processes, so that none waits
-            draw = random.Random(seed_at(self.train.seed, "encoder steps", index))
-            steps = draw.randint(self.fewest_steps, self.model.config.encoder_steps)
-        output = model(**batch, encoder_steps=steps)
+        # The same on all processes, so that none waits.
+        draw = random.Random(seed_at(self.train.seed, "encoder steps", index))
+        steps = None if self.drawn_steps is None else draw.randint(*self.drawn_steps)
+        epsilon = max(0.0, draw.uniform(-self.most_epsilon, self.most_epsilon))
+        output = model(**batch, encoder_steps=steps, epsilon=epsilon)
         # The mean over processes must be the mean over tokens, of which they have more or fewer; a
         # process without a pair of its own computes another's with weight 0.
         num_own, num_all = (int(pairs.target.lengths[part].sum()) for part in (own, rows))
@@ -187,7 +189,10 @@ class TranslationTask(PairsTask):
         accelerator: Accelerator,
     ) -> None:
         super().__init__(model, tokenizer, config.train, accelerator)
-        self.fewest_steps = config.fewest_encoder_steps
+        fewest, most = config.fewest_encoder_steps, config.most_encoder_steps
+        if fewest is not None:
+            self.drawn_steps = fewest, most or config.model.encoder_steps
+        self.most_epsilon = config.most_epsilon
         self.pairs, self.dataset, self.search = pairs, config.dataset, config.search
         training_pairs = pairs["train"]
         lengths = training_pairs.source.lengths, training_pairs.target.lengths
@@ -217,7 +222,7 @@ class TranslationTask(PairsTask):
 
     def identity(self) -> dict[str, Any]:
         """Return what a run must share with the checkpoint that it continues from."""
-        steps = {"fewest_encoder_steps": self.fewest_steps}
+        steps = {"drawn_steps": list(self.drawn_steps or ()), "most_epsilon": self.most_epsilon}
         limits = {"batch_tokens": self.dataset.batch_tokens, "max_length": self.dataset.max_length}
         return {
             "model": model_identity(self.model.config) | steps,

@@ -55,6 +55,8 @@ class TransitionOutput(NamedTuple):
     """`[...]`, the share of the update that was applied: `1 - sigma`, without a gradient."""
     noise: Tensor | None = None
     """`[...]`, the expected `|e|^2` that dropout has left in the states, where it is tracked."""
+    clean: Tensor | None = None
+    """`[..., D]`, the new states without this step's dropout and gradient, where asked for."""
 
 
 class LazyTransition(nn.Module):
@@ -88,7 +90,12 @@ class LazyTransition(nn.Module):
         return self.step(state, *args, **kwargs).state
 
     def step(
-        self, state: Tensor, *args: Any, noise: Tensor | None = None, **kwargs: Any
+        self,
+        state: Tensor,
+        *args: Any,
+        noise: Tensor | None = None,
+        keep_clean: bool = False,
+        **kwargs: Any,
     ) -> TransitionOutput:
         """Return the new states, the gates and the tracked noise.
 
@@ -97,6 +104,7 @@ class LazyTransition(nn.Module):
             *args: Passed to the block after the states.
             noise: Noise that earlier dropout left in the states, to be removed from the gates; None
                 leaves the gates as they are.
+            keep_clean: Whether to return the new states without dropout too.
             **kwargs: Passed to the block.
         """
         update = self.block(state, *args, **kwargs)
@@ -107,6 +115,11 @@ class LazyTransition(nn.Module):
         else:
             gate = state.new_ones(()).expand(state.shape[:-1])
             moved = state + dropped
+        clean = None
+        if keep_clean:
+            with torch.no_grad():
+                clean = torch.addcmul(state, update, gate.unsqueeze(-1))
+                clean = clean if self.norm is None else self.norm(clean)
         if noise is not None:
             noise = noise + gate.square() * dropout_noise(dropped, self.dropout.probability)
         if self.norm is not None:
@@ -114,7 +127,7 @@ class LazyTransition(nn.Module):
             if noise is not None:  # scaled as the norm has scaled the states
                 old, new = (torch.linalg.vecdot(x, x) for x in (before.detach(), moved.detach()))
                 noise = noise * (new / old.clamp(min=torch.finfo(old.dtype).tiny))
-        return TransitionOutput(moved, gate, noise)
+        return TransitionOutput(moved, gate, noise, clean)
 
 
 @torch.no_grad()
