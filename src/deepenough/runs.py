@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -28,10 +29,13 @@ from typing import Any, ClassVar
 from deepenough.artifacts import (
     LOCK,
     atomic_path,
+    cache_folder,
+    key_of,
     locked,
     parse_json,
     remove_partial,
     restore,
+    seal,
     verify,
 )
 from deepenough.config import CHECKSUM_LINE, load_yaml
@@ -39,6 +43,8 @@ from deepenough.errors import UserError
 
 log = logging.getLogger("deepenough")
 
+#: Trained models that come with the package deepenough-models.
+SHIPPED = ("par-wikitext2", "lazy-multi30k", "ponder-sst2")
 _OWN_KEYS = ("step", "kind", "time")
 #: Last key of a record's line: a checksum of all before it.
 _CHECK = ', "crc": "'
@@ -313,7 +319,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
         """Return the folder of a run that exists."""
-        folder = cls(Path(path))
+        folder = cls(find_run(path))
         if not folder.path.is_dir():
             raise UserError(
                 f"There is no run folder {path}; give the folder that a run has written."
@@ -384,9 +390,49 @@ class RunFolder:
                 entry.unlink()
 
 
+def find_run(name: str | os.PathLike[str]) -> Path:
+    """Return the folder of a run, given its path or the name of a trained model that ships.
+
+    The weights of those that ship have 16 bits. They are unpacked into the cache with 32, as a run
+    folder like any other, which then keeps what is measured and drawn of it.
+    """
+    path = Path(name)
+    if os.fspath(name) not in SHIPPED or path.exists():
+        return path
+    package = importlib.util.find_spec("deepenough_models")
+    places = list(package.submodule_search_locations or ()) if package else []
+    if not places:
+        raise UserError(
+            f"{name} is a trained model of the package deepenough-models, which is not installed: "
+            "pip install --no-deps deepenough-models, or give the folder of a run."
+        )
+    source = Path(places[0]) / name
+    if not verify(source / "model"):
+        raise UserError(
+            f"{source} is not whole: pip install --no-deps --force-reinstall deepenough-models."
+        )
+    checksums = (source / "model" / "checksums.json").read_text(encoding="utf-8")
+    folder = cache_folder() / "models" / f"{name}-{key_of(checksums)[:8]}" / path
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(folder) as temporary:
+            shutil.copytree(source, temporary)
+            _widen(temporary / "model" / "model.safetensors")
+            seal(temporary / "model")
+    return folder
+
+
+def _widen(weights: Path) -> None:
+    """Rewrite a file of 16-bit weights as 32-bit ones."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: tensor.float() for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
 def model_folder(folder: str) -> Path:
     """Return the folder of a model, its small files checked: of a finished run, or the folder."""
-    path = Path(folder)
+    path = find_run(folder)
     restore(path / "model")
     path = path / "model" if (path / "model" / "config.json").is_file() else path
     if not (path / "config.json").is_file():

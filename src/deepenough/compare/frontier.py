@@ -69,7 +69,7 @@ def run_comparison(settings: CompareConfig, advance: Advance | None = None) -> d
     check_one_task(candidates, settings.runs)
     for candidate in candidates:
         candidate.points()  # those that cannot be are refused before anything is written
-    places = [place for run in settings.runs for place in _model_places(RunFolder(Path(run)))]
+    places = [place for run in settings.runs for place in _model_places(RunFolder.open(run))]
     tasks = [candidate.task for candidate in candidates]
     about = (replace(settings, out=""), tasks, files_of(*places), torch.get_num_threads())
     with FinishedParts(out, "compare", *about, provenance()) as parts:

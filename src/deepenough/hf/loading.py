@@ -38,7 +38,7 @@ import deepenough
 from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.config import nearest
 from deepenough.errors import UserError
-from deepenough.runs import model_folder
+from deepenough.runs import find_run, model_folder
 from deepenough.training.logging import without_bars
 
 LoadKind = Literal["auto", "causal", "masked", "encoder"]
@@ -93,7 +93,8 @@ def load(
     """Load a model, in eval mode and without gradients, and its tokenizer.
 
     Args:
-        name: `smollm2`, `minilm`, a folder, the folder of a finished run, or a name on the hub.
+        name: `smollm2`, `minilm`, a trained model that ships (`lazy-multi30k`), a folder, the
+            folder of a finished run, or a name on the hub.
         kind: Which head to load; "auto" takes the one that the model was saved with, as its config
             says, or its weights where the config names none.
         dtype: Number format of the weights.
@@ -164,7 +165,7 @@ def _place(name: str) -> str:
     """Return what `from_pretrained` takes for a name; `./smollm2` is a folder, `smollm2` is not."""
     if name in PACKAGED:
         return str(packaged_folder(name) or PACKAGED[name].hub)
-    return str(model_folder(name)) if Path(name).is_dir() else name
+    return str(model_folder(name)) if find_run(name).is_dir() else name
 
 
 def _own_class(name: str, place: str, revision: str | None) -> Any:

@@ -10,7 +10,6 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from deepenough.measurement import (
 )
 from deepenough.par.config import ParEvalConfig, ParGenerateConfig
 from deepenough.par.modeling import Memories, ParForCausalLM
-from deepenough.runs import RunFolder, model_folder, read_config, read_section
+from deepenough.runs import RunFolder, find_run, model_folder, read_config, read_section
 from deepenough.trace import DepthTrace
 from deepenough.training.language import evaluate_language, num_evaluation_streams
 
@@ -167,7 +166,7 @@ open_candidate = ParCandidate
 
 def _trained_pattern(run: str) -> str:
     """Return the folder of the model that a search led to, or of one that was trained as it is."""
-    derived = RunFolder(Path(run)).derived
+    derived = RunFolder(find_run(run)).derived
     if (derived / "model" / "config.json").is_file():
         return str(derived)
     if "search" in read_config(run):

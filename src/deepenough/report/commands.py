@@ -56,7 +56,7 @@ def plot(config: PlotConfig) -> None:
             f"{', '.join(folders)}: nothing is recorded that can be drawn; name the folder of a "
             "search, a training or an evaluation, or several of trainings."
         )
-    print(*save_figures(figures, config.out or RunFolder(Path(folders[0])).plots), sep="\n")
+    print(*save_figures(figures, config.out or RunFolder.open(folders[0]).plots), sep="\n")
 
 
 def report(config: ReportConfig) -> None:
