@@ -27,6 +27,7 @@ from .lazy.modeling import (
 from .lazy.transition import LazyTransition as LazyTransition
 from .par.modeling import ParConfig as ParConfig
 from .par.modeling import ParForCausalLM as ParForCausalLM
+from .par.modeling import ParForMaskedLM as ParForMaskedLM
 from .ponder.config import PonderAlbertConfig as PonderAlbertConfig
 from .ponder.config import PonderEncoderConfig as PonderEncoderConfig
 from .ponder.modeling import (

@@ -38,21 +38,35 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None = None) -> T
     return torch.zeros(num_queries, num_keys).double().masked_fill(~visible, -torch.inf)
 
 
-def attend(attention: RelativeAttention, context: Tensor, num_queries: int, mask: Tensor) -> Tensor:
-    codes = distance_codes(context.shape[1] + 1, context.shape[2]).double().flip(0)
+def attend(
+    attention: RelativeAttention,
+    context: Tensor,
+    num_queries: int,
+    mask: Tensor,
+    num_ahead: int = 0,
+) -> Tensor:
+    num_distances = context.shape[1] + 1 + num_ahead
+    codes = distance_codes(num_distances, context.shape[2], -num_ahead).double().flip(0)
     key, value = attention.keys_values(context)
     return attention(context[:, -num_queries:], key, value, codes, mask)
 
 
 def attend_ref(
-    attention: RelativeAttention, context: Tensor, num_queries: int, window: int | None = None
+    attention: RelativeAttention,
+    context: Tensor,
+    num_queries: int,
+    window: int | None = None,
+    bidirectional: bool = False,
 ) -> Tensor:
     """Stream by stream and head by head, from the parameters alone."""
     width, heads = context.shape[2], attention.num_heads
     u = attention.query.bias.view(heads, -1)
     v = (attention.query.bias + attention.v_minus_u).view(heads, -1)
     key_weight, value_weight = attention.key_value.weight.chunk(2)
-    by_distance = distance_codes(context.shape[1], width).double() @ attention.position.weight.T
+    codes = distance_codes(context.shape[1], width)
+    if bidirectional:  # the row of -1 is the last one
+        codes = torch.cat([codes, distance_codes(num_queries - 1, width, 1 - num_queries)])
+    by_distance = codes.double() @ attention.position.weight.T
     streams = []
     for stream in context:
         query = stream[-num_queries:] @ attention.query.weight.T  # without its bias, which is u
@@ -60,7 +74,9 @@ def attend_ref(
         parts.append((stream @ value_weight.T).unflatten(-1, (heads, -1)))
         positions = by_distance.unflatten(-1, (heads, -1))
         mixed = [
-            relative_attention_ref(*(x[:, h] for x in parts), u[h], v[h], positions[:, h], window)
+            relative_attention_ref(
+                *(x[:, h] for x in parts), u[h], v[h], positions[:, h], window, bidirectional
+            )
             for h in range(heads)
         ]
         streams.append(torch.cat(mixed, -1) @ attention.output.weight.T)
@@ -102,6 +118,43 @@ def test_gradients_equal_those_through_the_double_loop(streams, heads, width, ne
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize(("streams", "heads", "width", "new", "keys"), SHAPES)
+def test_both_ways_equal_the_double_loop(streams, heads, width, new, keys):
+    """In both paths, with their gradients; the last key is seen by the first query."""
+    torch.manual_seed(5)
+    attention = make_attention(heads, width)
+    context = torch.randn(streams, keys, heads * width).double().requires_grad_()
+    mask = torch.zeros(new, keys).double()
+    expected = attend_ref(attention, context, new, bidirectional=True)
+    trained = attend(attention, context, new, mask, num_ahead=new - 1)
+    with torch.no_grad():
+        evaluated = attend(attention, context, new, mask, num_ahead=new - 1)
+    torch.testing.assert_close(trained, expected)
+    torch.testing.assert_close(evaluated, expected)
+    wanted, weights = [context, *attention.parameters()], torch.randn_like(expected)
+    found = torch.autograd.grad((trained * weights).sum(), wanted)
+    for own, slow in zip(
+        found, torch.autograd.grad((expected * weights).sum(), wanted), strict=True
+    ):
+        torch.testing.assert_close(own, slow)
+    assert (found[0][:, -1] != 0).all()
+
+
+def test_ahead_and_behind_are_told_apart():
+    """A text read backwards gives other states, unless the sines that tell the sign are gone."""
+    torch.manual_seed(6)
+    attention = make_attention(2, 4)
+    context, mask = torch.randn(1, 6, 8).double(), torch.zeros(6, 6).double()
+    with torch.no_grad():
+        found = attend(attention, context, 6, mask, num_ahead=5)
+        backwards = attend(attention, context.flip(1), 6, mask, num_ahead=5).flip(1)
+        assert not torch.allclose(found, backwards)
+        attention.position.weight[:, :4] = 0
+        found = attend(attention, context, 6, mask, num_ahead=5)
+        backwards = attend(attention, context.flip(1), 6, mask, num_ahead=5).flip(1)
+        torch.testing.assert_close(found, backwards)
+
+
 @pytest.mark.parametrize("window", [1, 3, 6])
 def test_window_limits_the_reach(window):
     torch.manual_seed(2)
@@ -129,15 +182,21 @@ def test_mask_of_one_stream_leaves_the_others(grad):
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (4, 4), (3, 8), (1, 5)])
 def test_shift_takes_each_key_from_the_column_of_its_distance(num_queries, num_keys):
     distances = torch.arange(num_keys, -1, -1.0).expand(2, num_queries, -1).contiguous()
-    shifted = relative_shift(distances)
+    shifted = relative_shift(distances, num_keys)
+    ahead = torch.arange(num_keys, -num_queries, -1.0).expand(2, num_queries, -1).contiguous()
+    both_ways = relative_shift(ahead, num_keys)
+    assert shifted.shape == both_ways.shape == (2, num_queries, num_keys)
     for i in range(num_queries):
-        for j in range(num_keys - num_queries + i + 1):
-            assert (shifted[:, i, j] == num_keys - num_queries + i - j).all()
+        for j in range(num_keys):
+            distance = num_keys - num_queries + i - j
+            assert (both_ways[:, i, j] == distance).all()
+            assert distance < 0 or (shifted[:, i, j] == distance).all()
 
 
 def test_shift_has_the_gradient_of_its_index_arithmetic():
     scores = torch.randn(2, 3, 4, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(relative_shift, scores)
+    assert torch.autograd.gradcheck(lambda x: relative_shift(x, 7), scores)
+    assert torch.autograd.gradcheck(lambda x: relative_shift(x, 4), scores)
 
 
 def test_code_of_a_distance_does_not_depend_on_the_number_of_keys():
@@ -145,6 +204,7 @@ def test_code_of_a_distance_does_not_depend_on_the_number_of_keys():
         many = distance_codes(20, width)
         assert many.shape == (20, width)
         assert torch.equal(distance_codes(5, width), many[:5])
+        assert torch.equal(distance_codes(9, width, first=-4)[4:], many[:5])
     assert torch.equal(many[0], torch.tensor([0.0] * 4 + [1.0] * 4))
     torch.testing.assert_close(many[3, :2], torch.tensor([3.0, 0.3]).sin())
     torch.testing.assert_close(many[3, 4:6], torch.tensor([3.0, 0.3]).cos())
@@ -173,3 +233,4 @@ def test_logit_of_a_distance_does_not_depend_on_the_number_of_keys():
 def test_visible_keys_by_hand():
     expected = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]).bool()
     assert torch.equal(visible_keys(3, 5, window=2), expected)
+    assert visible_keys(3, 5, window=None).all()

@@ -1,4 +1,4 @@
-"""Relative attention with memory (Transformer-XL, arXiv 1901.02860, section 3.3).
+"""Relative attention with memory (Transformer-XL, arXiv 1901.02860, section 3.3), or both ways.
 
     logits[i, j] = ((q_i + u) . k_j + (q_i + v) . W_r R_(i-j)) / sqrt(d_head)
 
@@ -6,6 +6,8 @@
 additive mask of `scaled_dot_product_attention`, so torch picks the kernel. Only where gradients
 must flow through that mask, which none of torch's CPU kernels can do, are the same four steps
 written out: torch's own fallback for that case takes 1.4 times as long.
+
+Causal attention needs the distances 0 to K. An encoder's looks ahead too, to the distance 1 - S.
 
 Shapes: B batch, S new tokens, K keys (memory and new tokens, K >= S), H heads, D width, E = D / H.
 """
@@ -17,26 +19,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def distance_codes(num_distances: int, width: int) -> Tensor:
-    """Return `R`, one row per distance 0, 1, ...: first half sines, second half cosines."""
+def distance_codes(num_distances: int, width: int, first: int = 0) -> Tensor:
+    """Return `R`, one row per distance from `first` up: first half sines, second half cosines."""
     frequencies = 10000.0 ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
-    angles = torch.arange(num_distances, dtype=torch.float32)[:, None] * frequencies
+    distances = torch.arange(first, first + num_distances, dtype=torch.float32)
+    angles = distances[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :width]
 
 
-def relative_shift(scores: Tensor) -> Tensor:
-    """Return scores by key `[..., S, K]` from scores by distance `[..., S, K+1]`, without a copy.
+def relative_shift(scores: Tensor, num_keys: int) -> Tensor:
+    """Return scores by key `[..., S, K]` from scores by distance `[..., S, C]`, without a copy.
 
     Column `c` of the input is distance `K - c`. Key `j` is at distance `K - S + i - j` from query
-    `i`, hence in column `S - i + j`, whose offset in the flattened rows is `S + i * K + j`. Keys in
-    a query's future receive numbers of the next row; the causal mask covers exactly those.
+    `i`, hence in column `S - i + j`, whose offset in the flattened rows is `S + i * (C - 1) + j`.
+    With `C = K + S` columns every key has one. With `C = K + 1`, down to distance 0, keys in a
+    query's future receive numbers of the next row; the causal mask covers exactly those.
     """
     *_, num_queries, columns = scores.shape
-    return scores.flatten(-2)[..., num_queries:].unflatten(-1, (num_queries, columns - 1))
+    shifted = scores.flatten(-2)[..., num_queries:].unflatten(-1, (num_queries, columns - 1))
+    return shifted[..., :num_keys]
 
 
-def visible_keys(num_queries: int, num_keys: int, window: int) -> Tensor:
-    """Return True where query `i` may look at key `j`: not ahead of it, nearer than `window`."""
+def visible_keys(num_queries: int, num_keys: int, window: int | None) -> Tensor:
+    """Return True where query `i` may look at key `j`: not ahead of it, nearer than `window`.
+
+    Without a window attention looks both ways: every key is visible.
+    """
+    if window is None:
+        return torch.ones(num_queries, num_keys, dtype=torch.bool)
     query = torch.arange(num_keys - num_queries, num_keys)[:, None]
     distance = query - torch.arange(num_keys)
     return (distance >= 0) & (distance < window)
@@ -50,21 +60,27 @@ def relative_attention_ref(
     v: Tensor,
     by_distance: Tensor,
     window: int | None = None,
+    bidirectional: bool = False,
 ) -> Tensor:
-    """Return one head's output as the equation reads; `by_distance[d]` is `W_r R_d`."""
+    """Return one head's output as the equation reads; `by_distance[d]` is `W_r R_d`.
+
+    Where attention looks both ways, the rows of negative distances stand at the end, the last one
+    being that of -1, so that `d` may be negative.
+    """
     num_queries, num_keys, width = len(query), len(key), query.shape[-1]
     rows = []
     for i in range(num_queries):
         position = num_keys - num_queries + i
         first = 0 if window is None else max(0, position - window + 1)
+        end = num_keys if bidirectional else position + 1
         logits = torch.stack(
             [
                 ((query[i] + u) @ key[j] + (query[i] + v) @ by_distance[position - j])
                 / math.sqrt(width)
-                for j in range(first, position + 1)
+                for j in range(first, end)
             ]
         )
-        rows.append(logits.softmax(0) @ value[first : position + 1])
+        rows.append(logits.softmax(0) @ value[first:end])
     return torch.stack(rows)
 
 
@@ -109,7 +125,7 @@ class RelativeAttention(nn.Module):
             hidden_BSD: The new tokens, from which queries are made.
             key_BHKE: Keys of memory and new tokens.
             value_BHKE: Their values.
-            codes_CD: Sinusoids of the distances K, K-1, ..., 0.
+            codes_CD: Sinusoids of the distances K, K-1, ..., 0; down to 1 - S to look both ways.
             mask: Added to the logits, -inf where a key must not be seen.
         """
         num_streams, num_queries, width = hidden_BSD.shape
@@ -120,7 +136,8 @@ class RelativeAttention(nn.Module):
         query_HNE = self.query(hidden_BSD.flatten(0, 1)).unflatten(-1, shape).transpose(0, 1)
         query_HNE = query_HNE.contiguous()  # q + u
         distance_HNC = self._distance_logits(query_HNE, codes_CD * scale)
-        position_HBSK = relative_shift(distance_HNC.unflatten(1, (num_streams, num_queries)))
+        distance_HBSC = distance_HNC.unflatten(1, (num_streams, num_queries))
+        position_HBSK = relative_shift(distance_HBSC, key_BHKE.shape[2])
         query_HBSE = query_HNE.unflatten(1, (num_streams, num_queries))
         mask = mask.to(position_HBSK.dtype)  # which is lower than the mask's under autocast
         if torch.is_grad_enabled() and position_HBSK.requires_grad:

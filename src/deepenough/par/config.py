@@ -83,8 +83,13 @@ class ParModelConfig:
     d_ff: int = bounded(512, ge=1)
     """Inner width of dense blocks."""
 
-    mem_len: int = bounded(32, ge=0)
-    """Earlier positions that attention sees beyond the segment."""
+    objective: Literal["causal", "masked"] = "causal"
+    """What is trained: `causal` predicts the next token from those before it; `masked` fills in
+    masked tokens from both sides, as BERT does: an encoder with bidirectional attention."""
+
+    mem_len: int | None = bounded(None, ge=0)
+    """Earlier positions that attention sees beyond the segment; by default 32. A masked model reads
+    every segment by itself and has none."""
 
     cutoffs: list[int] = bounded(default_factory=list, ge=1)
     """Cutoffs of the adaptive softmax, without the vocabulary size; none for an output layer tied
@@ -103,6 +108,11 @@ class ParModelConfig:
         """Refuse a pattern that is none, and sizes that do not fit together."""
         if self.pattern is not None:
             check_pattern(self.pattern, allow_open=True)
+        if self.objective == "masked" and self.mem_len:
+            raise UserError(
+                "A masked model looks both ways within its segment and keeps no memory: leave "
+                f"model.mem_len out, which is {self.mem_len}."
+            )
         if self.d_model % self.num_heads:
             raise UserError(
                 f"{self.num_heads} heads do not divide the width {self.d_model}: "

@@ -55,17 +55,26 @@ class RelativeContext:
     """What all attention branches of one forward pass share."""
 
     codes: Tensor
-    """Distance codes from the farthest to 0, one row more than there are keys."""
+    """Distance codes from one beyond the farthest to 0, or to 1 - S to look both ways."""
     mask: Tensor
     """Added to the logits: -inf where a key must not be seen. `[S, K]`, or `[B, 1, S, K]`."""
 
 
 @lru_cache(maxsize=64)  # a stream of text meets two or three shapes, generation uncached many
 def relative_context(
-    num_new: int, num_keys: int, window: int, width: int, dtype: torch.dtype, device: torch.device
+    num_new: int,
+    num_keys: int,
+    window: int | None,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> RelativeContext:
-    """Return the context of `num_new` tokens that see at most `window` of `num_keys` keys."""
-    codes = distance_codes(num_keys + 1, width).flip(0)
+    """Return the context of `num_new` tokens that see at most `window` of `num_keys` keys.
+
+    Without a window they see all of them, those ahead too.
+    """
+    num_ahead = num_new - 1 if window is None else 0
+    codes = distance_codes(num_keys + 1 + num_ahead, width, first=-num_ahead).flip(0)
     visible = visible_keys(num_new, num_keys, window)
     mask = torch.zeros(num_new, num_keys).masked_fill(~visible, -torch.inf)
     return RelativeContext(codes.to(device, dtype), mask.to(device, dtype))
@@ -253,7 +262,7 @@ def branch_flops(
         return sum(branch_flops(config, kind, streams, new, keys, projected) for kind in both)
     projected = keys if projected is None else projected
     maps = 2 * streams * (new * 2 * d * d + projected * 2 * d * d)
-    queries, distances = streams * new, keys + 1
+    queries, distances = streams * new, keys + (new if config.bidirectional else 1)
     if projects_queries(queries, d // config.num_heads):
         positions = 2 * queries * d * d + 2 * config.num_heads * queries * distances * d
     else:
@@ -265,16 +274,14 @@ def branch_flops(
 def head_flops(config: ParConfig, num_tokens: int, targets: Tensor | None = None) -> Tensor:
     """Return the FLOPs of the output layer for each token.
 
-    With targets the adaptive softmax computes only the clusters they fall into, and nothing for
-    those to be ignored (-100).
+    With targets nothing is computed for those to be ignored (-100), and the adaptive softmax
+    computes only the clusters that the others fall into.
     """
-    d = config.d_model
-    if not config.cutoffs:
-        return torch.full((num_tokens,), 2.0 * d * config.vocab_size, dtype=torch.float64)
-    head = 2.0 * d * (config.cutoffs[0] + len(config.cutoffs))
+    d, cutoffs = config.d_model, config.cutoffs
+    head = 2.0 * d * (cutoffs[0] + len(cutoffs) if cutoffs else config.vocab_size)
     cost = torch.full((num_tokens,), head, dtype=torch.float64)
     flat = None if targets is None else targets.flatten().cpu()
-    bounds = pairwise([*config.cutoffs, config.vocab_size])
+    bounds = pairwise([*cutoffs, config.vocab_size])
     for cluster, (low, high) in enumerate(bounds, start=1):
         inner = int(d // config.div_value**cluster)
         tail = 2.0 * inner * (d + high - low)
