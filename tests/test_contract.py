@@ -811,6 +811,11 @@ def par_train(texts: Texts) -> dict[str, Any]:
     return par(texts) | own | {"model.dropout": 0.1}
 
 
+def par_masked(texts: Texts) -> dict[str, Any]:
+    """A search for an encoder: masks are drawn anew at every step."""
+    return par_search(texts) | {"model.objective": "masked", "model.mem_len": "null"}
+
+
 def ponder_train(texts: Texts) -> dict[str, Any]:
     own = {"data": texts.reviews, "dataset.batch_size": 8, "epochs": "null"}
     return own | {"model.encoder": texts.bert, "model.dropout": 0.1}
@@ -856,6 +861,7 @@ def decode_tune(texts: Texts) -> dict[str, Any]:
 TRAININGS: dict[str, tuple[str, Callable[[Texts], dict[str, Any]]]] = {
     "par search": ("par search", par_search),
     "par train": ("par train", par_train),
+    "par search masked": ("par search", par_masked),
     "ponder train": ("ponder train", ponder_train),
     "ponder parity": ("ponder parity", ponder_parity),
     "lazy translation": ("lazy train", lazy_translation),

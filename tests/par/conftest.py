@@ -11,6 +11,7 @@ import torch
 from deepenough import ParConfig, ParForCausalLM
 from deepenough.config import resolve
 from deepenough.par.config import ParTrainConfig
+from deepenough.par.modeling import new_model
 from deepenough.par.training import train
 
 SIZES: dict[str, Any] = {
@@ -34,9 +35,9 @@ def make_config() -> Callable[..., ParConfig]:
 def make_model(make_config: Callable[..., ParConfig]) -> Callable[..., ParForCausalLM]:
     """In evaluation mode, with every parameter away from zero and a search that leans somewhere."""
 
-    def make(seed: int = 0, **changes: Any) -> ParForCausalLM:
+    def make(seed: int = 0, **changes: Any) -> Any:
         torch.manual_seed(seed)
-        model = ParForCausalLM(make_config(**changes)).eval()
+        model = new_model(make_config(**changes)).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() <= 1 or name == "choice.alpha":

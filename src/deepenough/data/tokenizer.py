@@ -67,9 +67,17 @@ def load_tokenizer(
         )
     if found is not None and (found / MODEL_FILE).is_file():
         model = (found / MODEL_FILE).read_bytes()
-        if len(parse_model(model, found / MODEL_FILE).pieces) == len(tokenizer):
+        if len(parse_model(model, found / MODEL_FILE).pieces) == tokenizer.vocab_size:
             setattr(tokenizer, ATTRIBUTE, SentencePieceEncoder(model, lowers_case(tokenizer)))
     return tokenizer
+
+
+def add_encoder_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a tokenizer the mask and the padding that an encoder needs, at the end of its ids."""
+    needed = {"mask_token": "<|mask|>", "pad_token": SPECIAL_TOKENS["pad"]}
+    for role, text in needed.items():
+        if getattr(tokenizer, role) is None:
+            tokenizer.add_special_tokens({role: text})
 
 
 def check_text(text: str, what: str = "The prompt") -> str:

@@ -25,7 +25,12 @@ from transformers import PreTrainedTokenizerBase
 from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.data.config import DatasetConfig
 from deepenough.data.corpus import Corpus, open_corpus
-from deepenough.data.tokenizer import cached_tokenizer, encoder_of, load_tokenizer
+from deepenough.data.tokenizer import (
+    add_encoder_tokens,
+    cached_tokenizer,
+    encoder_of,
+    load_tokenizer,
+)
 from deepenough.errors import UserError
 from deepenough.training.logging import announce_split, reading
 
@@ -44,10 +49,10 @@ class Prepared:
     tokens: dict[str, TokenFile]
 
 
-def prepare(text: str, dataset: DatasetConfig) -> Prepared:
+def prepare(text: str, dataset: DatasetConfig, with_mask: bool = False) -> Prepared:
     """Return the tokenizer and the tokens of every split of a text; both are cached.
 
-    `text` is a name as `open_corpus` takes it.
+    `text` is a name as `open_corpus` takes it. `with_mask` asks for a tokenizer with a mask token.
     """
     corpus = _open(text, dataset)
     if dataset.tokenizer is None:
@@ -55,6 +60,8 @@ def prepare(text: str, dataset: DatasetConfig) -> Prepared:
         tokenizer = cached_tokenizer(lines, content, dataset)
     else:
         tokenizer = load_tokenizer(dataset.tokenizer, dataset.lowercase)
+    if with_mask:
+        add_encoder_tokens(tokenizer)
     tokens = {
         split: token_file(
             corpus, split, tokenizer, end_of_line=dataset.ends_lines, cache_dir=dataset.cache

@@ -121,7 +121,7 @@ class LazyTransition(nn.Module):
                 clean = torch.addcmul(state, update, gate.unsqueeze(-1))
                 clean = clean if self.norm is None else self.norm(clean)
         if noise is not None:
-            noise = noise + gate.square() * dropout_noise(dropped, self.dropout.probability)
+            noise = noise + gate.square() * dropout_noise(dropped, self.dropout.p)
         if self.norm is not None:
             before, moved = moved, self.norm(moved)
             if noise is not None:  # scaled as the norm has scaled the states

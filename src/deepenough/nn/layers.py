@@ -14,20 +14,16 @@ from torch import Tensor, nn
 _LEVELS = 1 << 16
 
 
-class Dropout(nn.Module):
+class Dropout(nn.Dropout):
     """Dropout with a fast generator on a CPU."""
-
-    def __init__(self, probability: float) -> None:
-        super().__init__()
-        self.probability = probability
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` with elements dropped and the others scaled up, in training mode only."""
-        if not self.training or self.probability == 0.0:
+        if not self.training or self.p == 0.0:
             return x
         if x.device.type != "cpu":
-            return F.dropout(x, self.probability)
-        return x * dropout_mask(x.shape, self.probability, x.dtype)
+            return F.dropout(x, self.p)
+        return x * dropout_mask(x.shape, self.p, x.dtype)
 
 
 def dropout_mask(shape: torch.Size, probability: float, dtype: torch.dtype) -> Tensor:

@@ -58,7 +58,10 @@ def run_train(config: ParTrainConfig) -> None:
     run = train(config)
     if is_main_process():
         place = quote(str(run.path))
-        print(f"model in {run.model}; next: deepenough par generate {place} --prompt 'Once'")
+        following = f"deepenough par generate {place} --prompt 'Once'"
+        if config.model.objective == "masked":
+            following = f"deepenough ponder train --encoder {place} --pooling mean --data ..."
+        print(f"model in {run.model}; next: {following}")
 
 
 def run_eval(config: ParEvalConfig) -> None:
@@ -109,12 +112,12 @@ COMMANDS = (
     ),
     Command(
         name="eval",
-        help="measure perplexity and bits per byte of a trained model",
+        help="measure perplexity and bits per byte, or accuracy, of a trained model",
         config="deepenough.par.config:ParEvalConfig",
         run=run_eval,
         description="Measure perplexity per token and per word, bits per byte and tokens a second "
         "on a\ntext, with the model's own tokenizer, in segments as long as in training unless\n"
-        "--length says otherwise.",
+        "--length says otherwise. Of a masked model: perplexity and accuracy on masked tokens.",
         example="deepenough par eval runs/mine --data mytext.txt --split valid",
         positional=("run",),
     ),

@@ -29,10 +29,10 @@ from deepenough.measurement import (
     perplexity_interval,
 )
 from deepenough.par.config import ParEvalConfig, ParGenerateConfig
-from deepenough.par.modeling import Memories, ParForCausalLM
+from deepenough.par.modeling import Memories, ParForCausalLM, ParPreTrainedModel
 from deepenough.runs import RunFolder, find_run, model_folder, read_config, read_section
 from deepenough.trace import DepthTrace
-from deepenough.training.language import evaluate_language, num_evaluation_streams
+from deepenough.training.language import evaluate_language, masking_for, num_evaluation_streams
 
 #: Below this temperature sampling is taking the likeliest.
 COLDEST = 1e-6
@@ -40,13 +40,23 @@ COLDEST = 1e-6
 SEGMENTS = 64
 
 
-def load_model(folder: str) -> ParForCausalLM:
+def load_model(folder: str) -> ParPreTrainedModel:
     """Return the model of a finished run, or of a folder in Hugging Face form, for evaluation."""
     model, _ = load(str(model_folder(folder)), trust_remote_code=None)
-    if not isinstance(model, ParForCausalLM):
+    if not isinstance(model, ParPreTrainedModel):
         raise UserError(
             f"The model in {folder} is a {type(model).__name__}, not one of deepenough par: give "
             "another folder."
+        )
+    return model
+
+
+def check_causal(model: ParPreTrainedModel, folder: str, instead: str) -> ParForCausalLM:
+    """Return the model; a masked one is refused, saying what to do `instead`."""
+    if not isinstance(model, ParForCausalLM):
+        raise UserError(
+            f"The model in {folder} was trained to fill in masked tokens and has neither memory "
+            f"nor a next token: {instead}."
         )
     return model
 
@@ -55,6 +65,8 @@ def evaluate(config: ParEvalConfig) -> dict[str, float]:
     """Return quality, compute and rate of a model on one split of a text, with its tokenizer."""
     validate(config)
     model = load_model(config.run)
+    if config.mem_len is not None:
+        check_causal(model, config.run, "leave --mem_len out")
     length = config.dataset.length or model.config.length
     dataset = replace(_trained_on(config.run), **asdict(config.dataset) | {"length": length})
     if config.mem_len is not None:
@@ -63,7 +75,8 @@ def evaluate(config: ParEvalConfig) -> dict[str, float]:
     tokenizer = load_tokenizer(model_folder(config.run))
     tokens, _ = split_tokens(config.data, dataset, config.split, tokenizer, dataset.ends_lines)
     started = time.perf_counter()
-    values = evaluate_language(model, tokens, dataset)
+    masking = masking_for(model, tokenizer)
+    values = evaluate_language(model, tokens, dataset, masking=masking)
     values["tokens_per_second"] = values["tokens"] / (time.perf_counter() - started)
     return values
 
@@ -81,7 +94,8 @@ def continue_text(config: ParGenerateConfig) -> str:
     validate(config)
     if not check_text(config.prompt).strip():
         raise UserError("The prompt is empty: give at least one word to go on from.")
-    model = load_model(config.run)
+    instead = "give one that was trained with --objective causal"
+    model = check_causal(load_model(config.run), config.run, instead)
     tokenizer = load_tokenizer(model_folder(config.run))
     # Where the model has learned line ends as a token of their own, prompts have them too.
     end = tokenizer.eos_token_id if _trained_on(config.run).ends_lines else None
@@ -116,7 +130,8 @@ class ParCandidate:
     def __init__(self, run: str, name: str, data: ComparedData) -> None:
         self.name, self.path, self.grid = name, run, data.grid
         self.folder = _trained_pattern(run)
-        self.model = load_model(self.folder)
+        instead = "compare the classifiers that were fine-tuned from it"
+        self.model = check_causal(load_model(self.folder), self.folder, instead)
         self.own_mem_len = self.model.config.mem_len
         self.batches, self.task = _compared_text(self.folder, data)
 

@@ -492,6 +492,11 @@ class ParForMaskedLM(ParPreTrainedModel):
         )
 
 
+def new_model(config: ParConfig) -> ParForCausalLM | ParForMaskedLM:
+    """Return a model with new weights, of the class that its objective needs."""
+    return ParForMaskedLM(config) if config.bidirectional else ParForCausalLM(config)
+
+
 AutoConfig.register("par", ParConfig)
 AutoModel.register(ParConfig, ParModel)
 AutoModelForCausalLM.register(ParConfig, ParForCausalLM)

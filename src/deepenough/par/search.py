@@ -47,9 +47,9 @@ from deepenough.par.config import (
     interleaved,
 )
 from deepenough.par.layers import BranchChoice, branch_flops, gumbel_noise, head_flops
-from deepenough.par.modeling import Memories, ParConfig, ParForCausalLM
+from deepenough.par.modeling import Memories, ParConfig, ParPreTrainedModel, new_model
 from deepenough.training.config import TrainingConfig, seed_at, tau_at
-from deepenough.training.language import LanguageTask
+from deepenough.training.language import MASKED_SHARE, LanguageTask
 from deepenough.training.task import WEIGHTS, BatchLoss
 
 log = logging.getLogger("deepenough")
@@ -164,8 +164,19 @@ def _tokens(config: ParConfig, streams: int) -> Tensor:
     return draws.view(streams, config.length)
 
 
-def sample_segment(model: ParForCausalLM, streams: int) -> tuple[Tensor, Memories]:
+def _targets(config: ParConfig, ids: Tensor) -> Tensor:
+    """Return what the output layer is asked for: every token, or those that a mask would hide."""
+    if not config.bidirectional:
+        return ids
+    targets, step = torch.full_like(ids, -100), round(1 / MASKED_SHARE)
+    targets[:, ::step] = ids[:, ::step]
+    return targets
+
+
+def sample_segment(model: ParPreTrainedModel, streams: int) -> tuple[Tensor, Memories | None]:
     """Return a segment of every stream and the memory it would meet in the middle of a text."""
+    if model.config.bidirectional:
+        return _tokens(model.config, streams).to(model.device), None
     shape = (streams, model.config.mem_len, model.config.d_model)
     memory = torch.zeros(shape, device=model.device, dtype=model.dtype)
     memories = tuple(memory if block.attends else None for block in model.blocks)  # type: ignore[union-attr]
@@ -186,7 +197,7 @@ def measure_block_costs(config: ParConfig, streams: int, rounds: int = 15) -> Bl
     each counts. A best whole pass that takes much longer than these together tells a busy machine.
     """
     pattern = interleaved(max(2, config.num_blocks)) + IDENTITY
-    model = ParForCausalLM(config.with_pattern(pattern)).eval()
+    model = new_model(config.with_pattern(pattern)).eval()
     times = _time_blocks(model, streams, rounds)
     in_blocks = times[:, 1::2].min(0).values
     rest = float(times[:, ::2].sum(1).min())
@@ -203,9 +214,10 @@ def measure_block_costs(config: ParConfig, streams: int, rounds: int = 15) -> Bl
 
 
 @torch.inference_mode()
-def _time_blocks(model: ParForCausalLM, streams: int, rounds: int) -> Tensor:
+def _time_blocks(model: ParPreTrainedModel, streams: int, rounds: int) -> Tensor:
     """Return seconds before, in and between the blocks of every pass, `[rounds, 2 N + 1]`."""
     ids, memories = sample_segment(model, streams)
+    targets = _targets(model.config, ids)
     readings: list[float] = []
 
     def read_clock(*_: object) -> None:
@@ -216,7 +228,7 @@ def _time_blocks(model: ParForCausalLM, streams: int, rounds: int) -> Tensor:
         block.register_forward_hook(read_clock)
     for _ in range(1 + rounds):  # the first one warms up
         read_clock()
-        model(ids, targets=ids, memories=memories)
+        model(ids, targets=targets, memories=memories)
         read_clock()
     return torch.tensor(readings, dtype=torch.float64).view(1 + rounds, -1).diff()[1:]
 
@@ -226,7 +238,8 @@ def count_block_costs(config: ParConfig, streams: int) -> BlockCosts:
     ids = _tokens(config, streams)
     sizes = (streams, config.length, config.mem_len + config.length)
     attention, dense, identity = (float(branch_flops(config, k, *sizes)) for k in BRANCHES)
-    rest = float(head_flops(config, ids.numel(), ids).sum())
+    costs = head_flops(config, ids.numel(), None if config.bidirectional else ids)
+    rest = float(costs[_targets(config, ids).flatten() != -100].sum())
     return BlockCosts(attention, dense, identity, rest)
 
 
@@ -236,11 +249,11 @@ def count_block_costs(config: ParConfig, streams: int) -> BlockCosts:
 class SearchTask(LanguageTask):
     """Language modelling with a SuperNet: its weights, and the choices between branches."""
 
-    model: ParForCausalLM
+    model: ParPreTrainedModel
 
     def __init__(
         self,
-        model: ParForCausalLM,
+        model: ParPreTrainedModel,
         prepared: Prepared,
         data: DatasetConfig,
         train: TrainingConfig,

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from deepenough.config import from_fields, validate
-from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.tokens import Prepared, prepare, tokenizer_fingerprint
 from deepenough.errors import UserError
@@ -30,7 +29,7 @@ from deepenough.par.config import (
     interleaved,
 )
 from deepenough.par.evaluation import load_model
-from deepenough.par.modeling import ParConfig, ParForCausalLM
+from deepenough.par.modeling import ParConfig, ParPreTrainedModel, new_model
 from deepenough.par.search import (
     BlockCosts,
     SearchTask,
@@ -67,7 +66,7 @@ def search(config: ParSearchConfig) -> DerivedPattern:
         )
     accelerator = make_accelerator(config.train, bool(config.model.cutoffs))
     check_folder(config, accelerator)
-    prepared = _prepare(config.data, config.dataset, accelerator)
+    prepared = _prepare(config, accelerator)
     model_config = ParConfig(
         len(prepared.tokenizer),
         length=config.dataset.length,
@@ -76,7 +75,7 @@ def search(config: ParSearchConfig) -> DerivedPattern:
         **asdict(config.model),
     )
     torch.manual_seed(config.train.seed)
-    model = ParForCausalLM(model_config)
+    model = new_model(model_config)
     costs = block_costs(model_config, config, accelerator)
     task = SearchTask(
         model, prepared, config.dataset, config.train, accelerator, config.search, costs
@@ -110,10 +109,10 @@ def train(config: ParTrainConfig, prepared: Prepared | None = None) -> RunFolder
     accelerator = make_accelerator(config.train, bool(config.model.cutoffs))
     check_folder(config, accelerator)
     if prepared is None:
-        prepared = _prepare(config.data, config.dataset, accelerator)
+        prepared = _prepare(config, accelerator)
     torch.manual_seed(config.train.seed)
     sizes = asdict(config.model) | {"length": config.dataset.length}
-    model = ParForCausalLM(ParConfig(len(prepared.tokenizer), **sizes))
+    model = new_model(ParConfig(len(prepared.tokenizer), **sizes))
     if config.start is not None:
         take_weights(model, prepared.tokenizer, config.start)
     task = LanguageTask(model, prepared, config.dataset, config.train, accelerator)
@@ -167,7 +166,8 @@ def block_costs(
         measure = measure_block_costs if config.search.cost == "latency" else count_block_costs
         used = copy.deepcopy(model_config)
         if config.search.cost_length is not None:
-            used.length = used.mem_len = config.search.cost_length
+            used.length = config.search.cost_length
+            used.mem_len = 0 if used.bidirectional else used.length
         return asdict(measure(used, config.dataset.batch_size))
 
     return BlockCosts(**on_main(accelerator, find))
@@ -185,14 +185,20 @@ def recorded_costs(records: list[Record]) -> BlockCosts | None:
         raise UserError(f"The record of block costs is damaged ({error}): search again.") from error
 
 
-def _prepare(text: str, dataset: DatasetConfig, accelerator: Accelerator) -> Prepared:
+def _prepare(config: ParRunConfig, accelerator: Accelerator) -> Prepared:
     """Return the prepared text: the first process fills the cache, the others find it filled."""
+
+    def find() -> Prepared:
+        return prepare(config.data, config.dataset, config.model.objective == "masked")
+
     prepared: list[Prepared] = []
-    on_main(accelerator, lambda: prepared.append(prepare(text, dataset)))
-    return prepared[0] if prepared else prepare(text, dataset)
+    on_main(accelerator, lambda: prepared.append(find()))
+    return prepared[0] if prepared else find()
 
 
-def take_weights(model: ParForCausalLM, tokenizer: PreTrainedTokenizerBase, origin: str) -> None:
+def take_weights(
+    model: ParPreTrainedModel, tokenizer: PreTrainedTokenizerBase, origin: str
+) -> None:
     """Copy all weights that the model in the folder `origin` has too; both must be of one shape.
 
     A block of a kind that is not there keeps its new weights. That happens where a budget asks for
@@ -200,18 +206,18 @@ def take_weights(model: ParForCausalLM, tokenizer: PreTrainedTokenizerBase, orig
     """
     source = load_model(origin)
     folder = str(source.name_or_path)
-    if tokenizer_fingerprint(load_tokenizer(folder)) != tokenizer_fingerprint(tokenizer):
-        raise UserError(
-            f"The model in {origin} has another tokenizer, so its weights mean other tokens: give "
-            f"--dataset.tokenizer {folder}."
-        )
-    for name in ("d_model", "num_heads", "d_ff", "cutoffs", "div_value"):
+    for name in ("objective", "d_model", "num_heads", "d_ff", "cutoffs", "div_value"):
         there, here = getattr(source.config, name), getattr(model.config, name)
         if there != here:
             raise UserError(
                 f"The model in {origin} has model.{name} {there}, not {here}: give the same model "
                 "settings."
             )
+    if tokenizer_fingerprint(load_tokenizer(folder)) != tokenizer_fingerprint(tokenizer):
+        raise UserError(
+            f"The model in {origin} has another tokenizer, so its weights mean other tokens: give "
+            f"--dataset.tokenizer {folder}."
+        )
     missing, _ = model.load_state_dict(source.state_dict(), strict=False)
     for block in sorted({int(name.split(".")[1]) for name in missing}):
         log.warning(

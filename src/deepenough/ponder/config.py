@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+import deepenough
 from deepenough.config import RunConfig, bounded, validate
 from deepenough.data.config import ClassificationConfig
 from deepenough.errors import UserError
@@ -315,6 +316,8 @@ class PonderEncoderConfig(PreTrainedConfig):
         options = _take_options(kwargs)
         if not isinstance(encoder, PreTrainedConfig):
             values = dict(encoder or {"model_type": "bert"})
+            for name in set(values.get("architectures") or ()) & set(deepenough.__all__):
+                getattr(deepenough, name)  # by which transformers gets to know a model of our own
             encoder = AutoConfig.for_model(values.pop("model_type"), **values)
         check_encoder(encoder)
         self.encoder = encoder

@@ -205,11 +205,15 @@ class PonderClassifier(SealedPreTrainedModel):
 
         Matrix products only, in closed form, multiply-adds counting as two: equal to torch's own
         `FlopCounterMode` on the architectures that the tests name. An encoder whose attention does
-        more than compare queries with keys (DeBERTa's disentangled terms) costs somewhat more.
+        more than compare queries with keys (DeBERTa's disentangled terms) costs somewhat more. One
+        whose layers differ in kind (PAR) counts them itself, by `layer_flops`.
         """
-        attention = 4 * length * length * self.adapter.width
         heads = [self._classifier(index), self._halting_head(index)]
         of_heads = sum(linear_flops(head) for head in heads if head is not None)
+        count: Any = getattr(self.encoder_model, "layer_flops", None)
+        if count is not None:
+            return int(count(index, length)) + of_heads
+        attention = 4 * length * length * self.adapter.width
         return length * linear_flops(self.stack.layers[index]) + attention + of_heads
 
     # -- the forward pass --------------------------------------------------------------------

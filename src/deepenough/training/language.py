@@ -1,4 +1,4 @@
-"""Language modelling as a task of the training loop, for any causal model.
+"""Language modelling as a task of the training loop, for causal and for masked models.
 
 The text is read as parallel streams. A model with a memory (Transformer-XL, arXiv 1901.02860) gets
 back with each batch what it returned with the one before; one without returns None.
@@ -7,6 +7,10 @@ Perplexity is `exp(total loss / total tokens)`, never a mean over batches of exp
 token is whatever the tokenizer makes it, two figures compare across tokenizers: perplexity per
 word, `exp(total loss / words)`, and bits per byte, `total loss / (bytes ln 2)`. Both scale the mean
 loss to the whole text, because the last few tokens fill no batch.
+
+A masked model (one whose config is `bidirectional`) fills in tokens of the same batches instead.
+Its perplexity is of these tokens alone, each seen from both sides: it compares with other masked
+models that have the same tokenizer, not with causal ones.
 """
 
 from __future__ import annotations
@@ -20,14 +24,14 @@ import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.tokens import ContextBatches, Prepared, TokenFile
 from deepenough.errors import UserError
 from deepenough.measurement import Interval, intervals_of, perplexity_interval
-from deepenough.training.config import TrainingConfig
+from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import from_all, place_among
 from deepenough.training.logging import perplexity, without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, Task
@@ -40,11 +44,51 @@ Memories = tuple[Tensor | None, ...]
 FEWEST_SEGMENTS = 6
 
 
+#: Of the tokens of a text, how many are to be filled in.
+MASKED_SHARE = 0.15
+
+
+class Masking:
+    """Draws the tokens that a masked model is to fill in (BERT, arXiv 1810.04805, section 3.1).
+
+    They are 15 % of every text. Of these 80 % become the mask token, 10 % another token at random,
+    and 10 % stay as they are. Special tokens are drawn only where a text has too few others, so
+    that all texts have equally many, and a mean over batches or processes is one over tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.mask_id, self.vocab_size = tokenizer.mask_token_id, len(tokenizer)
+        self.special_ids = torch.tensor(tokenizer.all_special_ids)
+
+    def __call__(self, ids: Tensor, seed: int, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
+        """Return inputs, and labels that are -100 where nothing is to be filled in, `[b, S]` each.
+
+        All streams are drawn and this process's taken, so that any number of processes agree.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        shape = (world * len(ids), ids.shape[1])
+        order, change = torch.rand(2, *shape, generator=generator).chunk(world, 1)[rank]
+        others = torch.randint(self.vocab_size, shape, generator=generator).chunk(world)[rank]
+        order = order - torch.isin(ids, self.special_ids).float()
+        drawn = order.topk(max(1, round(MASKED_SHARE * shape[1]))).indices
+        labels = torch.full_like(ids, -100).scatter(1, drawn, ids.gather(1, drawn))
+        is_drawn = labels != -100
+        inputs = ids.masked_fill(is_drawn & (change < 0.8), self.mask_id)
+        inputs = torch.where(is_drawn & (change >= 0.9), others, inputs)
+        return {"input_ids": inputs, "labels": labels}
+
+
+def masking_for(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Masking | None:
+    """Return how the tokens are drawn that a masked model fills in; None for a causal model."""
+    return Masking(tokenizer) if getattr(model.config, "bidirectional", False) else None
+
+
 class LanguageTask(Task):
     """Next-token prediction over streams of text, memory carried from batch to batch.
 
     `model(input_ids, targets=..., memories=...)` returns the mean negative `loss` of the targets in
     nats, the `memories` for the next batch of the same streams and, in evaluation mode, a `trace`.
+    A masked model has no memories, and its targets are the tokens to be filled in.
     """
 
     model: PreTrainedModel
@@ -64,6 +108,7 @@ class LanguageTask(Task):
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.batches = {WEIGHTS: self._streams(prepared.tokens["train"].ids)}
         self.memories: dict[str, Memories | None] = {WEIGHTS: None}
+        self.masking = masking_for(model, prepared.tokenizer)
         for split, tokens in prepared.tokens.items():
             if split != "train":  # a text too short is refused now, not at the first validation
                 num_evaluation_streams(tokens, data, split)
@@ -81,6 +126,9 @@ class LanguageTask(Task):
         if position == 0:
             self.memories[phase] = None  # the text begins anew
         batch = batches[position]
+        if self.masking is not None:
+            seed = seed_at(self.train.seed, "masked", phase, index)
+            batch = self.masking(batch["input_ids"], seed, self.rank, self.world_size)
         device = self.model.device
         targets = batch["labels"].to(device)
         output = model(
@@ -106,7 +154,7 @@ class LanguageTask(Task):
         if tokens is None:
             return {}
         was_training = self.model.training
-        values = evaluate_language(self.model, tokens, self.data, accelerator)
+        values = evaluate_language(self.model, tokens, self.data, accelerator, masking=self.masking)
         self.model.train(was_training)
         return values
 
@@ -153,8 +201,9 @@ class LanguageTask(Task):
 def save_model(model: PreTrainedModel, prepared: Prepared, folder: Path) -> None:
     """Write a model and its tokenizer as transformers loads them."""
     # Of several prompts the shorter ones are padded before their first token, not behind the last.
-    prepared.tokenizer.padding_side = prepared.tokenizer.init_kwargs["padding_side"] = "left"
-    if model.generation_config is not None:
+    side = "right" if getattr(model.config, "bidirectional", False) else "left"
+    prepared.tokenizer.padding_side = prepared.tokenizer.init_kwargs["padding_side"] = side
+    if model.can_generate() and model.generation_config is not None:
         model.generation_config.pad_token_id = prepared.tokenizer.pad_token_id
     with without_bars():
         model.save_pretrained(folder)
@@ -167,10 +216,12 @@ def evaluate_language(
     tokens: TokenFile,
     data: DatasetConfig,
     accelerator: Accelerator | None = None,
+    masking: Masking | None = None,
 ) -> dict[str, Any]:
     """Return loss, perplexity and FLOPs per token over a whole text, alone also their intervals.
 
-    The text is read in streams as in training; each process reads its share of them.
+    The text is read in streams as in training; each process reads its share of them. With a
+    `masking`, tokens that are the same in every evaluation of the text are filled in.
     """
     rank, world = place_among(accelerator)
     num_streams = num_evaluation_streams(tokens, data)
@@ -179,26 +230,37 @@ def evaluate_language(
     batches = ContextBatches(tokens.ids, num_streams, data.length, rank=rank, world_size=world)
     model.eval()
     memories: Memories | None = None
-    losses, counts, flops = [], [], 0.0
+    losses, counts, flops, right, num_read = [], [], 0.0, 0.0, 0
     for index in range(len(batches)):
         batch = batches[index]
+        if masking is not None:
+            batch = masking(batch["input_ids"], seed_at("evaluation", index), rank, world)
         targets = batch["labels"].to(model.device)
         output = model(batch["input_ids"].to(model.device), targets=targets, memories=memories)
         memories = output.memories
-        losses.append(float(output.loss) * targets.numel())
+        counts.append(int((targets != -100).sum()))
+        losses.append(float(output.loss) * counts[-1])
         flops += output.trace.total_flops
-        counts.append(targets.numel())
+        num_read += targets.numel()
+        if masking is not None:
+            right += float((output.logits.argmax(-1) == targets[targets != -100]).sum())
     total, count = sum(losses), sum(counts)
-    per_token = flops / count
+    per_token = flops / num_read
     if world > 1:
-        total, count = sum(from_all(accelerator, total)), count * world
-    values = language_values(total, count, tokens) | {"flops_per_token": per_token}
+        total, right = sum(from_all(accelerator, total)), sum(from_all(accelerator, right))
+        count, num_read = count * world, num_read * world
+    values = language_values(total, count, tokens)
+    if masking is not None:  # words and bytes have tokens that were not asked for
+        values = {name: values[name] for name in ("loss", "perplexity")}
+        values |= {"accuracy": right / count, "masked_tokens": count, "tokens": num_read}
+    values["flops_per_token"] = per_token
     return values if accelerator else values | _intervals(values, losses, counts)
 
 
 def _intervals(values: dict[str, Any], losses: list[float], counts: list[int]) -> dict[str, Any]:
     """Return the intervals of the figures of a text that was read in these segments."""
-    proportional, exponential = ("loss", "bits_per_byte"), ("perplexity", "word_perplexity")
+    proportional = [name for name in values if name in ("loss", "bits_per_byte")]
+    exponential = [name for name in values if name in ("perplexity", "word_perplexity")]
     if len(losses) < FEWEST_SEGMENTS or not values["loss"]:
         return intervals_of(**dict.fromkeys((*proportional, *exponential)))
     scales = [math.log(end) / values["loss"] for end in perplexity_interval(losses, counts)]
