@@ -1,10 +1,15 @@
 """Every encoder of the installed transformers: pass n is a model of n layers, or it is refused."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -12,9 +17,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from deepenough.cli import main
 from deepenough.errors import UserError
+from deepenough.par.modeling import ParConfig, ParModel
+from deepenough.ponder.config import BaseEncoderConfig, PonderConfig
+from deepenough.ponder.evaluation import load_classifier
 from deepenough.ponder.halting import FixedExit
 from deepenough.ponder.modeling import PonderEncoderForSequenceClassification
+from deepenough.ponder.training import make_classifier
+from deepenough.runs import read_records
 
 SMALL = {
     "vocab_size": 60,
@@ -161,6 +172,84 @@ def test_work_between_the_layers_is_refused() -> None:
     """The larger DeBERTa-v2 convolve what the first layer returns; single steps would not."""
     with pytest.raises(UserError, match="layer 2 does not read what layer 1 returned"):
         check(tiny("deberta-v2", conv_kernel_size=3))
+
+
+# -- an encoder of our own
+
+
+def par_encoder(pattern: str = "ad-a", **changes: Any) -> ParModel:
+    sizes = {"d_model": 16, "num_heads": 2, "d_ff": 24, "objective": "masked"}
+    torch.manual_seed(0)
+    encoder = ParModel(ParConfig(60, pattern=pattern, **(sizes | changes))).eval()
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return encoder
+
+
+def par_classifier(**options: Any) -> PonderEncoderForSequenceClassification:
+    encoder, options = par_encoder(), {"num_labels": 3, **options}
+    return PonderEncoderForSequenceClassification.from_encoder(encoder, **options).eval()
+
+
+@torch.no_grad()
+def test_every_block_of_a_par_encoder_is_a_pass() -> None:
+    model, encoder = par_classifier(), par_encoder()
+    for given in (inputs(padded=False), inputs(padded=True)):
+        for passes in range(1, 5):
+            shallow = encoder.with_pattern(encoder.pattern[:passes])
+            expected = model.classifiers[passes - 1](shallow(**given)[0][:, 0])
+            found = model(**given, policy=FixedExit(passes)).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("passes", [1, 3, 4])
+@pytest.mark.parametrize("padded", [True, False])
+def test_trace_of_a_par_encoder_equals_torchs_counter(passes: int, padded: bool) -> None:
+    """Attention, dense and identity cost what they do, and positions are projected once."""
+    model, given = par_classifier(), inputs(padded)
+    model(**given)  # the first call also learns what layers return
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        trace = model(**given, policy=FixedExit(passes)).trace
+    assert trace.total_flops == pytest.approx(counter.get_total_flops(), rel=1e-12)
+
+
+def test_a_par_model_without_a_way_to_see_the_text_is_refused() -> None:
+    with pytest.raises(UserError, match="lets its first token see nothing of the text"):
+        check(par_encoder("dd"))
+    with pytest.raises(UserError, match="'par' has a decoder, which reads from left to right"):
+        check(par_encoder(objective="causal"))
+
+
+def test_a_par_encoder_is_fine_tuned_and_loads_where_nothing_of_it_is_known(
+    tmp_path: Path, text_file: Path, shared_cache: Path, reviews: Path
+) -> None:
+    common = f"--d_model 16 --num_heads 2 --d_ff 32 --cache {shared_cache} --data {text_file}"
+    words = f"par train {common} --objective masked --pattern aad --vocab_size 400 --length 16"
+    assert main([*words.split(), "--batch_size=4", "--steps=2", f"--out={tmp_path}/encoder"]) == 0
+    words = f"ponder train --encoder {tmp_path}/encoder --data {reviews} --batch_size 16 --lr 0.01"
+    words += f" --pooling mean --dropout 0.25 --out {tmp_path}/run --epochs 4 --objective"
+    for objective in ("ponder", "last"):
+        assert main([*words.split(), objective, "--overwrite"]) == 0
+        model, _ = load_classifier(str(tmp_path / "run"))
+        trunk = model.encoder_model
+        assert type(trunk) is ParModel and model.has_halting == (objective == "ponder")
+        records, _ = read_records(tmp_path / "run" / "metrics.jsonl")
+        accuracy = [r.values["accuracy"] for r in records if r.kind == "valid"][-1]
+        assert accuracy > 0.8
+    alone = [sys.executable, "-m", "deepenough", "ponder", "eval", str(tmp_path / "run")]
+    found = subprocess.run(alone, capture_output=True, text=True)
+    assert found.returncode == 0 and "accuracy" in found.stdout, found.stderr
+
+
+def test_dropout_of_a_par_encoder_can_be_set(tmp_path: Path, tokenizer: Any) -> None:
+    par_encoder().save_pretrained(tmp_path / "encoder")
+    tokenizer.save_pretrained(tmp_path / "encoder")
+    settings = BaseEncoderConfig(encoder=str(tmp_path / "encoder"), dropout=0.25)
+    model, _ = make_classifier(settings, PonderConfig(), ["bad", "good"])
+    parts = [part for part in model.encoder_model.modules() if isinstance(part, torch.nn.Dropout)]
+    assert len(parts) == 5 and {part.p for part in parts} == {0.25}
 
 
 def test_an_encoder_that_reads_one_way_is_refused() -> None:

@@ -281,9 +281,9 @@ class ParPreTrainedModel(SealedPreTrainedModel):
         logits: Tensor = self.output(hidden)
         return logits
 
-    def layer_flops(self, index: int, length: int) -> int:
-        """Return the FLOPs of one block for one text by itself."""
-        return branch_flops(self.config, self.pattern[index], 1, length, length)
+    def layer_flops(self, index: int, num_texts: int, length: int) -> int:
+        """Return the FLOPs of one block for texts that are read whole."""
+        return branch_flops(self.config, self.pattern[index], num_texts, length, length)
 
     def _trace(self, input_ids: Tensor, sizes: list[tuple[int, int, int]]) -> DepthTrace | None:
         """Return the trace of the blocks alone, or None in training.

@@ -102,12 +102,12 @@ def run_batch(
     inputs = trim(inputs)
     calls = stack.begin(**inputs)
     hidden, mask = calls[0].hidden, inputs.get("attention_mask")
-    spent = model.begin_flops(hidden.shape[1])  # by each example that is still running
+    spent: float = model.begin_flops(hidden.shape[1])  # by each example that is still running
     before = model.pool(hidden, mask)
     for index in range(num_passes):
         hidden = stack.run(index, hidden, calls)
         logits, halt_logit, before = model.read(index, hidden, mask, before)
-        spent += model.pass_flops(index, hidden.shape[1])
+        spent += model.pass_flops(index, *hidden.shape[:2])
         if halting is not None and survival is not None:
             if halt_logit is None:  # the last pass takes what is left
                 halting[rows, index] = survival.exp()

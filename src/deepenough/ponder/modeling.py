@@ -200,8 +200,8 @@ class PonderClassifier(SealedPreTrainedModel):
         """Return the FLOPs of what the encoder does before its first layer, for one example."""
         return length * 2 * sum(part.weight.numel() for part in self.stack.preparing)
 
-    def pass_flops(self, index: int, length: int) -> int:
-        """Return the FLOPs of pass `index`, for one example padded to a length.
+    def pass_flops(self, index: int, num_texts: int, length: int) -> float:
+        """Return the FLOPs of pass `index`, for one of several examples padded to a length.
 
         Matrix products only, in closed form, multiply-adds counting as two: equal to torch's own
         `FlopCounterMode` on the architectures that the tests name. An encoder whose attention does
@@ -212,7 +212,7 @@ class PonderClassifier(SealedPreTrainedModel):
         of_heads = sum(linear_flops(head) for head in heads if head is not None)
         count: Any = getattr(self.encoder_model, "layer_flops", None)
         if count is not None:
-            return int(count(index, length)) + of_heads
+            return count(index, num_texts, length) / num_texts + of_heads
         attention = 4 * length * length * self.adapter.width
         return length * linear_flops(self.stack.layers[index]) + attention + of_heads
 
