@@ -196,12 +196,16 @@ def test_result_files_have_the_schema() -> None:
             assert low <= figure["value"] <= high, (path.name, name)
 
 
+#: Long benchmarks whose first result is still to come; an entry goes when its result is there.
+NOT_RUN_YET = {"par_encoder"}
+
+
 def test_every_benchmark_has_a_claim_and_a_result() -> None:
     found = runner.find_benchmarks()
     assert found
     for name, benchmark in found.items():
         assert benchmark.claim.endswith("."), name
-        assert (RESULTS / f"{name}.json").is_file(), name
+        assert (RESULTS / f"{name}.json").is_file() != (name in NOT_RUN_YET), name
 
 
 TOY = '''

@@ -155,6 +155,25 @@ def test_ahead_and_behind_are_told_apart():
         torch.testing.assert_close(found, backwards)
 
 
+def test_without_sines_both_ways_are_the_first_codes_distance_alone():
+    """The first public code has one position term for either side, that of `|i - j|`."""
+    torch.manual_seed(7)
+    attention = make_attention(2, 4)
+    context, mask = torch.randn(2, 6, 8).double(), torch.zeros(6, 6).double()
+    with torch.no_grad():
+        attention.position.weight[:, :4] = 0  # the sines', which tell the sign
+        found = attend(attention, context, 6, mask, num_ahead=5)
+        by_distance = distance_codes(6, 8).double() @ attention.position.weight.T
+        near = torch.arange(6)[:, None].sub(torch.arange(6)).abs()
+        key, value = attention.keys_values(context)
+        query = attention.query(context).unflatten(-1, (2, 4)).transpose(1, 2)  # q + u
+        shifted = query + attention.v_minus_u.view(2, 1, 4)
+        terms = torch.einsum("bhse,skhe->bhsk", shifted, by_distance[near].unflatten(-1, (2, 4)))
+        weights = ((query @ key.mT + terms) / 2).softmax(-1)
+        expected = (weights @ value).transpose(1, 2).flatten(2) @ attention.output.weight.T
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("window", [1, 3, 6])
 def test_window_limits_the_reach(window):
     torch.manual_seed(2)

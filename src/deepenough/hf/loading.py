@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -173,9 +174,14 @@ def _own_class(name: str, place: str, revision: str | None) -> Any:
     try:
         options = {"revision": revision, "local_files_only": is_only_local(place)}
         saved, _ = PreTrainedConfig.get_config_dict(place, trust_remote_code=False, **options)
-        names = [str(each) for each in saved.get("architectures") or ()]
+        return own_class(saved)
     except Exception as error:  # transformers and the hub's client raise many kinds
         raise UserError(_explanation(name, "config", place, error)) from error
+
+
+def own_class(saved: Mapping[str, Any]) -> Any:
+    """Return the class of deepenough's own that a saved config names, or None."""
+    names = [str(each) for each in saved.get("architectures") or ()]
     own = [each for each in names if "For" in each and each in deepenough.__all__]
     return getattr(deepenough, own[0]) if own else None
 

@@ -17,10 +17,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-import deepenough
 from deepenough.config import RunConfig, bounded, validate
 from deepenough.data.config import ClassificationConfig
 from deepenough.errors import UserError
+from deepenough.hf.loading import own_class
 from deepenough.training.config import TrainingConfig
 
 Exit = Literal["quantile", "sampled", "confidence", "patience", "fixed"]
@@ -316,8 +316,7 @@ class PonderEncoderConfig(PreTrainedConfig):
         options = _take_options(kwargs)
         if not isinstance(encoder, PreTrainedConfig):
             values = dict(encoder or {"model_type": "bert"})
-            for name in set(values.get("architectures") or ()) & set(deepenough.__all__):
-                getattr(deepenough, name)  # by which transformers gets to know a model of our own
+            own_class(values)  # by which transformers gets to know an encoder of ours
             encoder = AutoConfig.for_model(values.pop("model_type"), **values)
         check_encoder(encoder)
         self.encoder = encoder
