@@ -112,6 +112,17 @@ DE_PUBLIC int de_model_matrix(void* model, int layer, int which, int format, con
     });
 }
 
+// Whether a matrix stands for exactly these floats, [rows][cols].
+DE_PUBLIC int de_model_equals(void* model, int layer, int which, const float* values) {
+    const Matrix& matrix = *find_matrix(static_cast<Model*>(model), layer, which);
+    std::vector<float> row(matrix.cols);
+    for (int index = 0; index < matrix.rows; index++, values += matrix.cols) {
+        matrix.row(index, row.data());
+        if (std::memcmp(row.data(), values, matrix.cols * sizeof(float)) != 0) return 0;
+    }
+    return 1;
+}
+
 DE_PUBLIC int de_model_vector(void* model, int layer, int which, const float* values, int count) {
     return guarded([&] {
         std::vector<float>* vector = find_vector(static_cast<Model*>(model), layer, which);

@@ -165,9 +165,12 @@ def make_engine(model: Any, fused: bool = True) -> Engine:
 
 
 def _new_engine(adapter: Adapter, fused: bool) -> Engine:
+    from deepenough.decoding import native_backend
     from deepenough.decoding.general_backend import GeneralEngine
     from deepenough.decoding.torch_backend import make_fused
 
+    if fused and native_backend.fits(adapter):
+        return native_backend.NativeEngine(adapter)
     return (make_fused(adapter) if fused else None) or GeneralEngine(adapter)
 
 
