@@ -32,7 +32,9 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "
 def compiler() -> str | None:
     """Return the C++ compiler, `$CXX` first."""
     given = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, filter(None, (given, "c++", "g++", "clang++")))), None)
+    return next(
+        filter(None, map(shutil.which, filter(None, (given, "c++", "g++", "clang++")))), None
+    )
 
 
 def build(target: Path = TARGET, sanitize: bool = False) -> bool:

@@ -82,13 +82,18 @@ def kernel_names() -> list[str]:
     return [name for name in names if library and library.de_kernels(name.encode())]
 
 
-def fits(adapter: Adapter) -> bool:
+def make_native(adapter: Adapter) -> NativeEngine | None:
+    """Return a native engine for a model, or None if it does not fit."""
+    return NativeEngine(adapter) if _fits(adapter) else None
+
+
+def _fits(adapter: Adapter) -> bool:
     """Return whether a model is of this layout, on a CPU, with nothing added to its blocks."""
     model: Any = adapter.model
     config = model.config
     if load_library() is None or config.model_type not in MODEL_TYPES:
         return False
-    if model.device.type != "cpu" or model.dtype != torch.float32 or torch.is_grad_enabled() is None:
+    if model.device.type != "cpu" or model.dtype != torch.float32:
         return False
     if adapter.trunk.rotary_emb.rope_type not in FIXED_ROPES or config.hidden_act != "silu":
         return False
@@ -124,7 +129,7 @@ def as_stored(weight: Tensor) -> Stored:
 
 
 def gguf_matrices(path: Path, heads: int, kv_heads: int) -> Mapping[str, Stored]:
-    """Return the matrices of a GGUF file by name; queries' and keys' rows in transformers' order."""
+    """Return the matrices of a GGUF file by name, rows of queries and keys as transformers has."""
     from gguf import GGUFReader
 
     found = {}
@@ -151,14 +156,14 @@ class NativeModel:
         config, self.library = model.config, load_library()
         first: Any = adapter.layers[0]
         heads, self.width = config.num_attention_heads, config.hidden_size
-        cosines, sines = self._rotary(adapter, 64)
+        rotary = 2 * self._rotary(adapter, 1)[0].shape[1]
         self.vocab, self.head_width = config.vocab_size, first.self_attn.head_dim
-        sizes = (len(adapter.layers), self.width, heads, config.num_key_value_heads, self.head_width)
-        sizes += (config.intermediate_size, self.vocab, 2 * cosines.shape[1])
+        sizes = [len(adapter.layers), self.width, heads, config.num_key_value_heads]
+        sizes += [self.head_width, config.intermediate_size, self.vocab, rotary]
         own = _Config(*sizes, config.rms_norm_eps, first.self_attn.scaling, exact)
-        name = None if kernels is None else kernels.encode()
+        chosen = None if kernels is None else kernels.encode()
         threads = threads or torch.get_num_threads()
-        self.handle = ctypes.c_void_p(self.library.de_model_new(ctypes.byref(own), name, threads))
+        self.handle = ctypes.c_void_p(self.library.de_model_new(ctypes.byref(own), chosen, threads))
         if not self.handle.value:
             self._fail()
         weakref.finalize(self, self.library.de_model_free, self.handle)
@@ -168,8 +173,8 @@ class NativeModel:
         stored = gguf_matrices(gguf, heads, config.num_key_value_heads) if gguf else {}
         for layer, which, weight, name in self._matrices(adapter):
             self._set_matrix(layer, which, weight, stored.get(name))
-        for index, layer in enumerate(adapter.layers):
-            parameters = dict(layer.named_parameters())
+        for index, module in enumerate(adapter.layers):
+            parameters = dict(module.named_parameters())
             for which, name in enumerate(VECTORS):
                 if name in parameters:
                     self._set_vector(index, which, parameters[name])
@@ -243,6 +248,8 @@ def pointer(tensor: Tensor) -> ctypes.c_void_p:
 class NativeEngine(Engine):
     """Decodes Llama, Mistral, Qwen 2 and Qwen 3 through the compiled library."""
 
+    backend = "native"
+
     def __init__(self, adapter: Adapter, **options: Any) -> None:
         super().__init__(adapter)
         self.native = NativeModel(adapter, **options)
@@ -290,7 +297,13 @@ class NativeEngine(Engine):
         places, tokens = step.context, step.hidden.shape[1]
         assert self._cache is not None
         self.native.call(
-            name, self._cache.handle, places.rows, places.starts, len(places.rows), tokens, *arguments
+            name,
+            self._cache.handle,
+            places.rows,
+            places.starts,
+            len(places.rows),
+            tokens,
+            *arguments,
         )
 
     def norm(self, hidden: Tensor) -> Tensor:

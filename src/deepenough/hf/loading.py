@@ -307,7 +307,9 @@ def packaged_folder(name: str) -> Path | None:
 def stored_gguf(model: PreTrainedModel) -> Path | None:
     """Return the GGUF file that a packaged model comes from, None for other models."""
     packaged = PACKAGED.get(str(model.config._name_or_path))
-    spec = importlib.util.find_spec(packaged.module) if packaged and packaged.gguf else None
+    if packaged is None or not packaged.gguf:
+        return None
+    spec = importlib.util.find_spec(packaged.module)
     if spec is None or not spec.submodule_search_locations:
         return None
     path = Path(spec.submodule_search_locations[0]) / packaged.gguf
