@@ -8,7 +8,7 @@ on three of different lengths, padded:
   logits, and a fit and its evaluation run;
 - early exit: a token that never leaves is that of `generate`; tokens that leave are those that one
   pass over the whole text, through hooks on the model's own layers, gives;
-- speculation: the tokens are those of `generate`, fused and through the model's own layers;
+- speculation: the tokens are those of `generate`, by the fastest backend and through the model's own layers;
 - ponder: the last pass over the layers is what the encoder returns, and the classifier runs.
 
 Also run as `python benchmarks/model_support.py`, which writes docs/model-support.md.
@@ -207,9 +207,9 @@ def same_tokens(
 def check_speculation(model: PreTrainedModel, made: dict[str, Any], rows: int) -> None:
     """Compare the tokens of a speculating model with those of `generate`."""
     drafter = KnownDrafter(3)
-    for fused in (True, False):
-        fast = de.speculate(model, drafter, fused=fused)
-        same_tokens(model, fast, *prompts(rows), "fused" if fused else "own layers", drafter)
+    for backend in (None, "general"):
+        fast = de.speculate(model, drafter, backend=backend)
+        same_tokens(model, fast, *prompts(rows), backend or "fastest", drafter)
         if not fast.decoding_engine.takes_groups:
             break
 

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize, prune
 from transformers import OPTConfig, OPTForCausalLM
 
 from deepenough import UserError
+from deepenough.decoding import native_backend
 from deepenough.decoding.api import early_exit, speculate
 from deepenough.decoding.calibration import calibrate
 from deepenough.decoding.early_exit import FixedLayer, TopProbability
@@ -173,11 +174,14 @@ REFUSED: dict[Callable[..., None], str] = {
 }
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("backend", [None, "torch", "general"])
 @pytest.mark.parametrize("change", FOLLOWED)
-def test_changed_model_is_the_one_that_answers(make_model, change, fused) -> None:
+def test_changed_model_is_the_one_that_answers(make_model, change, backend, monkeypatch) -> None:
+    if backend == "torch":  # the fastest where there is no compiled code
+        monkeypatch.setattr(native_backend, "load_library", lambda: None)
     model = make_model()
-    fast = speculate(model, "none", fused=fused)
+    fast = speculate(model, "none", backend="general" if backend == "general" else None)
+    assert fast.decoding_engine.backend == (backend or "native")
     before = fast.generate(IDS, **GREEDY)
     change(model)
     expected = model.generate(IDS, **GREEDY)
@@ -187,11 +191,16 @@ def test_changed_model_is_the_one_that_answers(make_model, change, fused) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("backend", [None, "torch", "general"])
 @pytest.mark.parametrize("change", REFUSED)
-def test_change_that_cannot_be_followed_is_refused(make_model, change, fused) -> None:
+def test_change_that_cannot_be_followed_is_refused(
+    make_model, change, backend, monkeypatch
+) -> None:
+    if backend == "torch":  # the fastest where there is no compiled code
+        monkeypatch.setattr(native_backend, "load_library", lambda: None)
     model = make_model()
-    fast = speculate(model, "none", fused=fused)
+    fast = speculate(model, "none", backend="general" if backend == "general" else None)
+    assert fast.decoding_engine.backend == (backend or "native")
     change(model)
     for _ in range(2):
         with pytest.raises(UserError, match=REFUSED[change]):

@@ -94,9 +94,9 @@ def test_drafts_are_those_of_the_whole_text(model, prompts, rows) -> None:
 def test_with_other_sources_and_without_fusing(small, prompts) -> None:
     head = make_head(small)
     expected = small.generate(**prompts(3), **GREEDY)
-    for fused in (True, False):
+    for backend in (None, "general"):
         source = FallbackDrafter([LookupDrafter(2), DraftModelDrafter(head, WORDS, 3)])
-        fast = speculate(small, drafter=[source], fused=fused)
+        fast = speculate(small, drafter=[source], backend=backend)
         found = fast.generate(**prompts(3), **GREEDY, return_dict_in_generate=True)
         assert torch.equal(found.sequences, expected) and found.drafted > 0
 

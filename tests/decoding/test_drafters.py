@@ -46,8 +46,8 @@ RIGHT = {
 def test_whatever_is_guessed(small, prompts, rows, right) -> None:
     expected = small.generate(**prompts(rows), **GREEDY)
     source = Oracle(expected, 7, RIGHT[right])
-    for fused in (True, False):
-        fast = speculate(small, drafter=[source], fused=fused)
+    for backend in (None, "general"):
+        fast = speculate(small, drafter=[source], backend=backend)
         found = fast.generate(**prompts(rows), **GREEDY, return_dict_in_generate=True)
         assert torch.equal(found.sequences, expected)
         if right == "always":

@@ -33,7 +33,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 16}
 
 def test_own_layers_are_used_where_asked(small, prompts) -> None:
     expected = small.generate(**prompts(3), **GREEDY)
-    fast = speculate(small, "none", fused=False)
+    fast = speculate(small, "none", backend="general")
     assert isinstance(fast.decoding_engine, GeneralEngine)
     assert torch.equal(fast.generate(**prompts(3), **GREEDY), expected)
 
@@ -41,7 +41,7 @@ def test_own_layers_are_used_where_asked(small, prompts) -> None:
 def test_weights_are_not_held_twice(make_model, prompts) -> None:
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    fast = speculate(model, "none")
+    fast = speculate(model, "none", backend="torch")
     layer = model.model.layers[0]
     together = layer.self_attn.q_proj.weight.untyped_storage()
     for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
@@ -193,7 +193,7 @@ def test_a_model_whose_twin_differs_is_refused(make_model, monkeypatch) -> None:
         GeneralEngine, "head", lambda self, normed: own(self, normed) * (1 + small(self.adapter))
     )
     with pytest.raises(UserError, match=r"small model of the same kind.*the prompt are others"):
-        speculate(make_model(vocab_size=80), "none", fused=False)
+        speculate(make_model(vocab_size=80), "none", backend="general")
 
 
 def test_a_twin_is_tried_once(make_model, monkeypatch) -> None:

@@ -111,11 +111,11 @@ def test_sampled_distribution_is_exact(four_words, monkeypatch) -> None:
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize(("fused", "num_texts"), [(True, 1500), (False, 500)])
-def test_sampled_texts_pass_a_chi_square_test(four_words, fused, num_texts) -> None:
+@pytest.mark.parametrize(("backend", "num_texts"), [(None, 1500), ("general", 500)])
+def test_sampled_texts_pass_a_chi_square_test(four_words, backend, num_texts) -> None:
     ids = torch.tensor([[1, 3]])
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    fast = speculate(four_words, drafter=[Guess()], fused=fused)
+    fast = speculate(four_words, drafter=[Guess()], backend=backend)
     torch.manual_seed(0)
     samples = fast.generate(
         **given, do_sample=True, max_new_tokens=3, top_k=0, num_return_sequences=num_texts

@@ -56,7 +56,7 @@ def speculate(
     linear_drafter: LinearDrafter | None = None,
     shortcuts: Shortcuts | None = None,
     draft_layer: int | None = None,
-    fused: bool = True,
+    backend: str | None = None,
 ) -> Any:
     """Return a model that shares `model`'s weights and generates the same tokens faster.
 
@@ -73,9 +73,10 @@ def speculate(
         linear_drafter: What was fitted for this model.
         shortcuts: Maps between the layers of this model.
         draft_layer: Layers that the shortcut drafter runs; by default a quarter of them.
-        fused: False decodes through the model's own layers even where faster ones are known.
+        backend: "native" (compiled code on a CPU), "torch" (fused layers) or "general" (the model's
+            own layers); by default the first of these that fits.
     """
-    engine = make_engine(model, fused)
+    engine = make_engine(model, backend)
     if isinstance(draft_model, str | os.PathLike):
         draft_model = DraftModel.from_pretrained(draft_model)
     names = [drafter] if isinstance(drafter, str | Drafter) else drafter
@@ -90,7 +91,7 @@ def speculate(
         shortcuts=shortcuts,
         layer=draft_layer,
     )
-    return _wrapped(model, made, None, fused, engine)
+    return _wrapped(model, made, None, backend, engine)
 
 
 def early_exit(
@@ -141,7 +142,7 @@ def early_exit(
             )
         rule = guarantee.exit_rule(shortcuts, engine.adapter)
         rule.check(engine)
-        return _wrapped(model, None, rule, True, engine)
+        return _wrapped(model, None, rule, None, engine)
     if isinstance(policy, ExitPolicy):
         if threshold is not None:
             raise UserError("The policy has a threshold of its own: leave out threshold.")
@@ -152,18 +153,18 @@ def early_exit(
     rule.check(engine)
     if exit_layers is None:
         rule.layers = choose_exits(engine, rule)
-    return _wrapped(model, None, rule, True, engine)
+    return _wrapped(model, None, rule, None, engine)
 
 
 def _wrapped(
     model: PreTrainedModel,
     drafter: Drafter | None,
     rule: ExitRule | None,
-    fused: bool,
+    backend: str | None,
     engine: Engine | None = None,
 ) -> Any:
     """Return a shallow copy of the model with another `generate` and, with exits, `forward`."""
-    engine = make_engine(model, fused) if engine is None else engine
+    engine = make_engine(model, backend) if engine is None else engine
     fast: Any = copy.copy(model)
     own = type(model)
 
@@ -174,7 +175,7 @@ def _wrapped(
     # Under the same name: it is what a saved config says the architecture is.
     added = {"__module__": own.__module__, "forward": forward}
     fast.__class__ = type(own.__name__, (AdaptiveDecoding, own), added)
-    fast.drafter, fast.exit_rule, fast.fused = drafter, rule, fused
+    fast.drafter, fast.exit_rule, fast.backend = drafter, rule, backend
     fast.decoding_lock = threading.RLock()
     fast.engine_and_state = engine, ModelState(model)
     return fast
@@ -191,6 +192,7 @@ class DecodingOutput(GenerateDecoderOnlyOutput):
         drafted: Tokens that were drafted.
         accepted: Drafted tokens that the model confirmed.
         interrupted: Whether Ctrl-C ended the generation early.
+        backend: What ran the model: "native", "torch" or "general".
     """
 
     trace: DepthTrace | None = None
@@ -198,6 +200,7 @@ class DecodingOutput(GenerateDecoderOnlyOutput):
     drafted: int | None = None
     accepted: int | None = None
     interrupted: bool | None = None
+    backend: str | None = None
 
 
 class AdaptiveDecoding:
@@ -206,7 +209,7 @@ class AdaptiveDecoding:
     Attributes:
         drafter: Who drafts; None for nobody.
         exit_rule: How tokens leave; None if all run all layers.
-        fused: Whether faster layers than the model's own may be used.
+        backend: The one that was asked for; None for the first that fits.
         engine_and_state: The engine, and the model's state that it was made for.
         decoding_lock: Held while generating; whoever generates may call the model in between, as
             guidance does.
@@ -215,7 +218,7 @@ class AdaptiveDecoding:
 
     drafter: Drafter | None
     exit_rule: ExitRule | None
-    fused: bool
+    backend: str | None
     engine_and_state: tuple[Engine, ModelState]
     decoding_lock: threading.RLock
     trace: DepthTrace | None = None
@@ -229,7 +232,7 @@ class AdaptiveDecoding:
             now = ModelState(model)
             if now == before:
                 return engine
-            engine = make_engine(model, self.fused)
+            engine = make_engine(model, self.backend)
             if rule is not None:
                 if rule.guaranteed and now.content != before.content:
                     raise UserError(
@@ -245,7 +248,7 @@ class AdaptiveDecoding:
         """Return what makes this model anew: copies and pickles hold no lock and no cache."""
         model = self.engine_and_state[0].adapter.model
         state = {"generation_config": self.generation_config}  # type: ignore[attr-defined]
-        return _wrapped, (model, self.drafter, self.exit_rule, self.fused), state
+        return _wrapped, (model, self.drafter, self.exit_rule, self.backend), state
 
     def generate(
         self,
@@ -317,6 +320,7 @@ class AdaptiveDecoding:
                 drafted=decoded.drafted,
                 accepted=decoded.accepted,
                 interrupted=decoded.interrupted,
+                backend=engine.backend,
             )
 
         with torch.no_grad():

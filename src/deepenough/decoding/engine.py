@@ -11,9 +11,10 @@ The decoding loop, the drafters and early exit see nothing of a model but this c
 and, where some sequences leave at an earlier layer than others, `resume` for those that continue
 and `write_kv` for those that have left.
 
-Two implementations: `torch_backend.py` for layouts whose arithmetic is written out there, and
-`general_backend.py` for all others, which calls the model's own layers. Sequences may keep
-different numbers of tokens, unless the model counts padding as tokens.
+Three backends, the first that fits is used: `native_backend.py` (compiled code, for Llama-like
+models on a CPU), `torch_backend.py` (layouts whose arithmetic is written out there, any device) and
+`general_backend.py`, which calls the model's own layers. Sequences may keep different numbers of
+tokens, unless the model counts padding as tokens.
 
 An engine is made for a model as it is; `ModelState` tells whether it is still the same.
 
@@ -54,6 +55,8 @@ class Step:
 class Engine(ABC):
     """A model, and the KV cache of the sequences it is decoding."""
 
+    backend: str
+    """Its name among `BACKENDS`."""
     takes_groups: bool = True
     """Whether `resume` takes several tokens of a sequence at once."""
     ignores_padding: bool = True
@@ -122,11 +125,17 @@ class Engine(ABC):
         """Free the memory of the cache."""
 
 
-def make_engine(model: Any, fused: bool = True) -> Engine:
+#: The fastest first.
+BACKENDS = ("native", "torch", "general")
+
+
+def make_engine(model: Any, backend: str | None = None) -> Engine:
     """Return an engine that gives the model's own logits, or refuse the model.
 
-    The fused torch backend is used where `fused` and where the model's layout is known to it.
+    By default the first of `BACKENDS` that fits the model and gives its logits.
     """
+    if backend not in (None, *BACKENDS):
+        raise UserError(f"There is no backend {backend}: choose one of {', '.join(BACKENDS)}.")
     if hasattr(type(model), "decoding_engine"):
         raise UserError("The model decodes adaptively already: give the one it was made of.")
     if not isinstance(model, PreTrainedModel):
@@ -139,13 +148,15 @@ def make_engine(model: Any, fused: bool = True) -> Engine:
     _check_supported(adapter)
     if model.training or adapter.trunk.training:
         raise UserError("The model is in training mode, with dropout: call model.eval() first.")
-    adapter.limit, takes_padding = _tried_on_twin(adapter, fused)
-    engine = _new_engine(adapter, fused)
+    backends = BACKENDS if backend is None else (backend,)
+    adapter.limit, takes_padding = _tried_on_twin(adapter, backends)
+    engine = _new_engine(adapter, backends)
     try:
-        same = _gives_same_logits(engine)
-        if not same and fused:
-            engine = _new_engine(adapter, fused=False)
-            same = _gives_same_logits(engine)
+        while not (same := _gives_same_logits(engine)):
+            others = backends[backends.index(engine.backend) + 1 :]
+            if not others:
+                break
+            engine = _new_engine(adapter, others)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
@@ -164,11 +175,21 @@ def make_engine(model: Any, fused: bool = True) -> Engine:
     return engine
 
 
-def _new_engine(adapter: Adapter, fused: bool) -> Engine:
+def _new_engine(adapter: Adapter, backends: Sequence[str]) -> Engine:
+    """Return an engine of the first backend that fits the model."""
     from deepenough.decoding.general_backend import GeneralEngine
+    from deepenough.decoding.native_backend import make_native
     from deepenough.decoding.torch_backend import make_fused
 
-    return (make_fused(adapter) if fused else None) or GeneralEngine(adapter)
+    makers = {"native": make_native, "torch": make_fused, "general": GeneralEngine}
+    for name in backends:
+        engine: Engine | None = makers[name](adapter)
+        if engine is not None:
+            return engine
+    raise UserError(
+        f"The {backends[0]} backend does not know {type(adapter.model).__name__} in this form: "
+        "leave the backend open."
+    )
 
 
 @dataclass(init=False)
@@ -282,7 +303,7 @@ _PROMPT, _FEW = 4, 3
 _trials: dict[tuple[Any, ...], tuple[int | None, bool | None]] = {}
 
 
-def _tried_on_twin(adapter: Adapter, fused: bool) -> tuple[int | None, bool | None]:
+def _tried_on_twin(adapter: Adapter, backends: Sequence[str]) -> tuple[int | None, bool | None]:
     """Return up to how many tokens a model is decoded as by itself, and whether padded batches are.
 
     Tried on a small model of the same config, past every length at which it begins to compute
@@ -290,7 +311,7 @@ def _tried_on_twin(adapter: Adapter, fused: bool) -> tuple[int | None, bool | No
     None is no limit. Without such a model nothing is known of padding, which is None, too.
     """
     model: Any = adapter.model
-    key = (type(model), fingerprint(model.config), model.config._attn_implementation, fused)
+    key = (type(model), fingerprint(model.config), model.config._attn_implementation, *backends)
     if key in _trials:
         return _trials[key]
     twin: Any
@@ -301,7 +322,7 @@ def _tried_on_twin(adapter: Adapter, fused: bool) -> tuple[int | None, bool | No
     for limit in limits if twin else ():
         small = Adapter(twin, adapter.layout)
         small.limit = None if limit is None else SWITCH
-        engine = _new_engine(small, fused)
+        engine = _new_engine(small, backends)
         tokens = min(3 * SWITCH, (engine.max_length or LONGEST) - _PROMPT)
         problem = _difference(engine, tokens, padded=False)
         if not problem:

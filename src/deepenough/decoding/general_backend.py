@@ -30,6 +30,7 @@ class GeneralEngine(Engine):
     The context of a step is what all layers are called with, and the rows of the cache or None.
     """
 
+    backend = "general"
     takes_groups = False
 
     def __init__(self, adapter: Adapter) -> None:

@@ -104,6 +104,8 @@ class FusedLayer:
 class FusedEngine(Engine):
     """What the layouts share: a `KVCache`, and layers of attention and feed-forward over it."""
 
+    backend = "torch"
+
     def __init__(self, adapter: Adapter, heads: int, kv_heads: int, head_width: int) -> None:
         super().__init__(adapter)
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width

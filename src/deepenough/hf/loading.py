@@ -310,6 +310,18 @@ def packaged_folder(name: str) -> Path | None:
     return _converted(name, folder / model.gguf) if model.gguf else folder
 
 
+def stored_gguf(model: PreTrainedModel) -> Path | None:
+    """Return the GGUF file that a packaged model comes from, None for other models."""
+    packaged = PACKAGED.get(str(model.config._name_or_path))
+    if packaged is None or not packaged.gguf:
+        return None
+    spec = importlib.util.find_spec(packaged.module)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0]) / packaged.gguf
+    return path if path.is_file() else None
+
+
 def _converted(name: str, gguf: Path) -> Path:
     """Return the folder in the cache that holds a GGUF file's model in Hugging Face form."""
     if not gguf.is_file():

@@ -1,0 +1,214 @@
+// What Python calls: plain C, over pointers to memory that torch or numpy owns.
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "model.h"
+
+using namespace deepenough;
+
+namespace {
+
+thread_local std::string last_error;
+
+// Returns 0, or -1 with a message in `de_error`: no exception crosses into Python.
+template <class Work>
+int guarded(Work work) {
+    try {
+        work();
+        return 0;
+    } catch (const std::exception& error) {
+        last_error = error.what();
+        return -1;
+    }
+}
+
+const Kernels* const kAll[] = {
+#ifdef __x86_64__
+    &kAvx512Vnni, &kAvx512, &kAvx2,
+#endif
+    &kPortable};
+
+bool is_supported(const Kernels& kernels) {
+#ifdef __x86_64__
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512vl");
+    if (&kernels == &kAvx2) return avx2;
+    if (&kernels == &kAvx512) return avx512;
+    if (&kernels == &kAvx512Vnni) return avx512 && __builtin_cpu_supports("avx512vnni");
+#endif
+    return &kernels == &kPortable;
+}
+
+const Kernels* find_kernels(const char* name) {
+    for (const Kernels* kernels : kAll)
+        if (is_supported(*kernels) && (name == nullptr || std::strcmp(name, kernels->name) == 0))
+            return kernels;
+    return nullptr;
+}
+
+Matrix* find_matrix(Model* model, int layer, int which) {
+    if (layer < 0) return which == 0 ? &model->embedding : &model->head;
+    Layer& own = model->layers.at(layer);
+    Matrix* const all[] = {&own.query, &own.key, &own.value, &own.output, &own.gate, &own.up, &own.down};
+    return which < 0 || which > 6 ? nullptr : all[which];
+}
+
+std::vector<float>* find_vector(Model* model, int layer, int which) {
+    if (layer < 0) return &model->final_norm;
+    Layer& own = model->layers.at(layer);
+    std::vector<float>* const all[] = {&own.input_norm, &own.inner_norm, &own.query_norm, &own.key_norm,
+                                       &own.query_bias, &own.key_bias, &own.value_bias};
+    return which < 0 || which > 6 ? nullptr : all[which];
+}
+
+Pass make_pass(Cache* cache, const int* rows, const int* starts, int sequences, int tokens) {
+    for (int s = 0; s < sequences; s++)
+        if (rows[s] < 0 || rows[s] >= cache->sequences || starts[s] < 0 ||
+            starts[s] + tokens > cache->capacity)
+            throw std::out_of_range("a sequence or position is not in the cache");
+    return {cache, rows, starts, sequences, tokens};
+}
+
+}  // namespace
+
+#define DE_PUBLIC __attribute__((visibility("default")))
+
+extern "C" {
+
+DE_PUBLIC const char* de_error() { return last_error.c_str(); }
+
+// The kernels that would be used: the fastest, or those of a name; null if this CPU has none such.
+DE_PUBLIC const char* de_kernels(const char* name) {
+    const Kernels* found = find_kernels(name);
+    return found == nullptr ? nullptr : found->name;
+}
+
+DE_PUBLIC void* de_model_new(const Config* config, const char* kernels, int threads) {
+    Model* model = nullptr;
+    guarded([&] {
+        const Kernels* found = find_kernels(kernels);
+        if (found == nullptr) throw std::invalid_argument("this CPU lacks the instructions");
+        model = new Model(*config, *found, threads);
+    });
+    return model;
+}
+
+DE_PUBLIC void de_model_free(void* model) { delete static_cast<Model*>(model); }
+
+DE_PUBLIC int de_model_matrix(void* model, int layer, int which, int format, const void* stored, int rows,
+                    int cols, const int* order) {
+    return guarded([&] {
+        Matrix* matrix = find_matrix(static_cast<Model*>(model), layer, which);
+        if (matrix == nullptr || format < 0 || format >= kFormats)
+            throw std::invalid_argument("no such matrix or format");
+        if (!matrix->pack(Format(format), static_cast<const uint8_t*>(stored), rows, cols, order))
+            throw std::invalid_argument("the columns do not fill blocks of 32");
+    });
+}
+
+// Whether a matrix stands for exactly these floats, [rows][cols].
+DE_PUBLIC int de_model_equals(void* model, int layer, int which, const float* values) {
+    const Matrix& matrix = *find_matrix(static_cast<Model*>(model), layer, which);
+    std::vector<float> row(matrix.cols);
+    for (int index = 0; index < matrix.rows; index++, values += matrix.cols) {
+        matrix.row(index, row.data());
+        if (std::memcmp(row.data(), values, matrix.cols * sizeof(float)) != 0) return 0;
+    }
+    return 1;
+}
+
+DE_PUBLIC int de_model_vector(void* model, int layer, int which, const float* values, int count) {
+    return guarded([&] {
+        std::vector<float>* vector = find_vector(static_cast<Model*>(model), layer, which);
+        if (vector == nullptr) throw std::invalid_argument("no such vector");
+        vector->assign(values, values + count);
+    });
+}
+
+DE_PUBLIC int de_model_rotary(void* model, const float* cosines, const float* sines, int count) {
+    return guarded([&] {
+        static_cast<Model*>(model)->cosines.assign(cosines, cosines + count);
+        static_cast<Model*>(model)->sines.assign(sines, sines + count);
+    });
+}
+
+DE_PUBLIC int64_t de_model_bytes(void* model) { return int64_t(static_cast<Model*>(model)->weight_bytes()); }
+
+DE_PUBLIC void* de_cache_new(void* model, int sequences, int capacity, int bf16) {
+    Cache* cache = nullptr;
+    guarded([&] {
+        cache = new Cache(static_cast<Model*>(model)->config, sequences, capacity, bf16 != 0);
+    });
+    return cache;
+}
+
+DE_PUBLIC void de_cache_free(void* cache) { delete static_cast<Cache*>(cache); }
+
+DE_PUBLIC int de_cache_select(void* cache, const int* rows, int count) {
+    return guarded([&] { static_cast<Cache*>(cache)->select(rows, count); });
+}
+
+DE_PUBLIC int de_embed(void* model, const int64_t* tokens, int count, float* hidden) {
+    return guarded([&] { static_cast<Model*>(model)->embed(tokens, count, hidden); });
+}
+
+DE_PUBLIC int de_layers(void* model, void* cache, const int* rows, const int* starts, int sequences, int tokens,
+              int first, int last, float* hidden) {
+    return guarded([&] {
+        const Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
+        static_cast<Model*>(model)->run_layers(pass, first, last, hidden);
+    });
+}
+
+DE_PUBLIC int de_write_kv(void* model, void* cache, const int* rows, const int* starts, int sequences, int tokens,
+                int layer, const float* hidden) {
+    return guarded([&] {
+        const Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
+        static_cast<Model*>(model)->write_kv(pass, layer, hidden);
+    });
+}
+
+DE_PUBLIC int de_finish(void* model, const float* hidden, int count, int is_normed, float* normed, float* logits) {
+    return guarded([&] {
+        static_cast<Model*>(model)->finish(hidden, count, is_normed != 0, normed, logits);
+    });
+}
+
+DE_PUBLIC int de_run(void* model, void* cache, const int* rows, const int* starts, int sequences, int tokens,
+           const int64_t* ids, float* hidden, float* normed, float* logits) {
+    return guarded([&] {
+        const Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
+        static_cast<Model*>(model)->run(pass, ids, hidden, normed, logits);
+    });
+}
+
+// The product of a matrix with some rows, for tests.
+DE_PUBLIC int de_product(const char* name, int exact, int format, const void* stored, int rows, int cols,
+               const float* values, int count, float* out) {
+    return guarded([&] {
+        const Kernels* kernels = find_kernels(name);
+        if (kernels == nullptr) throw std::invalid_argument("this CPU lacks the instructions");
+        Matrix matrix;
+        if (!matrix.pack(Format(format), static_cast<const uint8_t*>(stored), rows, cols, nullptr))
+            throw std::invalid_argument("the columns do not fill blocks of 32");
+        const size_t blocks = size_t(cols / kBlock) * count;
+        std::vector<int8_t> digits(blocks * kDigits * kBlock + 1);
+        std::vector<int32_t> sums(blocks * kDigits + 1);
+        std::vector<float> scales(blocks + 1), totals(blocks + 1);
+        for (int row = 0; row < count; row++) {
+            const size_t at = size_t(row) * (cols / kBlock);
+            kernels->quantise(values + size_t(row) * cols, cols, &digits[at * kDigits * kBlock],
+                              &sums[at * kDigits], &scales[at], &totals[at]);
+        }
+        const Rows input{count, cols, values, digits.data(), sums.data(), scales.data(), totals.data()};
+        kernels->products(matrix, exact != 0, 0, matrix.tiles(), input, out, rows, false);
+    });
+}
+
+}  // extern "C"

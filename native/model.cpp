@@ -1,0 +1,441 @@
+#include "model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace deepenough {
+
+constexpr int kChunkTiles = 4;     // weights that a thread claims at once
+constexpr int kPrivateRows = 4;    // up to so many rows every thread prepares for itself
+constexpr int kPiece = 1024;       // positions of a long context that one task attends to
+constexpr int kTokensInTask = 8;   // of a long prompt
+
+// -- cache ---------------------------------------------------------------------------------------
+
+Cache::Cache(const Config& config, int sequences, int capacity, bool bf16)
+    : sequences(sequences),
+      capacity((capacity + kTile - 1) / kTile * kTile),
+      bf16(bf16),
+      layers_(config.layers),
+      heads_(config.kv_heads),
+      width_(config.head_width),
+      element_(bf16 ? 2 : 4) {
+    const size_t bytes = place(0, sequences, 0);
+    for (auto* side : {&keys_, &values_})
+        for (int layer = 0; layer < layers_; layer++) {
+            side->push_back(make_buffer<uint8_t>(bytes));
+            std::memset(side->back().get(), 0, bytes);  // what nobody has written must be a number
+        }
+}
+
+size_t Cache::place(int, int sequence, int head) const {
+    return (size_t(sequence) * heads_ + head) * capacity * width_ * element_;
+}
+
+uint8_t* Cache::keys(int layer, int sequence, int head) {
+    return keys_[layer].get() + place(layer, sequence, head);
+}
+
+uint8_t* Cache::values(int layer, int sequence, int head) {
+    return values_[layer].get() + place(layer, sequence, head);
+}
+
+void Cache::select(const int* rows, int count) {
+    const size_t bytes = place(0, 1, 0);
+    for (auto* side : {&keys_, &values_})
+        for (auto& layer : *side) {
+            Buffer<uint8_t> chosen = make_buffer<uint8_t>(bytes * count);
+            for (int row = 0; row < count; row++)
+                std::memcpy(chosen.get() + bytes * row, layer.get() + bytes * rows[row], bytes);
+            layer = std::move(chosen);
+        }
+    sequences = count;
+}
+
+static uint16_t to_bf16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void Cache::store(int layer, int sequence, int head, int position, const float* key,
+                  const float* value) {
+    const size_t key_at = size_t(position / kTile) * kTile * width_ + position % kTile;
+    const size_t value_at = size_t(position) * width_;
+    uint8_t *all_keys = keys(layer, sequence, head), *all_values = values(layer, sequence, head);
+    if (bf16) {
+        auto* k = reinterpret_cast<uint16_t*>(all_keys) + key_at;
+        auto* v = reinterpret_cast<uint16_t*>(all_values) + value_at;
+        for (int d = 0; d < width_; d++) k[d * kTile] = to_bf16(key[d]), v[d] = to_bf16(value[d]);
+    } else {
+        auto* k = reinterpret_cast<float*>(all_keys) + key_at;
+        for (int d = 0; d < width_; d++) k[d * kTile] = key[d];
+        std::memcpy(reinterpret_cast<float*>(all_values) + value_at, value, width_ * 4);
+    }
+}
+
+// -- scratch memory --------------------------------------------------------------------------------
+
+Model::Model(const Config& config, const Kernels& kernels, int threads)
+    : config(config), layers(config.layers), kernels_(kernels), threads_(threads), scratch_(threads) {}
+
+void Model::RowsBuffer::reserve(int new_count, int new_cols) {
+    if (size_t(new_count) * new_cols > size_t(count) * cols) {
+        const size_t all = size_t(new_count) * new_cols, blocks = all / kBlock + new_count;
+        values = make_buffer<float>(all);
+        digits = make_buffer<int8_t>(blocks * kDigits * kBlock);
+        sums = make_buffer<int32_t>(blocks * kDigits);
+        scales = make_buffer<float>(blocks);
+        totals = make_buffer<float>(blocks);
+        count = new_count, cols = new_cols;
+    }
+}
+
+void Model::reserve(const Pass& pass) {
+    int longest = 0;
+    for (int s = 0; s < pass.sequences; s++) longest = std::max(longest, pass.starts[s]);
+    // Long contexts are cut into pieces, all of whose new tokens are in the last; long prompts are cut
+    // into groups of tokens.
+    const bool is_prompt = pass.tokens > kPrivateRows;
+    tokens_in_task_ = is_prompt ? kTokensInTask : pass.tokens;
+    pieces_ = is_prompt ? 1 : std::max(1, longest / kPiece);
+    piece_length_ = (longest / pieces_ + kTile) / kTile * kTile;
+    const size_t queries = size_t(pass.count()) * config.heads * pieces_;
+    const size_t wanted = std::max(queries, size_t(pass.count()));
+    if (wanted <= reserved_) return;
+    reserved_ = wanted;
+    const size_t count = wanted / config.heads + 1;
+    queries_ = make_buffer<float>(count * config.query_width());
+    keys_ = make_buffer<float>(count * config.kv_width());
+    values_ = make_buffer<float>(count * config.kv_width());
+    inner_ = make_buffer<float>(count * config.inner);
+    largest_ = make_buffer<float>(wanted);
+    sums_ = make_buffer<float>(wanted);
+    mixed_ = make_buffer<float>(wanted * config.head_width);
+}
+
+// -- phases ----------------------------------------------------------------------------------------
+
+// Rows ready to be multiplied: normed if `norm`, and as digits. Few rows are made by every thread for
+// itself, which is cheaper than waiting for another; many are shared out, before all meet.
+Rows Model::prepare(int thread, int count, int cols, const float* from, const float* norm,
+                           int next_tasks) {
+    const bool is_private = count <= kPrivateRows;
+    RowsBuffer& buffer = is_private ? scratch_[thread].rows : shared_;
+    if (is_private) buffer.reserve(count, cols);
+    const int first = is_private ? 0 : count * thread / threads_.count();
+    const int last = is_private ? count : count * (thread + 1) / threads_.count();
+    const int blocks = cols / kBlock;
+    for (int row = first; row < last; row++) {
+        float* values = buffer.values.get() + size_t(row) * cols;
+        if (norm != nullptr)
+            kernels_.rms_norm(from + size_t(row) * cols, norm, cols, config.eps, values);
+        else
+            std::memcpy(values, from + size_t(row) * cols, cols * sizeof(float));
+        if (config.exact && cols % kBlock == 0) {
+            const size_t at = size_t(row) * blocks;
+            kernels_.quantise(values, cols, buffer.digits.get() + at * kDigits * kBlock,
+                              buffer.sums.get() + at * kDigits, buffer.scales.get() + at,
+                              buffer.totals.get() + at);
+        }
+    }
+    if (!is_private) threads_.meet(next_tasks);
+    return {count,
+            cols,
+            buffer.values.get(),
+            buffer.digits.get(),
+            buffer.sums.get(),
+            buffer.scales.get(),
+            buffer.totals.get()};
+}
+
+void Model::multiply(int thread, const Rows& rows, const Part* parts, int num_parts, bool add) {
+    int first, last;
+    while (threads_.claim(thread, kChunkTiles, &first, &last)) {
+        int begin = 0;  // of a part, in tiles of all parts
+        for (int i = 0; i < num_parts; i++) {
+            const Part& part = parts[i];
+            const int end = begin + part.matrix->tiles();
+            const int from = std::max(first, begin), to = std::min(last, end);
+            if (from < to)
+                kernels_.products(*part.matrix, config.exact, from - begin, to - begin, rows,
+                                  part.out + size_t(from - begin) * kTile, part.stride, add);
+            begin = end;
+        }
+    }
+}
+
+int Model::query_tiles(const Layer& layer) const {
+    return layer.query.tiles() + layer.key.tiles() + layer.value.tiles();
+}
+
+int Model::attention_tasks(const Pass& pass) const {
+    const int groups = (pass.tokens + tokens_in_task_ - 1) / tokens_in_task_;
+    return pass.sequences * config.kv_heads * groups * pieces_;
+}
+
+void Model::rotate(float* head, int position) const {
+    const int half = config.rotary / 2;
+    const float* cosine = cosines.data() + size_t(position) * half;
+    const float* sine = sines.data() + size_t(position) * half;
+    for (int i = 0; i < half; i++) {
+        const float x = head[i], y = head[i + half];
+        head[i] = x * cosine[i] - y * sine[i];
+        head[i + half] = y * cosine[i] + x * sine[i];
+    }
+}
+
+static void add_bias(float* values, const std::vector<float>& bias, int first, int count) {
+    if (!bias.empty())
+        for (int i = 0; i < count; i++) values[i] += bias[first + i];
+}
+
+// Rotate and store the new keys of a head, and its values.
+static void new_key(const Config& config, const Kernels& kernels, const Layer& layer, int head,
+                    const float* keys, const float* values, float* key, float* value) {
+    const int width = config.head_width;
+    std::memcpy(key, keys + head * width, width * sizeof(float));
+    std::memcpy(value, values + head * width, width * sizeof(float));
+    add_bias(key, layer.key_bias, head * width, width);
+    add_bias(value, layer.value_bias, head * width, width);
+    if (!layer.key_norm.empty())
+        kernels.rms_norm(key, layer.key_norm.data(), width, config.eps, key);
+}
+
+void Model::attention_work(int thread, const Pass& pass, const Layer& layer, int index) {
+    int task, end;
+    if (pass.tokens > kPrivateRows) {  // other tasks attend to keys of this one: all are stored first
+        while (threads_.claim(thread, 1, &task, &end)) {
+            const int row = task / config.kv_heads, head = task % config.kv_heads;
+            const int s = row / pass.tokens, position = pass.starts[s] + row % pass.tokens;
+            std::vector<float>& key = scratch_[thread].key;
+            key.resize(2 * config.head_width);
+            new_key(config, kernels_, layer, head, keys_.get() + size_t(row) * config.kv_width(),
+                    values_.get() + size_t(row) * config.kv_width(), key.data(),
+                    key.data() + config.head_width);
+            rotate(key.data(), position);
+            pass.cache->store(index, pass.rows[s], head, position, key.data(),
+                              key.data() + config.head_width);
+        }
+        threads_.meet(attention_tasks(pass));
+    }
+    while (threads_.claim(thread, 1, &task, &end)) attend(thread, pass, layer, index, task);
+}
+
+void Model::attend(int thread, const Pass& pass, const Layer& layer, int index, int task) {
+    Scratch& scratch = scratch_[thread];
+    const int width = config.head_width, group = config.heads / config.kv_heads;
+    const int groups = (pass.tokens + tokens_in_task_ - 1) / tokens_in_task_;
+    const int piece = task % pieces_, tokens_group = task / pieces_ % groups;
+    const int head = task / pieces_ / groups % config.kv_heads;
+    const int s = task / pieces_ / groups / config.kv_heads;
+    const int first = tokens_group * tokens_in_task_;
+    const int count = std::min(tokens_in_task_, pass.tokens - first);
+    const int start = pass.starts[s], is_last = piece == pieces_ - 1;
+    scratch.query.resize(size_t(count) * group * width);
+    scratch.key.resize(2 * width);
+    scratch.scores.resize(4 * kChunk + kTile);
+    std::vector<int>& limits = scratch.limits;
+    limits.resize(size_t(count) * group);
+    for (int t = 0; t < count; t++) {
+        const size_t row = size_t(s) * pass.tokens + first + t;
+        for (int g = 0; g < group; g++) {
+            float* query = scratch.query.data() + (size_t(t) * group + g) * width;
+            const int own = (head * group + g) * width;
+            std::memcpy(query, queries_.get() + row * config.query_width() + own, width * 4);
+            add_bias(query, layer.query_bias, own, width);
+            if (!layer.query_norm.empty())
+                kernels_.rms_norm(query, layer.query_norm.data(), width, config.eps, query);
+            rotate(query, start + first + t);
+            limits[t * group + g] = start + first + t + 1;
+        }
+        if (pass.tokens <= kPrivateRows && is_last) {
+            new_key(config, kernels_, layer, head, keys_.get() + row * config.kv_width(),
+                    values_.get() + row * config.kv_width(), scratch.key.data(),
+                    scratch.key.data() + width);
+            rotate(scratch.key.data(), start + first + t);
+            pass.cache->store(index, pass.rows[s], head, start + first + t, scratch.key.data(),
+                              scratch.key.data() + width);
+        }
+    }
+    const size_t at = (size_t(s) * config.kv_heads + head) * pieces_ + piece;
+    const size_t query_at = at * pass.tokens * group + size_t(first) * group;
+    std::fill_n(largest_.get() + query_at, count * group, -INFINITY);
+    std::fill_n(sums_.get() + query_at, count * group, 0.0f);
+    std::fill_n(mixed_.get() + query_at * width, size_t(count) * group * width, 0.0f);
+    const int known = start / kTile * kTile;  // pieces begin with whole tiles of keys
+    const int begin = std::min(piece * piece_length_, known);
+    const int end = is_last ? start + first + count : std::min((piece + 1) * piece_length_, known);
+    Attention attention{count * group,       width,
+                        begin,               end,
+                        config.attention_scale, scratch.query.data(),
+                        limits.data(),       pass.cache->keys(index, pass.rows[s], head),
+                        pass.cache->values(index, pass.rows[s], head), pass.cache->bf16,
+                        scratch.scores.data(), largest_.get() + query_at,
+                        sums_.get() + query_at, mixed_.get() + query_at * width};
+    kernels_.attend(attention);
+}
+
+// What a row's queries have found in all pieces, head by head.
+void Model::attended(const Pass& pass, int row, float* out) const {
+    const int width = config.head_width, group = config.heads / config.kv_heads;
+    const int s = row / pass.tokens, t = row % pass.tokens;
+    for (int head = 0; head < config.heads; head++) {
+        const size_t first = (size_t(s) * config.kv_heads + head / group) * pieces_ * pass.tokens * group +
+                             size_t(t) * group + head % group;
+        const size_t next = size_t(pass.tokens) * group;  // the same query in the next piece
+        float largest = -INFINITY, sum = 0.0f;
+        for (int piece = 0; piece < pieces_; piece++)
+            largest = std::max(largest, largest_[first + piece * next]);
+        float* mixed = out + head * width;
+        std::fill_n(mixed, width, 0.0f);
+        for (int piece = 0; piece < pieces_; piece++) {
+            const size_t at = first + piece * next;
+            const float weight = pieces_ == 1 ? 1.0f : std::exp(largest_[at] - largest);
+            sum += weight * sums_[at];
+            for (int d = 0; d < width; d++) mixed[d] += weight * mixed_[at * width + d];
+        }
+        for (int d = 0; d < width; d++) mixed[d] /= sum;
+    }
+}
+
+Rows Model::attended_rows(int thread, const Pass& pass, int next_tasks) {
+    const int count = pass.count(), cols = config.query_width();
+    // The queries have been read; their memory takes what they have found.
+    if (count <= kPrivateRows) {
+        Scratch& scratch = scratch_[thread];
+        scratch.gate.resize(size_t(count) * cols);
+        for (int row = 0; row < count; row++) attended(pass, row, scratch.gate.data() + row * cols);
+        return prepare(thread, count, cols, scratch.gate.data(), nullptr, next_tasks);
+    }
+    const int first = count * thread / threads_.count(), last = count * (thread + 1) / threads_.count();
+    for (int row = first; row < last; row++)
+        attended(pass, row, queries_.get() + size_t(row) * cols);
+    return prepare(thread, count, cols, queries_.get(), nullptr, next_tasks);
+}
+
+void Model::layers_work(int thread, const Pass& pass, int first, int last, float* hidden) {
+    const int count = pass.count(), width = config.width;
+    const size_t kv_width = config.kv_width(), inner_width = config.inner;
+    for (int index = first; index < last; index++) {
+        const Layer& layer = layers[index];
+        const bool is_prompt = pass.tokens > kPrivateRows;
+        const Rows input = prepare(thread, count, width, hidden, layer.input_norm.data(), query_tiles(layer));
+        const Part parts[] = {{&layer.query, queries_.get(), size_t(config.query_width())},
+                              {&layer.key, keys_.get(), kv_width},
+                              {&layer.value, values_.get(), kv_width}};
+        multiply(thread, input, parts, 3, false);
+        threads_.meet(is_prompt ? count * config.kv_heads : attention_tasks(pass));
+        attention_work(thread, pass, layer, index);
+        threads_.meet(layer.output.tiles());
+        const Part output = {&layer.output, hidden, size_t(width)};
+        multiply(thread, attended_rows(thread, pass, layer.output.tiles()), &output, 1, true);
+        threads_.meet(layer.gate.tiles());
+        const Rows inner = prepare(thread, count, width, hidden, layer.inner_norm.data(), layer.gate.tiles());
+        Scratch& scratch = scratch_[thread];
+        constexpr int most = kChunkTiles * kTile;
+        scratch.gate.resize(std::max(scratch.gate.size(), size_t(count) * most));
+        scratch.up.resize(size_t(count) * most);
+        int tile, end;
+        while (threads_.claim(thread, kChunkTiles, &tile, &end)) {
+            const int from = tile * kTile, rows = std::min(end * kTile, config.inner) - from;
+            float *gate = scratch.gate.data(), *up = scratch.up.data();
+            kernels_.products(layer.gate, config.exact, tile, end, inner, gate, most, false);
+            kernels_.products(layer.up, config.exact, tile, end, inner, up, most, false);
+            for (int row = 0; row < count; row++)
+                kernels_.silu_times(gate + row * most, up + row * most, rows,
+                                    inner_.get() + row * inner_width + from);
+        }
+        threads_.meet(layer.down.tiles());
+        const Part down = {&layer.down, hidden, size_t(width)};
+        multiply(thread, prepare(thread, count, config.inner, inner_.get(), nullptr, layer.down.tiles()),
+                 &down, 1, true);
+        threads_.meet(index + 1 < last ? query_tiles(layers[index + 1]) : output_matrix().tiles());
+    }
+}
+
+void Model::head_work(int thread, int count, const float* hidden, const float* norm, float* normed,
+                      float* logits) {
+    const Matrix& matrix = output_matrix();
+    const Rows rows = prepare(thread, count, config.width, hidden, norm, matrix.tiles());
+    if (thread == 0 && normed != nullptr)
+        std::memcpy(normed, rows.values, size_t(count) * config.width * sizeof(float));
+    if (logits == nullptr) return;
+    const Part part = {&matrix, logits, size_t(config.vocab)};
+    multiply(thread, rows, &part, 1, false);
+}
+
+// -- what callers ask for --------------------------------------------------------------------------
+
+void Model::embed(const int64_t* tokens, int count, float* hidden) const {
+    for (int i = 0; i < count; i++)
+        embedding.row(int(tokens[i]), hidden + size_t(i) * config.width);
+}
+
+void Model::run_layers(const Pass& pass, int first, int last, float* hidden) {
+    if (first >= last) return;
+    reserve(pass);
+    shared_.reserve(pass.count(), std::max({config.width, config.inner, config.query_width()}));
+    threads_.run([&](int thread) { layers_work(thread, pass, first, last, hidden); },
+                 query_tiles(layers[first]));
+}
+
+void Model::write_kv(const Pass& pass, int index, const float* hidden) {
+    reserve(pass);
+    shared_.reserve(pass.count(), config.width);
+    const Layer& layer = layers[index];
+    const int count = pass.count(), tiles = layer.key.tiles() + layer.value.tiles();
+    const size_t kv_width = config.kv_width();
+    const Part parts[] = {{&layer.key, keys_.get(), kv_width}, {&layer.value, values_.get(), kv_width}};
+    threads_.run(
+        [&](int thread) {
+            const Rows rows =
+                prepare(thread, count, config.width, hidden, layer.input_norm.data(), tiles);
+            multiply(thread, rows, parts, 2, false);
+        },
+        tiles);
+    std::vector<float> key(2 * config.head_width);
+    for (int row = 0; row < count; row++) {
+        const int s = row / pass.tokens, position = pass.starts[s] + row % pass.tokens;
+        for (int head = 0; head < config.kv_heads; head++) {
+            new_key(config, kernels_, layer, head, keys_.get() + row * kv_width,
+                    values_.get() + row * kv_width, key.data(), key.data() + config.head_width);
+            rotate(key.data(), position);
+            pass.cache->store(index, pass.rows[s], head, position, key.data(),
+                              key.data() + config.head_width);
+        }
+    }
+}
+
+void Model::finish(const float* hidden, int count, bool is_normed, float* normed, float* logits) {
+    shared_.reserve(count, config.width);
+    threads_.run(
+        [&](int thread) {
+            head_work(thread, count, hidden, is_normed ? nullptr : final_norm.data(), normed, logits);
+        },
+        output_matrix().tiles());
+}
+
+void Model::run(const Pass& pass, const int64_t* tokens, float* hidden, float* normed, float* logits) {
+    reserve(pass);
+    shared_.reserve(pass.count(), std::max({config.width, config.inner, config.query_width()}));
+    embed(tokens, pass.count(), hidden);
+    threads_.run(
+        [&](int thread) {
+            layers_work(thread, pass, 0, config.layers, hidden);
+            head_work(thread, pass.count(), hidden, final_norm.data(), normed, logits);
+        },
+        query_tiles(layers[0]));
+}
+
+size_t Model::weight_bytes() const {
+    size_t bytes = embedding.bytes() + head.bytes();
+    for (const Layer& layer : layers)
+        for (const Matrix* matrix : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate,
+                                     &layer.up, &layer.down})
+            bytes += matrix->bytes();
+    return bytes;
+}
+
+}  // namespace deepenough

@@ -1,0 +1,123 @@
+// A decoder of RMS norms, rotary grouped attention and gated feed-forward (Llama and its kin), and the
+// keys and values of the sequences that it decodes.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "kernels.h"
+#include "matrix.h"
+#include "threads.h"
+
+namespace deepenough {
+
+struct Config {
+    int layers, width, heads, kv_heads, head_width, inner, vocab;
+    int rotary;  // channels of a head that are rotated
+    float eps, attention_scale;
+    bool exact;  // arithmetic of products with quantised weights
+
+    int query_width() const { return heads * head_width; }
+    int kv_width() const { return kv_heads * head_width; }
+};
+
+struct Layer {
+    Matrix query, key, value, output, gate, up, down;
+    std::vector<float> input_norm, inner_norm, query_norm, key_norm;
+    std::vector<float> query_bias, key_bias, value_bias;
+};
+
+// Keys and values of some sequences: [layer][sequence][head][capacity][width]; see Attention.
+class Cache {
+public:
+    Cache(const Config&, int sequences, int capacity, bool bf16);
+    void select(const int* rows, int count);  // go on with these sequences alone, in this order
+
+    int sequences, capacity;
+    const bool bf16;
+    uint8_t *keys(int layer, int sequence, int head), *values(int layer, int sequence, int head);
+    void store(int layer, int sequence, int head, int position, const float* key, const float* value);
+
+private:
+    size_t place(int layer, int sequence, int head) const;
+    int layers_, heads_, width_;
+    size_t element_;
+    std::vector<Buffer<uint8_t>> keys_, values_;  // of each layer
+};
+
+// Tokens on their way through the layers: `tokens` of each sequence in `rows` of a cache, from the
+// positions `starts` on.
+struct Pass {
+    Cache* cache;
+    const int *rows, *starts;
+    int sequences, tokens;
+
+    int count() const { return sequences * tokens; }
+};
+
+class Model {
+public:
+    Model(const Config&, const Kernels&, int threads);
+
+    const Config config;
+    std::vector<Layer> layers;
+    Matrix embedding, head;  // a tied head has no rows of its own
+    std::vector<float> final_norm, cosines, sines;  // the latter [position][rotary / 2]
+
+    void embed(const int64_t* tokens, int count, float* hidden) const;
+    // Replace the states before layer `first` by those before layer `last`.
+    void run_layers(const Pass&, int first, int last, float* hidden);
+    // Write the keys and values that a layer makes of states.
+    void write_kv(const Pass&, int layer, const float* hidden);
+    // Write normed states and, unless null, their logits.
+    void finish(const float* hidden, int count, bool is_normed, float* normed, float* logits);
+    // All of it at once: states after the last layer, normed states, logits.
+    void run(const Pass&, const int64_t* tokens, float* hidden, float* normed, float* logits);
+
+    size_t weight_bytes() const;
+
+private:
+    struct Part {  // of a phase that multiplies one input with several matrices
+        const Matrix* matrix;
+        float* out;
+        size_t stride;
+    };
+    struct RowsBuffer {
+        Buffer<float> values, scales, totals;
+        Buffer<int8_t> digits;
+        Buffer<int32_t> sums;
+        int count = 0, cols = 0;
+        void reserve(int new_count, int new_cols);
+    };
+    struct Scratch {  // of one thread
+        RowsBuffer rows;
+        std::vector<float> scores, query, key, gate, up;
+        std::vector<int> limits;
+    };
+
+    void reserve(const Pass&);
+    Rows prepare(int thread, int count, int cols, const float* from, const float* norm,
+                        int next_tasks);
+    Rows attended_rows(int thread, const Pass&, int next_tasks);
+    void attended(const Pass&, int row, float* out) const;
+    void multiply(int thread, const Rows&, const Part* parts, int num_parts, bool add);
+    void layers_work(int thread, const Pass&, int first, int last, float* hidden);
+    void attention_work(int thread, const Pass&, const Layer&, int index);
+    void attend(int thread, const Pass&, const Layer&, int index, int task);
+    void rotate(float* head, int position) const;
+    void head_work(int thread, int count, const float* hidden, const float* norm, float* normed,
+                   float* logits);
+    int query_tiles(const Layer&) const;
+    int attention_tasks(const Pass&) const;
+    const Matrix& output_matrix() const { return head.rows ? head : embedding; }
+
+    const Kernels& kernels_;
+    Threads threads_;
+    RowsBuffer shared_;
+    std::vector<Scratch> scratch_;
+    Buffer<float> queries_, keys_, values_, inner_, largest_, sums_, mixed_;
+    size_t reserved_ = 0;
+    int pieces_ = 1, piece_length_ = 0, tokens_in_task_ = 1;
+};
+
+}  // namespace deepenough

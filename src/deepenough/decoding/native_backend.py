@@ -1,0 +1,359 @@
+"""The native backend: a whole pass of a Llama-like decoder in one call of compiled code, on a CPU.
+
+It reads the weights as they are stored: fp32, bf16 or fp16, whichever holds them exactly, or the
+quantised blocks of the GGUF file that they come from. Products with quantised weights are `exact`
+(integer sums without rounding) or `fp32`; `native/kernels.h` says how. The code is `native/`,
+compiled when the package is installed where there is a C++ compiler.
+
+Shapes: B sequences, T tokens, D width, V vocabulary, N rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deepenough.decoding.engine import Engine, Step, is_untouched, row_lengths
+from deepenough.errors import UserError
+from deepenough.hf.adapter import Adapter
+from deepenough.hf.loading import stored_gguf
+
+LIBRARY = Path(__file__).with_name("_native.so")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+#: Rotary encodings that are a function of the position alone, and so can be tabled.
+FIXED_ROPES = ("default", "linear", "llama3", "yarn", "proportional")
+FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
+#: Matrices and vectors of a layer: the module, and the tensor's name in a GGUF file.
+MATRICES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+VECTORS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    *(f"self_attn.{name}_proj.bias" for name in "qkv"),
+)
+
+
+class _Config(ctypes.Structure):
+    """`Config` of native/model.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("layers", "width", "heads", "kv_heads", "head_width")),
+        *((name, ctypes.c_int) for name in ("inner", "vocab", "rotary")),
+        *((name, ctypes.c_float) for name in ("eps", "attention_scale")),
+        ("exact", ctypes.c_bool),
+    )
+
+
+@lru_cache(maxsize=1)
+def load_library() -> Any:
+    """Return the compiled library, or None where there is none that this machine can load."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+    for name in ("de_model_new", "de_cache_new"):
+        getattr(library, name).restype = ctypes.c_void_p
+    for name in ("de_error", "de_kernels"):
+        getattr(library, name).restype = ctypes.c_char_p
+    library.de_model_bytes.restype = ctypes.c_int64
+    return library
+
+
+def kernel_names() -> list[str]:
+    """Return the kernels that this CPU can run, the fastest first."""
+    library, names = load_library(), ("avx512vnni", "avx512", "avx2", "portable")
+    return [name for name in names if library and library.de_kernels(name.encode())]
+
+
+def make_native(adapter: Adapter) -> NativeEngine | None:
+    """Return a native engine for a model, or None if it does not fit."""
+    return NativeEngine(adapter) if _fits(adapter) else None
+
+
+def _fits(adapter: Adapter) -> bool:
+    """Return whether a model is of this layout, on a CPU, with nothing added to its blocks."""
+    model: Any = adapter.model
+    config = model.config
+    if load_library() is None or config.model_type not in MODEL_TYPES:
+        return False
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        return False
+    if adapter.trunk.rotary_emb.rope_type not in FIXED_ROPES or config.hidden_act != "silu":
+        return False
+    if not all(map(is_untouched, adapter.trunk.modules())):
+        return False
+    known = {f"{name}.weight" for name in MATRICES} | set(VECTORS)
+    for layer in adapter.layers:
+        linears = [layer.get_submodule(name) for name in MATRICES]
+        if any(type(module) is not nn.Linear for module in linears):
+            return False
+        if not {name for name, _ in layer.named_parameters()} <= known:
+            return False
+    return type(model.lm_head) is nn.Linear and model.lm_head.bias is None
+
+
+class Stored(NamedTuple):
+    """A matrix as it is stored: its bytes, their format, and the order of its rows."""
+
+    data: np.ndarray
+    format: str
+    order: np.ndarray | None = None
+
+
+def as_stored(weight: Tensor) -> Stored:
+    """Return fp32 weights in the smallest of fp32, bf16 and fp16 that holds them exactly."""
+    bits = weight.detach().contiguous().view(torch.int32).numpy()
+    if not (bits & 0xFFFF).any():
+        return Stored((bits >> 16).astype(np.int16), "BF16")
+    half = weight.detach().half()
+    if torch.equal(half.float(), weight.detach()):
+        return Stored(half.contiguous().view(torch.int16).numpy(), "F16")
+    return Stored(bits, "F32")
+
+
+def gguf_matrices(path: Path, heads: int, kv_heads: int) -> Mapping[str, Stored]:
+    """Return the matrices of a GGUF file by name, rows of queries and keys as transformers has."""
+    from gguf import GGUFReader
+
+    found = {}
+    for tensor in GGUFReader(str(path)).tensors:
+        if tensor.tensor_type.name not in FORMATS or len(tensor.shape) != 2:
+            continue
+        rows = int(tensor.shape[1])
+        order = None
+        for name, count in (("attn_q", heads), ("attn_k", kv_heads)):
+            if f".{name}." in tensor.name:  # pairs of channels that rotate together are neighbours
+                pairs = np.arange(rows, dtype=np.int32).reshape(count, -1, 2)
+                order = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
+        found[tensor.name] = Stored(tensor.data, tensor.tensor_type.name, order)
+    return found
+
+
+class NativeModel:
+    """A model's weights, packed for the kernels, and the threads that multiply with them."""
+
+    def __init__(
+        self, adapter: Adapter, exact: bool = True, kernels: str | None = None, threads: int = 0
+    ) -> None:
+        model: Any = adapter.model
+        config, self.library = model.config, load_library()
+        first: Any = adapter.layers[0]
+        heads, self.width = config.num_attention_heads, config.hidden_size
+        rotary = 2 * self._rotary(adapter, 1)[0].shape[1]
+        self.vocab, self.head_width = config.vocab_size, first.self_attn.head_dim
+        sizes = [len(adapter.layers), self.width, heads, config.num_key_value_heads]
+        sizes += [self.head_width, config.intermediate_size, self.vocab, rotary]
+        own = _Config(*sizes, config.rms_norm_eps, first.self_attn.scaling, exact)
+        chosen = None if kernels is None else kernels.encode()
+        threads = threads or torch.get_num_threads()
+        self.handle = ctypes.c_void_p(self.library.de_model_new(ctypes.byref(own), chosen, threads))
+        if not self.handle.value:
+            self._fail()
+        weakref.finalize(self, self.library.de_model_free, self.handle)
+        self.positions = 0
+        self.formats: set[str] = set()
+        gguf = stored_gguf(model)
+        stored = gguf_matrices(gguf, heads, config.num_key_value_heads) if gguf else {}
+        for layer, which, weight, name in self._matrices(adapter):
+            self._set_matrix(layer, which, weight, stored.get(name))
+        for index, module in enumerate(adapter.layers):
+            parameters = dict(module.named_parameters())
+            for which, name in enumerate(VECTORS):
+                if name in parameters:
+                    self._set_vector(index, which, parameters[name])
+        self._set_vector(-1, 0, adapter.trunk.norm.weight)
+
+    def _matrices(self, adapter: Adapter) -> Iterator[tuple[int, int, Tensor, str]]:
+        """Yield layer, place, weights and GGUF name of every matrix; those of the model are -1."""
+        model: Any = adapter.model
+        embedding, head = adapter.trunk.embed_tokens.weight, model.lm_head.weight
+        yield -1, 0, embedding, "token_embd.weight"
+        if head is not embedding:
+            yield -1, 1, head, "output.weight"
+        for index, layer in enumerate(adapter.layers):
+            for which, (module, name) in enumerate(MATRICES.items()):
+                weight: Any = layer.get_submodule(module).weight
+                yield index, which, weight, f"blk.{index}.{name}.weight"
+
+    def _set_matrix(self, layer: int, which: int, weight: Tensor, stored: Stored | None) -> None:
+        """Pack a matrix, from the file it comes from if it still stands for the same numbers."""
+        for make in (lambda: stored, lambda: as_stored(weight)):
+            each = make()
+            if each is None:
+                continue
+            order = None if each.order is None else each.order.ctypes.data
+            data, (rows, cols) = np.ascontiguousarray(each.data), weight.shape
+            self.call(
+                "de_model_matrix", layer, which, FORMATS[each.format], data.ctypes.data, rows, cols,
+                order,
+            )  # fmt: skip
+            own = weight.detach().contiguous()
+            if self.library.de_model_equals(self.handle, layer, which, pointer(own)):
+                self.formats.add(each.format)
+                return
+        raise RuntimeError("packed weights differ from those of the model")
+
+    def _set_vector(self, layer: int, which: int, values: Tensor) -> None:
+        own = values.detach().float().contiguous()
+        self.call("de_model_vector", layer, which, pointer(own), own.numel())
+
+    def _rotary(self, adapter: Adapter, positions: int) -> tuple[Tensor, Tensor]:
+        like = adapter.trunk.norm.weight
+        cosines, sines = adapter.trunk.rotary_emb(like, torch.arange(positions)[None])
+        half = cosines.shape[-1] // 2
+        return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
+
+    def see_positions(self, adapter: Adapter, positions: int) -> None:
+        """Make rotary tables for so many positions, if there are none yet."""
+        if positions > self.positions:
+            cosines, sines = self._rotary(adapter, positions)
+            self.call("de_model_rotary", pointer(cosines), pointer(sines), cosines.numel())
+            self.positions = positions
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the library with this model."""
+        given = [
+            ctypes.c_void_p(each) if isinstance(each, int) and each > 2**31 else each
+            for each in arguments
+        ]
+        if getattr(self.library, name)(self.handle, *given):
+            self._fail()
+
+    def _fail(self) -> None:
+        raise UserError(f"The native backend failed: {self.library.de_error().decode()}.")
+
+
+def pointer(tensor: Tensor) -> ctypes.c_void_p:
+    """Return the address of a tensor's numbers."""
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+class NativeEngine(Engine):
+    """Decodes Llama, Mistral, Qwen 2 and Qwen 3 through the compiled library."""
+
+    backend = "native"
+
+    def __init__(self, adapter: Adapter, **options: Any) -> None:
+        super().__init__(adapter)
+        self.native = NativeModel(adapter, **options)
+        self._cache: _Cache | None = None
+
+    def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
+        """Start a batch from its prompts; see `Engine.prefill`."""
+        lengths = row_lengths(ids_BT, mask_BT)
+        batch, width = ids_BT.shape
+        if mask_BT is not None:  # padding goes behind the prompts, where it is overwritten
+            order = mask_BT.bool().int().argsort(dim=1, descending=True, stable=True)
+            ids_BT = ids_BT.gather(1, order)
+        self.capacity = max(capacity, width)
+        self.native.see_positions(self.adapter, self.capacity + 16)
+        self._cache = _Cache(self.native, batch, self.capacity)
+        self.lengths = [0] * batch
+        step = self.start_step(ids_BT)
+        hidden_BTD = self.run_layers(step, step.hidden, 0, self.num_layers)
+        self.lengths = lengths
+        self.prompt = [row[:length] for row, length in zip(hidden_BTD, lengths, strict=True)]
+        return self.norm(torch.stack([row[-1] for row in self.prompt]))
+
+    def start_step(self, tokens_BT: Tensor, offset: int = 0) -> Step:
+        """Embed the next tokens of every sequence; see `Engine.start_step`."""
+        tokens_BT = tokens_BT.contiguous()
+        hidden = torch.empty(*tokens_BT.shape, self.native.width)
+        self.native.call("de_embed", pointer(tokens_BT), tokens_BT.numel(), pointer(hidden))
+        return Step(hidden, offset, _Places(range(len(tokens_BT)), self.lengths, offset))
+
+    def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
+        """Make a step of states of some sequences; see `Engine.resume`."""
+        return Step(hidden_BTD, 0, _Places(rows, starts))
+
+    def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
+        """Return `h_last` from `h_first`; see `Engine.run_layers`."""
+        hidden = hidden_BTD.clone(memory_format=torch.contiguous_format)
+        self._call("de_layers", step, first, last, pointer(hidden))
+        return hidden
+
+    def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
+        """Write a layer's keys and values only; see `Engine.write_kv`."""
+        self._call("de_write_kv", step, index, pointer(hidden_ND.contiguous()))
+
+    def _call(self, name: str, step: Step, *arguments: Any) -> None:
+        places, tokens = step.context, step.hidden.shape[1]
+        assert self._cache is not None
+        self.native.call(
+            name,
+            self._cache.handle,
+            places.rows,
+            places.starts,
+            len(places.rows),
+            tokens,
+            *arguments,
+        )
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """Apply the norm between the last layer and the head."""
+        own = hidden.contiguous()
+        normed = torch.empty_like(own)
+        count = own.numel() // self.native.width
+        self.native.call("de_finish", pointer(own), count, 0, pointer(normed), None)
+        return normed
+
+    def head(self, normed: Tensor) -> Tensor:
+        """Return the logits `[..., V]` of normed states."""
+        own = normed.contiguous()
+        logits = torch.empty(*own.shape[:-1], self.native.vocab)
+        count = own.numel() // self.native.width
+        self.native.call("de_finish", pointer(own), count, 1, None, pointer(logits))
+        return logits
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences alone."""
+        assert self._cache is not None
+        self._cache.select(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def release(self) -> None:
+        """Free the memory of the cache."""
+        self._cache, self.lengths, self.prompt = None, [], []
+
+
+class _Places:
+    """Where the tokens of a step stand: sequences of the cache, and positions in them."""
+
+    def __init__(self, rows: Sequence[int], starts: Sequence[int], offset: int = 0) -> None:
+        kind = ctypes.c_int * len(rows)
+        self.rows, self.starts = kind(*rows), kind(*(start + offset for start in starts))
+
+
+class _Cache:
+    """Keys and values of some sequences."""
+
+    def __init__(self, model: NativeModel, sequences: int, capacity: int) -> None:
+        self.library = model.library
+        made = self.library.de_cache_new(model.handle, sequences, capacity, 0)
+        if not made:
+            raise UserError(
+                f"There is no room for keys and values of {sequences} sequences of {capacity} "
+                "tokens: give fewer, or shorter ones."
+            )
+        self.handle = ctypes.c_void_p(made)
+        weakref.finalize(self, self.library.de_cache_free, self.handle)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.library.de_cache_select(self.handle, (ctypes.c_int * len(rows))(*rows), len(rows))
