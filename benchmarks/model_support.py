@@ -8,7 +8,7 @@ on three of different lengths, padded:
   logits, and a fit and its evaluation run;
 - early exit: a token that never leaves is that of `generate`; tokens that leave are those that one
   pass over the whole text, through hooks on the model's own layers, gives;
-- speculation: the tokens are those of `generate`, by the fastest backend and through the model's own layers;
+- speculation: the tokens are those of `generate`, by the fastest backend and by the general one;
 - ponder: the last pass over the layers is what the encoder returns, and the classifier runs.
 
 Also run as `python benchmarks/model_support.py`, which writes docs/model-support.md.

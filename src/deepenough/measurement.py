@@ -57,6 +57,8 @@ class OperatingPoint:
     """Where it is another than its candidate's."""
     command: str = ""
     """What runs the model so; empty where no command does."""
+    is_counted: bool = True
+    """Whether torch's counter of FLOPs sees what it computes; compiled code it does not."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from deepenough.config import dump, resolve
 from deepenough.data.config import TranslationDataConfig
 from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.translation import joint_tokenizer, open_parallel
+from deepenough.decoding.native_backend import load_library
 from deepenough.lazy.config import (
     LazyModelConfig,
     ProgramConfig,
@@ -242,6 +243,9 @@ def test_writers_over_exits_agree_with_the_model_where_they_are_lossless(tmp_pat
     assert points["exit 0"]["layers"] < 5.0
     assert points["exit 0"]["quality"] <= 1.0
     for point in points.values():
+        if point["flops_counted"] is None:  # by compiled code
+            assert point["name"] != "transformers" and load_library() is not None
+            continue
         # A token is charged for a context that already includes it.
         assert point["flops"] == pytest.approx(point["flops_counted"], rel=0.02)
     assert points["transformers"]["command"] == ""

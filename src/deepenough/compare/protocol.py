@@ -68,7 +68,8 @@ def measure(
                 f"The quality of {candidate.name} at {point.name} is {judged.quality.value}, no "
                 "number that can be compared: leave the run out."
             )
-        counted = count_flops(candidate, point) if config.count_flops else None
+        counts = config.count_flops and point.is_counted
+        counted = count_flops(candidate, point) if counts else None
         cold.discard(place)
         return {"judged": asdict(judged), "counted": counted}
 

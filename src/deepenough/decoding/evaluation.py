@@ -12,7 +12,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -318,7 +318,11 @@ class GenerationCandidate:
         for point in found:
             if point.name not in self.models:
                 self.models[point.name] = self._model(point)
-        return found
+        return [replace(point, is_counted=self._is_counted(point)) for point in found]
+
+    def _is_counted(self, point: OperatingPoint) -> bool:
+        engine = getattr(self.models[point.name], "decoding_engine", None)
+        return engine is None or engine.backend != "native"
 
     def _model(self, point: OperatingPoint) -> Any:
         mode = str(point.settings["mode"])
