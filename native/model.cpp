@@ -117,30 +117,41 @@ void Model::reserve(const Pass& pass) {
 
 // -- phases ----------------------------------------------------------------------------------------
 
+void Model::prepare_row(const RowsBuffer& buffer, int row, int cols, const float* from,
+                        const float* norm) const {
+    float* values = buffer.values.get() + size_t(row) * cols;
+    if (norm != nullptr)
+        kernels_.rms_norm(from, norm, cols, config.eps, values);
+    else
+        std::memcpy(values, from, cols * sizeof(float));
+    if (config.exact && cols % kBlock == 0) {
+        const size_t at = size_t(row) * (cols / kBlock);
+        kernels_.quantise(values, cols, buffer.digits.get() + at * kDigits * kBlock,
+                          buffer.sums.get() + at * kDigits, buffer.scales.get() + at,
+                          buffer.totals.get() + at);
+    }
+}
+
 // Rows ready to be multiplied: normed if `norm`, and as digits. Few rows are made by every thread for
-// itself, which is cheaper than waiting for another; many are shared out, before all meet.
+// itself, which is cheaper than waiting for another; many are tasks of a phase of their own, before
+// the one that has `next_tasks`. `make` writes a row if it is not there yet.
+template <class Make>
 Rows Model::prepare(int thread, int count, int cols, const float* from, const float* norm,
-                           int next_tasks) {
+                    int next_tasks, Make make) {
     const bool is_private = count <= kPrivateRows;
     RowsBuffer& buffer = is_private ? scratch_[thread].rows : shared_;
-    if (is_private) buffer.reserve(count, cols);
-    const int first = is_private ? 0 : count * thread / threads_.count();
-    const int last = is_private ? count : count * (thread + 1) / threads_.count();
-    const int blocks = cols / kBlock;
-    for (int row = first; row < last; row++) {
-        float* values = buffer.values.get() + size_t(row) * cols;
-        if (norm != nullptr)
-            kernels_.rms_norm(from + size_t(row) * cols, norm, cols, config.eps, values);
-        else
-            std::memcpy(values, from + size_t(row) * cols, cols * sizeof(float));
-        if (config.exact && cols % kBlock == 0) {
-            const size_t at = size_t(row) * blocks;
-            kernels_.quantise(values, cols, buffer.digits.get() + at * kDigits * kBlock,
-                              buffer.sums.get() + at * kDigits, buffer.scales.get() + at,
-                              buffer.totals.get() + at);
-        }
+    const auto prepare_one = [&](int row) {
+        make(row);
+        prepare_row(buffer, row, cols, from + size_t(row) * cols, norm);
+    };
+    if (is_private) {
+        buffer.reserve(count, cols);
+        for (int row = 0; row < count && !threads_.is_late(thread); row++) prepare_one(row);
+    } else {
+        int row, end;
+        while (threads_.claim(thread, 1, &row, &end)) prepare_one(row);
+        threads_.meet(thread, next_tasks);
     }
-    if (!is_private) threads_.meet(next_tasks);
     return {count,
             cols,
             buffer.values.get(),
@@ -148,6 +159,11 @@ Rows Model::prepare(int thread, int count, int cols, const float* from, const fl
             buffer.sums.get(),
             buffer.scales.get(),
             buffer.totals.get()};
+}
+
+Rows Model::prepare(int thread, int count, int cols, const float* from, const float* norm,
+                    int next_tasks) {
+    return prepare(thread, count, cols, from, norm, next_tasks, [](int) {});
 }
 
 void Model::multiply(int thread, const Rows& rows, const Part* parts, int num_parts, bool add) {
@@ -218,7 +234,7 @@ void Model::attention_work(int thread, const Pass& pass, const Layer& layer, int
             pass.cache->store(index, pass.rows[s], head, position, key.data(),
                               key.data() + config.head_width);
         }
-        threads_.meet(attention_tasks(pass));
+        threads_.meet(thread, attention_tasks(pass));
     }
     while (threads_.claim(thread, 1, &task, &end)) attend(thread, pass, layer, index, task);
 }
@@ -302,20 +318,22 @@ void Model::attended(const Pass& pass, int row, float* out) const {
 
 Rows Model::attended_rows(int thread, const Pass& pass, int next_tasks) {
     const int count = pass.count(), cols = config.query_width();
-    // The queries have been read; their memory takes what they have found.
+    // The queries have been read; where rows are shared out, their memory takes what they have found.
+    std::vector<float>& own = scratch_[thread].gate;
+    float* found = queries_.get();
     if (count <= kPrivateRows) {
-        Scratch& scratch = scratch_[thread];
-        scratch.gate.resize(size_t(count) * cols);
-        for (int row = 0; row < count; row++) attended(pass, row, scratch.gate.data() + row * cols);
-        return prepare(thread, count, cols, scratch.gate.data(), nullptr, next_tasks);
+        own.resize(std::max(own.size(), size_t(count) * cols));
+        found = own.data();
     }
-    const int first = count * thread / threads_.count(), last = count * (thread + 1) / threads_.count();
-    for (int row = first; row < last; row++)
-        attended(pass, row, queries_.get() + size_t(row) * cols);
-    return prepare(thread, count, cols, queries_.get(), nullptr, next_tasks);
+    return prepare(thread, count, cols, found, nullptr, next_tasks,
+                   [&](int row) { attended(pass, row, found + size_t(row) * cols); });
 }
 
-void Model::layers_work(int thread, const Pass& pass, int first, int last, float* hidden) {
+// Tasks of the phase that begins products: rows to be prepared if they are many, else tiles.
+static int first_tasks(int count, int tiles) { return count <= kPrivateRows ? tiles : count; }
+
+void Model::layers_work(int thread, const Pass& pass, int first, int last, float* hidden,
+                        int tasks_afterwards) {
     const int count = pass.count(), width = config.width;
     const size_t kv_width = config.kv_width(), inner_width = config.inner;
     for (int index = first; index < last; index++) {
@@ -326,12 +344,12 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
                               {&layer.key, keys_.get(), kv_width},
                               {&layer.value, values_.get(), kv_width}};
         multiply(thread, input, parts, 3, false);
-        threads_.meet(is_prompt ? count * config.kv_heads : attention_tasks(pass));
+        threads_.meet(thread, is_prompt ? count * config.kv_heads : attention_tasks(pass));
         attention_work(thread, pass, layer, index);
-        threads_.meet(layer.output.tiles());
+        threads_.meet(thread, first_tasks(count, layer.output.tiles()));
         const Part output = {&layer.output, hidden, size_t(width)};
         multiply(thread, attended_rows(thread, pass, layer.output.tiles()), &output, 1, true);
-        threads_.meet(layer.gate.tiles());
+        threads_.meet(thread, first_tasks(count, layer.gate.tiles()));
         const Rows inner = prepare(thread, count, width, hidden, layer.inner_norm.data(), layer.gate.tiles());
         Scratch& scratch = scratch_[thread];
         constexpr int most = kChunkTiles * kTile;
@@ -347,23 +365,30 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
                 kernels_.silu_times(gate + row * most, up + row * most, rows,
                                     inner_.get() + row * inner_width + from);
         }
-        threads_.meet(layer.down.tiles());
+        threads_.meet(thread, first_tasks(count, layer.down.tiles()));
         const Part down = {&layer.down, hidden, size_t(width)};
         multiply(thread, prepare(thread, count, config.inner, inner_.get(), nullptr, layer.down.tiles()),
                  &down, 1, true);
-        threads_.meet(index + 1 < last ? query_tiles(layers[index + 1]) : output_matrix().tiles());
+        const bool goes_on = index + 1 < last;
+        threads_.meet(thread, goes_on ? first_tasks(count, query_tiles(layers[index + 1])) : tasks_afterwards);
     }
+}
+
+int Model::head_tasks(int count, const float* logits) const {
+    return logits == nullptr ? 0 : first_tasks(count, output_matrix().tiles());
 }
 
 void Model::head_work(int thread, int count, const float* hidden, const float* norm, float* normed,
                       float* logits) {
-    const Matrix& matrix = output_matrix();
-    const Rows rows = prepare(thread, count, config.width, hidden, norm, matrix.tiles());
+    const int width = config.width;
     if (thread == 0 && normed != nullptr)
-        std::memcpy(normed, rows.values, size_t(count) * config.width * sizeof(float));
+        for (int row = 0; row < count; row++)
+            kernels_.rms_norm(hidden + size_t(row) * width, norm, width, config.eps,
+                              normed + size_t(row) * width);
     if (logits == nullptr) return;
+    const Matrix& matrix = output_matrix();
     const Part part = {&matrix, logits, size_t(config.vocab)};
-    multiply(thread, rows, &part, 1, false);
+    multiply(thread, prepare(thread, count, width, hidden, norm, matrix.tiles()), &part, 1, false);
 }
 
 // -- what callers ask for --------------------------------------------------------------------------
@@ -377,8 +402,8 @@ void Model::run_layers(const Pass& pass, int first, int last, float* hidden) {
     if (first >= last) return;
     reserve(pass);
     shared_.reserve(pass.count(), std::max({config.width, config.inner, config.query_width()}));
-    threads_.run([&](int thread) { layers_work(thread, pass, first, last, hidden); },
-                 query_tiles(layers[first]));
+    threads_.run([&](int thread) { layers_work(thread, pass, first, last, hidden, 0); },
+                 first_tasks(pass.count(), query_tiles(layers[first])));
 }
 
 void Model::write_kv(const Pass& pass, int index, const float* hidden) {
@@ -394,7 +419,7 @@ void Model::write_kv(const Pass& pass, int index, const float* hidden) {
                 prepare(thread, count, config.width, hidden, layer.input_norm.data(), tiles);
             multiply(thread, rows, parts, 2, false);
         },
-        tiles);
+        first_tasks(count, tiles));
     std::vector<float> key(2 * config.head_width);
     for (int row = 0; row < count; row++) {
         const int s = row / pass.tokens, position = pass.starts[s] + row % pass.tokens;
@@ -414,7 +439,7 @@ void Model::finish(const float* hidden, int count, bool is_normed, float* normed
         [&](int thread) {
             head_work(thread, count, hidden, is_normed ? nullptr : final_norm.data(), normed, logits);
         },
-        output_matrix().tiles());
+        head_tasks(count, logits));
 }
 
 void Model::run(const Pass& pass, const int64_t* tokens, float* hidden, float* normed, float* logits) {
@@ -423,10 +448,10 @@ void Model::run(const Pass& pass, const int64_t* tokens, float* hidden, float* n
     embed(tokens, pass.count(), hidden);
     threads_.run(
         [&](int thread) {
-            layers_work(thread, pass, 0, config.layers, hidden);
+            layers_work(thread, pass, 0, config.layers, hidden, head_tasks(pass.count(), logits));
             head_work(thread, pass.count(), hidden, final_norm.data(), normed, logits);
         },
-        query_tiles(layers[0]));
+        first_tasks(pass.count(), query_tiles(layers[0])));
 }
 
 size_t Model::weight_bytes() const {

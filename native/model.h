@@ -96,12 +96,16 @@ private:
     };
 
     void reserve(const Pass&);
-    Rows prepare(int thread, int count, int cols, const float* from, const float* norm,
-                        int next_tasks);
+    void prepare_row(const RowsBuffer&, int row, int cols, const float* from, const float* norm) const;
+    template <class Make>
+    Rows prepare(int thread, int count, int cols, const float* from, const float* norm, int next_tasks,
+                 Make make);
+    Rows prepare(int thread, int count, int cols, const float* from, const float* norm, int next_tasks);
     Rows attended_rows(int thread, const Pass&, int next_tasks);
     void attended(const Pass&, int row, float* out) const;
     void multiply(int thread, const Rows&, const Part* parts, int num_parts, bool add);
-    void layers_work(int thread, const Pass&, int first, int last, float* hidden);
+    void layers_work(int thread, const Pass&, int first, int last, float* hidden, int tasks_afterwards);
+    int head_tasks(int count, const float* logits) const;
     void attention_work(int thread, const Pass&, const Layer&, int index);
     void attend(int thread, const Pass&, const Layer&, int index, int task);
     void rotate(float* head, int position) const;

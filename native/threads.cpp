@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <algorithm>
 #include <chrono>
 
 #if defined(__x86_64__)
@@ -8,91 +9,132 @@
 
 namespace deepenough {
 
-static void pause_briefly() {
+// Between two looks: at first only a moment passes, then the core is offered to whoever wants it.
+class Patience {
+public:
+    void wait() {
+        if (looks_++ > kBrief) {
+            std::this_thread::yield();
+        } else {
 #if defined(__x86_64__)
-    _mm_pause();
-#else
-    std::this_thread::yield();
+            _mm_pause();
 #endif
-}
+        }
+    }
+    bool is_long() const { return looks_ > kLong; }
 
-Threads::Threads(int count) : count_(count), shares_(count) {
+private:
+    static constexpr int kBrief = 1000, kLong = 1400;
+    int looks_ = 0;
+};
+
+Threads::Threads(int count) : count_(count), shares_(count), own_(count) {
     for (int thread = 1; thread < count; thread++)
         others_.emplace_back([this, thread] { follow(thread); });
 }
 
 Threads::~Threads() {
     ends_ = true;
-    meet(kFirst);
+    generation_.fetch_add(1);
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        woken_.notify_all();
+    }
     for (auto& other : others_) other.join();
 }
 
-void Threads::share_out(int tasks) {
+void Threads::open_phase(uint32_t phase, int tasks) {
     for (int thread = 0; thread < count_; thread++) {
-        shares_[thread].next.store(int(int64_t(tasks) * thread / count_), std::memory_order_relaxed);
-        shares_[thread].end = int(int64_t(tasks) * (thread + 1) / count_);
+        const auto first = uint64_t(tasks) * thread / count_;
+        shares_[thread].end.store(int(int64_t(tasks) * (thread + 1) / count_));
+        shares_[thread].next.store(uint64_t(phase) << 32 | first);
     }
+    total_.store(tasks);
+    done_.store(0);
+    phase_.store(phase, std::memory_order_release);
+}
+
+bool Threads::is_late(int thread) const {
+    return phase_.load(std::memory_order_acquire) != own_[thread].phase;
 }
 
 bool Threads::claim(int thread, int most, int* first, int* last) {
+    Own& own = own_[thread];
+    if (own.claimed) done_.fetch_add(own.claimed, std::memory_order_acq_rel);
+    own.claimed = 0;
     for (int i = 0; i < count_; i++) {
         Share& share = shares_[(thread + i) % count_];
-        if (share.next.load(std::memory_order_relaxed) >= share.end) continue;
-        const int begin = share.next.fetch_add(most, std::memory_order_relaxed);
-        if (begin >= share.end) continue;
-        *first = begin, *last = begin + most < share.end ? begin + most : share.end;
-        return true;
+        uint64_t next = share.next.load(std::memory_order_acquire);
+        while (true) {
+            if (uint32_t(next >> 32) != own.phase) return false;
+            const int begin = int(uint32_t(next)), end = share.end.load(std::memory_order_relaxed);
+            if (begin >= end) break;
+            const int count = std::min(most, end - begin);
+            if (!share.next.compare_exchange_weak(next, next + count, std::memory_order_acq_rel))
+                continue;
+            *first = begin, *last = begin + count, own.claimed = count;
+            return true;
+        }
     }
     return false;
 }
 
-void Threads::meet(int tasks) {
-    const unsigned generation = generation_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < count_) {
-        wait(generation);
-        return;
+void Threads::meet(int thread, int tasks) {
+    Own& own = own_[thread];
+    Patience patience;
+    while (phase_.load(std::memory_order_acquire) == own.phase) {
+        uint32_t expected = own.phase;
+        if (done_.load(std::memory_order_acquire) == total_.load(std::memory_order_relaxed) &&
+            opening_.compare_exchange_strong(expected, own.phase + 1)) {
+            open_phase(own.phase + 1, tasks);
+            break;
+        }
+        patience.wait();
     }
-    arrived_.store(0, std::memory_order_relaxed);
-    share_out(tasks == kFirst ? first_tasks_ : tasks);
-    generation_.store(generation + 1, std::memory_order_seq_cst);
-    if (asleep_.load(std::memory_order_seq_cst) > 0) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        woken_.notify_all();
-    }
-}
-
-// Spin while the others can be expected any moment, then give way, then sleep: where other programs
-// want the cores, a thread that spins would only keep them from the one it waits for.
-void Threads::wait(unsigned generation) {
-    const auto moved = [&] { return generation_.load(std::memory_order_acquire) != generation; };
-    for (int spin = 0; spin < 4000; spin++) {
-        if (moved()) return;
-        pause_briefly();
-    }
-    const auto began = std::chrono::steady_clock::now();
-    while (std::chrono::steady_clock::now() - began < std::chrono::microseconds(300)) {
-        if (moved()) return;
-        std::this_thread::yield();
-    }
-    std::unique_lock<std::mutex> lock(mutex_);
-    asleep_.fetch_add(1, std::memory_order_seq_cst);
-    woken_.wait(lock, moved);
-    asleep_.fetch_sub(1, std::memory_order_seq_cst);
+    own.phase++;
 }
 
 void Threads::run(const std::function<void(int)>& work, int tasks) {
-    work_ = work, first_tasks_ = tasks;
-    meet(kFirst);  // the others wait for this
-    work_(0);
-    meet(0);
+    work_ = &work;
+    first_phase_ = own_[0].phase = opening_ = phase_.load() + 1;
+    open_phase(first_phase_, tasks);
+    if (count_ > 1) {
+        is_open_.store(true);
+        generation_.fetch_add(1);
+        if (asleep_.load() > 0) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            woken_.notify_all();
+        }
+    }
+    work(0);
+    meet(0, 0);
+    is_open_.store(false);
+    Patience patience;
+    while (inside_.load() > 0) patience.wait();
+}
+
+void Threads::wait_for_work(unsigned seen) {
+    const auto has_come = [&] { return generation_.load(std::memory_order_acquire) != seen; };
+    for (Patience patience; !patience.is_long(); patience.wait())
+        if (has_come()) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    asleep_.fetch_add(1);
+    woken_.wait(lock, has_come);
+    asleep_.fetch_sub(1);
 }
 
 void Threads::follow(int thread) {
+    unsigned seen = 0;
     while (true) {
-        meet(kFirst);
+        wait_for_work(seen);
+        seen = generation_.load(std::memory_order_acquire);
         if (ends_) return;
-        work_(thread);
-        meet(0);
+        inside_.fetch_add(1);
+        if (is_open_.load()) {
+            own_[thread].phase = first_phase_;
+            (*work_)(thread);
+        }
+        inside_.fetch_sub(1);
     }
 }
 

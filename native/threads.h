@@ -1,4 +1,8 @@
-// Threads that make one pass together: they meet between its phases, and share out each phase's tasks.
+// Threads that make one pass together, phase by phase, sharing out each phase's tasks.
+//
+// A phase is over when its tasks are done, not when all threads have been there: one that the system
+// has stopped for a while, because other programs want its core, holds up the others only while it
+// has a task in hand. When it comes back it finds its phases over and catches up.
 #pragma once
 
 #include <atomic>
@@ -18,37 +22,48 @@ public:
 
     int count() const { return count_; }
 
-    // Call `work(thread)` on every thread, the caller's included, and wait for all of them.
+    // Call `work(thread)`, which begins with a phase of so many tasks, on the caller's thread and on
+    // the others as they come; returns when all tasks are done and nobody is at work any more.
     void run(const std::function<void(int)>& work, int tasks);
 
-    // Wait until all threads are here; then the next phase has so many tasks.
-    void meet(int tasks);
-
-    // Claim up to `most` neighbouring tasks of this phase, of the thread's own share first and then of
-    // the others'. Returns false when there are none left.
+    // Claim up to `most` neighbouring tasks of the thread's phase, of its own share first and then of
+    // the others'; those it claimed before are done. Returns false when there are none left.
     bool claim(int thread, int most, int* first, int* last);
+
+    // Wait until all tasks of the thread's phase are done; the next phase has so many.
+    void meet(int thread, int tasks);
+
+    // Whether the others have left the thread's phase behind, so that it need not prepare for it.
+    bool is_late(int thread) const;
 
 private:
     struct alignas(64) Share {
-        std::atomic<int> next{0};
-        int end = 0;
+        std::atomic<uint64_t> next{0};  // phase and task
+        std::atomic<int> end{0};
+    };
+    struct alignas(64) Own {
+        uint32_t phase = 0;
+        int claimed = 0;
     };
 
-    static constexpr int kFirst = -1;  // of a new piece of work, whose tasks only its caller knows
-
-    void share_out(int tasks);
-    void wait(unsigned generation);
+    void open_phase(uint32_t phase, int tasks);
     void follow(int thread);
+    void wait_for_work(unsigned seen);
 
     const int count_;
     std::vector<Share> shares_;
+    std::vector<Own> own_;
     std::vector<std::thread> others_;
-    std::function<void(int)> work_;
-    int first_tasks_ = 0;
-    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<uint32_t> phase_{0};
+    std::atomic<uint32_t> opening_{0};
+    alignas(64) std::atomic<int> done_{0};
+    std::atomic<int> total_{0};
+    // Work that others may join while it is open.
+    const std::function<void(int)>* work_ = nullptr;
+    uint32_t first_phase_ = 0;
     alignas(64) std::atomic<unsigned> generation_{0};
-    std::atomic<int> asleep_{0};
-    std::atomic<bool> ends_{false};
+    std::atomic<bool> is_open_{false}, ends_{false};
+    std::atomic<int> inside_{0}, asleep_{0};
     std::mutex mutex_;
     std::condition_variable woken_;
 };
