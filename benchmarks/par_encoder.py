@@ -3,10 +3,9 @@
 The search follows `configs/par-encoder.yaml` (WikiText-2, masked tokens) and derives within its
 latency budget. The pattern found and the interleaved baseline are trained from new weights for the
 same steps with the same seed, then fine-tuned on SST-2 with every seed, at full depth and for the
-same epochs. The learning rate was chosen on the development set, with the baseline alone. Both
-encoders are then timed in turns: segments as long as in training, and the development set. What is
-finished is left alone when the command is given again, and what was stopped goes on from its last
-checkpoint.
+same epochs. Nothing is chosen on SST-2's development and test sets. Both encoders are then timed in
+turns: segments as long as in training, and the development set. What is finished is left alone when
+the command is given again, and what was stopped goes on from its last checkpoint.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ what `jsonargparse` does, a few conveniences are settled here:
 
 - `--overwrite` alone means `--overwrite true`;
 - the last part of a name is enough where it is unique: `--vocab_size` for `--dataset.vocab_size`;
-- `--mem-len` means `--mem_len`;
+- `--mem-len` means `--mem_len`, and 65% means 0.65;
 - values of the options that a command calls `positional` may stand first, without their names;
 - a value may begin with a dash, as block patterns (`-aad`) and negative numbers do.
 """
@@ -38,6 +38,7 @@ from deepenough.config import (
     Option,
     build,
     convert,
+    left_null,
     make_parser,
     options,
     read_yaml,
@@ -247,6 +248,11 @@ def parse_command(command: Command, name: str, argv: list[str]) -> Any:
     )
     known = options(settings_class)
     words = _normalise(_named(argv, command.positional), known)
+    given = {word.partition("=")[0].removeprefix("--") for word in words}
+    words += [f"--{name}=null" for name in left_null(settings_class, given)]
+    for option in known:
+        if option.unless in given and f"--{option.name}=null" not in words and option.name in given:
+            raise UserError(f"Give either --{option.name} or --{option.unless}, not both.")
     config = _config_file(words)
     values = read_yaml(settings_class, config) if config is not None else {}
     namespace = convert(parser, settings_class, values, words)
@@ -377,6 +383,9 @@ def _normalise(argv: list[str], known: list[Option]) -> list[str]:
                 equals, value = "=", rest.pop(0)
             elif types[name] is bool:
                 equals, value = "=", "true"
+        if float in (types.get(name), *get_args(types.get(name))) and value[-1:] == "%":
+            with contextlib.suppress(ValueError):  # which the parser explains
+                value = f"{float(value[:-1]) / 100:.12g}"
         words.append(f"--{name}{equals}{value}")
     return words
 
@@ -395,6 +404,8 @@ def _full_name(given: str, names: list[str]) -> str:
     given = given if given in names else given.replace("-", "_")
     if given in names:
         return given
+    if given == "from" and any(name.rpartition(".")[2] == "start" for name in names):
+        given = "start"  # which no field can be called, since Python has the word
     matches = [name for name in names if name.rpartition(".")[2] == given]
     if len(matches) > 1:
         choices = " or ".join(f"--{match}" for match in matches)

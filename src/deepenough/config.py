@@ -26,7 +26,7 @@ import subprocess
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -46,6 +46,28 @@ METHOD, PROVENANCE = "method", "provenance"
 MAX_CHARACTERS = 1 << 17
 #: First line of a run's config.yaml.
 CHECKSUM_LINE = "# Written by deepenough; SHA-256 of what follows: "
+#: What the sources of our methods and common trainers call an option.
+_CALLED = {
+    "num_blocks": "num_layers n_layer n_layers",
+    "num_heads": "n_head n_heads",
+    "d_ff": "d_ffn d_inner",
+    "dropout": "dropout_rate",
+    "div_value": "proj_factor proj_dims",
+    "tau": "tau_is_trainable",
+    "lr": "max_lr learning_rate",
+    "warmup": "warmup_steps warmup_step",
+    "steps": "max_step max_steps",
+    "epochs": "num_epochs num_train_epochs",
+    "optimizer": "opt_name optim",
+    "clip": "clipnorm max_grad_norm",
+    "clip_value": "clipvalue",
+    "length": "seq_len tgt_len",
+    "data": "train_directory valid_directory test_directory text_file input_text from_directory",
+    "tokenizer": "sp_model_prefix train_tokenizer",
+    "counts": "filename",
+    "out": "model_name tfrecords_directory output_dir",
+}
+HABITS = {word: name for name, words in _CALLED.items() for word in words.split()}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -106,6 +128,7 @@ def bounded(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    unless: str = "",
 ) -> Any:
     """Return a dataclass field whose value, or each item of it if it is a list, lies in a range.
 
@@ -116,12 +139,14 @@ def bounded(
         gt: The value must be above this.
         le: Largest value allowed.
         lt: The value must be below this.
+        unless: Full name of an option that, where it is given, leaves this one null.
     """
     given = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     bounds = {name: bound for name, bound in given.items() if bound is not None}
+    metadata = {"bounds": bounds, "unless": unless}
     if default_factory is not MISSING:
-        return dataclasses.field(default_factory=default_factory, metadata={"bounds": bounds})
-    return dataclasses.field(default=default, metadata={"bounds": bounds})
+        return dataclasses.field(default_factory=default_factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def validate(config: S, prefix: str = "") -> S:
@@ -138,7 +163,7 @@ def validate(config: S, prefix: str = "") -> S:
             validate(value, f"{prefix}{field.name}.")
         each = "each of " if isinstance(value, list | tuple) else ""
         for item in value if each else [value]:
-            if item is None:
+            if item is None or (isinstance(item, str) and item in _words(hints[field.name])):
                 continue
             if choices and item not in choices:
                 raise UserError(
@@ -212,6 +237,12 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     return _choices(inner[0]) if len(inner) == 1 else ()
 
 
+def _words(hint: Any) -> set[str]:
+    """Return the words that a type allows beside numbers or lists, such as "auto"."""
+    parts = (part for part in typing.get_args(hint) if typing.get_origin(part) is typing.Literal)
+    return {word for part in parts for word in typing.get_args(part)}
+
+
 def _within(value: Any, bounds: Mapping[str, float]) -> bool:
     """Return whether a value is a number in its range; NaN is in none."""
     tests = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
@@ -237,6 +268,8 @@ class Option:
     """Title of the section it belongs to, as people read it."""
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Range of its values, as `bounded` declares it."""
+    unless: str = ""
+    """The option that leaves this one null where it is given."""
 
     @property
     def help(self) -> str:
@@ -259,7 +292,9 @@ def options(cls: type, prefix: str = "", section: str = "", defaults: Any = None
             base = None if default is MISSING else default
             nested += options(hint, f"{name}.", title.strip().splitlines()[0].rstrip("."), base)
         else:
-            own.append(Option(name, hint, default, text, section, field.metadata.get("bounds", {})))
+            extra = field.metadata
+            bounds, unless = extra.get("bounds", {}), extra.get("unless", "")
+            own.append(Option(name, hint, default, text, section, bounds, unless))
     return own + nested
 
 
@@ -399,6 +434,8 @@ def nearest(name: str, names: list[str]) -> str | None:
     """Return the known name that was most likely meant, or None."""
     endings = {known.rpartition(".")[2]: known for known in reversed(names)}
     ending = name.rpartition(".")[2]
+    if (habit := endings.get(HABITS.get(ending, ""))) and ending not in endings:
+        return habit
     same_ending = [known for known in names if known.rpartition(".")[2] == ending]
     close = difflib.get_close_matches(
         name, same_ending or names, n=1, cutoff=0.0 if same_ending else 0.6
@@ -444,7 +481,13 @@ def _flatten(cls: type, values: Mapping[str, Any], source: str) -> dict[str, Any
                 raise UserError(f"{name} (in {source}) is a section and needs settings under it.")
 
     visit(values, "")
-    return flat
+    return left_null(cls, flat) | flat
+
+
+def left_null(cls: type, given: Collection[str]) -> dict[str, None]:
+    """Return null for the options that are not given but in whose place another one is."""
+    rivals = {option.name: option.unless for option in options(cls)}
+    return {name: None for name, rival in rivals.items() if rival in given and name not in given}
 
 
 def _sentence(message: str, cls: type) -> str:

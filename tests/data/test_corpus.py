@@ -1,6 +1,11 @@
 """Corpora by every kind of name, their splits, and what is said when there is none."""
 
+import gzip
+import io
+import json
 import logging
+import sys
+import types
 
 import pytest
 from hypothesis import given
@@ -299,3 +304,103 @@ def test_hub_out_of_reach(hub):
     for part in ("hub did not give it", "the path of your data", "DEEPENOUGH_DATA"):
         assert part in message
     assert "\n" not in message
+
+
+# -- texts of few lines, packed texts, rows --------------------------------------------------
+
+
+@pytest.mark.parametrize("lines", [1, 3])
+def test_a_text_of_few_lines_is_cut_between_words(tmp_path, lines):
+    words = [f"word{number}" for number in range(3000)]
+    size = len(words) // lines
+    text = [" ".join(words[i : i + size]) for i in range(0, len(words), size)]
+    corpus = open_corpus(str(write(tmp_path / "text8", text)))
+    assert corpus.cut_at_end
+    parts = {split: " ".join(corpus.lines(split)).split() for split in corpus.splits}
+    assert parts["train"] + parts["valid"] + parts["test"] == words
+    assert len(parts["valid"]) == pytest.approx(150, abs=9)
+    assert len(parts["test"]) == pytest.approx(150, abs=9)
+
+
+def test_a_line_of_megabytes_is_one_text(tmp_path, monkeypatch):
+    """What reading has cut for memory's sake are no lines; without spaces it is cut anywhere."""
+    monkeypatch.setattr(corpus, "MAX_LINE_BYTES", 100)
+    text = "0123456789" * 1000
+    (tmp_path / "long.txt").write_text(text)
+    found = open_corpus(str(tmp_path / "long.txt"), valid_fraction=0.1, test_fraction=0.2)
+    parts = {split: "".join(found.lines(split)) for split in found.splits}
+    assert parts["train"] + parts["valid"] + parts["test"] == text
+    assert len(parts["test"]) == pytest.approx(2000, abs=30)
+
+
+def test_packed_texts_are_read_as_what_they_are(tmp_path):
+    lines = numbered(50)
+    plain = write(tmp_path / "plain" / "train.txt", lines)
+    for name in ("book.txt.gz", "book.txt", "no_ending"):  # by content, whatever the name says
+        packed = tmp_path / name
+        packed.write_bytes(gzip.compress(plain.read_bytes()))
+        assert (
+            list(open_corpus(str(packed), valid_fraction=0, test_fraction=0).lines("train"))
+            == lines
+        )
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / f"{split}.txt.gz").write_bytes(gzip.compress(f"{split}\n".encode()))
+    corpus = open_corpus(str(folder))
+    assert {split: list(corpus.lines(split)) for split in corpus.splits} == {
+        split: [split] for split in ("train", "valid", "test")
+    }
+
+
+@pytest.mark.parametrize("damage", [slice(0, 60), slice(0, 5)])
+def test_a_damaged_packed_text_is_refused(tmp_path, damage):
+    whole = gzip.compress("\n".join(numbered(500)).encode())
+    (tmp_path / "half.gz").write_bytes(whole[damage])
+    with pytest.raises(UserError, match=r"half\.gz cannot be read .*whole text file"):
+        open_corpus(str(tmp_path / "half.gz"))
+
+
+def test_zstandard_needs_its_package_and_is_read_with_it(tmp_path, monkeypatch):
+    path = tmp_path / "book.txt.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd" + b"line 1\nline 2\n")
+    for name in ("compression.zstd", "zstandard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=r"compressed by Zstandard: pip install zstandard"):
+        open_corpus(str(path))
+    package = types.ModuleType("zstandard")
+    package.open = lambda file, mode: io.BytesIO(file.read()[4:])
+    monkeypatch.setitem(sys.modules, "zstandard", package)
+    found = open_corpus(str(path), valid_fraction=0, test_fraction=0)
+    assert list(found.lines("train")) == ["line 1", "line 2"]
+
+
+@pytest.mark.parametrize("column", ["text", "content"])
+def test_rows_of_json_are_their_texts(tmp_path, column):
+    rows = [{"id": n, column: f"first {n}\nsecond {n}"} for n in range(30)]
+    lines = [line for n in range(30) for line in (f"first {n}", f"second {n}")]
+    path = write(tmp_path / "data" / "rows.jsonl", map(json.dumps, rows))
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    for place in (path, path.parent, tmp_path / "rows.jsonl.gz"):
+        corpus = open_corpus(str(place), valid_fraction=0, test_fraction=0)
+        assert list(corpus.lines("train")) == lines
+    write(path.parent / "notes.txt", ["note"])  # of a folder with texts, rows are no part
+    folder = open_corpus(str(path.parent), valid_fraction=0, test_fraction=0)
+    assert list(folder.lines("train")) == ["note"]
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (
+            '{"title": "x"}',
+            r"Row 2 of .* has no text but title: call the column .* text or content",
+        ),
+        ('{"text": 3}', "Row 2 of"),
+        ("plain", "Line 2 of .* is no JSON object"),
+    ],
+)
+def test_rows_without_a_text_are_refused(tmp_path, row, sentence):
+    path = write(tmp_path / "rows.jsonl", ['{"text": "x"}', row])
+    with pytest.raises(UserError, match=sentence):
+        list(open_corpus(str(path), valid_fraction=0, test_fraction=0).lines("train"))

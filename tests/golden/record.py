@@ -256,9 +256,15 @@ def searched(folder: Path) -> dict[str, Any]:
         "entropy": [values["entropy"] for values in train[:: STEPS // 4]],
         "tau": [values["tau"] for values in train[:: STEPS // 4]],
         "cost": values_of(folder, "cost"),
-        "derive": values_of(folder, "derive"),
+        "derive": [without_doubt(values) for values in values_of(folder, "derive")],
         "valid": values_of(folder, "valid"),
     }
+
+
+def without_doubt(derived: dict[str, Any]) -> dict[str, Any]:
+    """Return what was derived, without how sure the search is."""
+    doubt = ("entropy", "undecided_blocks", "choice_steps")
+    return {name: value for name, value in derived.items() if name not in doubt}
 
 
 @case
@@ -344,10 +350,10 @@ def par_derive() -> Any:
     append_record(run.metrics, Record(0, "cost", costs))
     rows = [[0.9, 0.06, 0.04], [0.2, 0.7, 0.1], [0.5, 0.3, 0.2], [0.3, 0.2, 0.5], [0.6, 0.3, 0.1]]
     append_record(run.metrics, Record(9, "train", {"pi": rows}))
-    found = {"free": json.loads(command("par", "derive", run=run.path, json="true"))}
+    found = {"free": without_doubt(json.loads(command("par", "derive", run=run.path, json="true")))}
     for budget in (0.25, 0.4, 0.65, 0.8, 1.0):
         given = {"run": run.path, "budget": budget, "json": "true"}
-        found[f"{budget}"] = json.loads(command("par", "derive", **given))
+        found[f"{budget}"] = without_doubt(json.loads(command("par", "derive", **given)))
     return found
 
 
@@ -418,10 +424,12 @@ def ponder_trained(kind: str, objective: str = "ponder") -> Path:
     """Return the run of a classifier of the reviews."""
     folder = new_folder(f"ponder-{kind}-{objective}")
     own = {"data": reviews(), "dataset__batch_size": 8, "model__encoder": encoder(kind)}
-    own |= {"ponder__halting_target": 0.4, "ponder__objective": objective, "epochs": 2.0}
+    own |= {"ponder__halting_target": 0.4, "ponder__objective": objective}
     own |= {"ponder__pooling": "mean" if kind == "bert" else "cls", "head_lr": 1.0}
     own |= {"ponder__exit": "patience" if objective == "weighted" else "quantile"}
-    command("ponder", "train", out=folder, **own, **training())
+    schedule = training() | {"epochs": 2.0}
+    del schedule["train__steps"]
+    command("ponder", "train", out=folder, **own, **schedule)
     return folder
 
 

@@ -148,6 +148,22 @@ def test_the_mean_over_processes_is_the_mean_over_tokens(corpus, shared_cache, w
         torch.testing.assert_close(mean, getattr(alone, name))
 
 
+@pytest.mark.parametrize("changes", [{"model__epsilon": 0.2}, {"search__beams": 1}])
+def test_what_a_finished_training_would_ignore_is_refused(tiny, tmp_path, changes):
+    """While it goes on, such a setting is applied: it is saved with the model, and used."""
+    train_translation(tiny(tmp_path / "run"))
+    (name,) = changes
+    said = f"cannot be resumed with another {name.replace('__', '.')}, because the training is fin"
+    with pytest.raises(UserError, match=said):
+        train_translation(tiny(tmp_path / "run", resume=True, **changes))
+    longer = changes | {"train__steps": 10, "resume": True}
+    run = train_translation(tiny(tmp_path / "run", **longer))
+    saved = resolve(TranslationTrainConfig, run.config)
+    assert (saved.model.epsilon, saved.search.beams) in ((0.2, 2), (0.0, 1))
+    model = AutoModelForSeq2SeqLM.from_pretrained(run.model)
+    assert model.config.epsilon == saved.model.epsilon
+
+
 def test_epochs_become_steps(tiny, tmp_path):
     """Two epochs are as many steps as they have batches, which are counted here by hand."""
     settings = tiny(tmp_path / "run", epochs=2.0, dataset__batch_tokens=800, train__accumulate=2)

@@ -9,12 +9,14 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepenough.__main__ import main
 from deepenough.errors import UserError
 from deepenough.nn.cutoffs import (
+    cutoffs_by_share,
     optimal_cutoffs,
     optimal_cutoffs_ref,
     partition_cost,
@@ -299,8 +301,38 @@ def test_the_tokens_of_a_run_are_counted(tmp_path, tiny, capsys):
     flags = [f"--{name}={value}" for name, value in settings.items() if name != "model.num_blocks"]
     assert main(["par", "train", *flags]) == 0
     capsys.readouterr()
-    assert main(["cutoffs", "--run", settings["out"], "--clusters", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["vocab_size"] == 400
+    assert main(["cutoffs", settings["out"], "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["vocab_size"] == 400 and found["clusters"] == 3
+    assert "have been sorted" not in err  # the ids of a run are what they are
+    # The same that training finds by itself, says, and saves.
+    auto = settings | {"out": tmp_path / "auto", "model.cutoffs": "auto", "model.div_value": 2}
+    flags = [f"--{name}={value}" for name, value in auto.items() if name != "model.num_blocks"]
+    assert main(["par", "train", *flags]) == 0
+    assert f"suit the training text are {found['cutoffs']}" in capsys.readouterr().err
+    for file in ("config.yaml", "model/config.json"):
+        saved = yaml.safe_load((tmp_path / "auto" / file).read_text())
+        assert saved.get("model", saved)["cutoffs"] == found["cutoffs"]
+    assert main(["par", "train", *flags, "--resume"]) == 0
+
+
+@given(masses=st.lists(st.integers(1, 30), min_size=3, max_size=30), clusters=st.integers(1, 3))
+def test_ids_in_the_order_of_frequency_have_the_optimum_by_share_too(masses, clusters):
+    ranked = sorted(masses, reverse=True)
+    assert cutoffs_by_share(ranked, clusters) == optimal_cutoffs(ranked, clusters)
+    shuffled = cutoffs_by_share(masses, clusters)
+    assert shuffled.cutoffs == sorted(set(shuffled.cutoffs))
+    assert all(0 < cutoff < len(masses) for cutoff in shuffled.cutoffs)
+
+
+def test_frequent_tokens_behind_rare_ones_are_in_the_head():
+    """Ids of our tokenizers begin with bytes; frequent tokens need the wide states of the head."""
+    ranked = [1000 // (rank + 1) for rank in range(500)]
+    best = optimal_cutoffs([*ranked, *[0] * 256], 3).cutoffs
+    found = cutoffs_by_share([0] * 256 + ranked, 3).cutoffs
+    assert found == [cutoff + 256 for cutoff in best]
+    assert optimal_cutoffs([0] * 256 + ranked, 3).cutoffs[0] <= 256  # whose head has no token
 
 
 def test_keep_order_cuts_the_ids_as_they_are(tmp_path, capsys):
@@ -318,9 +350,8 @@ def test_keep_order_cuts_the_ids_as_they_are(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--clusters", "2"], "either --counts FILE or --run RUN"),
-        (["--counts", "{counts}", "--run", "x", "--clusters", "2"], "either --counts FILE or"),
-        (["--counts", "{counts}"], "--clusters must be given"),
+        (["--clusters", "2"], "either the folder of a run or --counts FILE"),
+        (["--counts", "{counts}", "--run", "x", "--clusters", "2"], "either the folder of a run"),
         (["--run", "missing", "--clusters", "2"], "missing"),
         (["--counts", "{counts}", "--clusters", "0"], "at least 1"),
         (["--counts", "{counts}", "--clusters", "-2"], "at least 1"),

@@ -5,9 +5,11 @@ import sys
 
 import pytest
 
-from deepenough.config import validate
+from deepenough.__main__ import main
+from deepenough.cli import commands, parse_command
+from deepenough.config import options, validate
 from deepenough.errors import UserError
-from deepenough.par.config import SearchConfig, check_pattern, interleaved
+from deepenough.par.config import ParSearchConfig, SearchConfig, check_pattern, interleaved
 
 
 @pytest.mark.parametrize("pattern", ["a", "d", "aadad-", "-d", "ad" * 20])
@@ -64,3 +66,64 @@ def test_settings_are_read_without_torch():
     modules = "deepenough.par.config, deepenough.par.commands"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+#: Every flag of the first public code's scripts train.py, build_data.py and optimal_cuts.py that
+#: has another name here, and that name.
+FLAGS = {
+    "num_layers": "model.num_blocks",
+    "dropout_rate": "model.dropout",
+    "d_ffn": "model.d_ff",
+    "proj_factor": "model.div_value",
+    "proj_dims": "model.div_value",
+    "max_lr": "train.lr",
+    "warmup_steps": "train.warmup",
+    "opt_name": "train.optimizer",
+    "clipvalue": "train.clip_value",
+    "tau_is_trainable": "search.tau",
+    "model_name": "out",
+    "train_directory": "data",
+    "valid_directory": "data",
+    "test_directory": "data",
+    "text_file": "data",
+    "sp_model_prefix": "dataset.tokenizer",
+    "train_tokenizer": "dataset.tokenizer",
+    "seq_len": "dataset.length",
+}
+SAME_FLAGS = ("d_model", "num_heads", "mem_len", "straight_through", "tau_start", "tau_end")
+SAME_FLAGS += ("epochs", "cutoffs", "vocab_size", "lowercase", "batch_size")
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_of_the_source_is_answered_by_its_name_here(flag, tmp_path, capsys):
+    assert main(["par", "search", f"--{flag}=1"]) == 2
+    sentence = f"There is no option --{flag}; did you mean --{FLAGS[flag]}?"
+    assert sentence in capsys.readouterr().err
+    (tmp_path / "settings.yaml").write_text(f"{flag}: 1\n")
+    assert main(["par", "search", "--config", str(tmp_path / "settings.yaml")]) == 2
+    assert f"did you mean {FLAGS[flag]}?" in capsys.readouterr().err
+
+
+def test_the_other_flags_of_the_source_are_options_of_ours():
+    known = [option.name.rpartition(".")[2] for option in options(ParSearchConfig)]
+    assert [flag for flag in SAME_FLAGS if known.count(flag) != 1] == []
+
+
+def test_steps_and_epochs_are_rivals(tmp_path, capsys):
+    assert main(["par", "train", "--steps", "3", "--epochs", "2"]) == 2
+    assert "Give either --epochs or --train.steps, not both." in capsys.readouterr().err
+    file = tmp_path / "settings.yaml"
+    file.write_text("epochs: 3\n")
+    table = commands()
+    for words, epochs, steps in (
+        (["--config", str(file)], 3, 2000),
+        (["--config", str(file), "--steps", "7"], None, 7),
+        (["--epochs", "null", "--steps", "7"], None, 7),
+    ):
+        config = parse_command(table["par train"], "par train", words)
+        assert (config.epochs, config.train.steps) == (epochs, steps)
+    # Where epochs are the default, steps that are asked for are made.
+    for name in ("ponder train", "lazy train"):
+        assert parse_command(table[name], name, []).epochs
+        config = parse_command(table[name], name, ["--train.steps", "3"])
+        assert (config.epochs, config.train.steps) == (None, 3)

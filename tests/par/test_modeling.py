@@ -602,3 +602,22 @@ def test_what_cannot_be_generated_with_is_refused_by_name(make_model, option, na
         write(model, prompt(streams=1), **option)
     with pytest.raises(UserError, match=named):
         model.generate(prompt(streams=1), GenerationConfig(max_new_tokens=4, **option))
+
+
+def test_each_further_cluster_is_narrower_by_the_projection_factor(make_model):
+    """Widths d / factor, d / factor^2, ..., and the loss is that of these very matrices."""
+    model = make_model(pattern="d", cutoffs=[10, 20], div_value=4.0)
+    widths = [tail[0].out_features for tail in model.output.tail]
+    assert widths == [16 // 4, 16 // 16]
+    hidden, targets = torch.randn(6, 16), torch.tensor([3, 9, 10, 19, 20, 39])
+    head = model.output.head(hidden).log_softmax(-1)
+    expected = []
+    for row, target in enumerate(targets.tolist()):
+        cluster = sum(target >= cutoff for cutoff in (10, 20))
+        if cluster == 0:
+            expected.append(head[row, target])
+        else:
+            tail = model.output.tail[cluster - 1](hidden[row]).log_softmax(-1)
+            expected.append(head[row, 10 + cluster - 1] + tail[target - 10 * cluster])
+    found = model._loss(hidden.unsqueeze(0), targets.unsqueeze(0))
+    torch.testing.assert_close(found, -torch.stack(expected).mean())

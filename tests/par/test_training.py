@@ -1,5 +1,7 @@
 """Search, derive, train: what each leaves, what each refuses, and what a refusal leaves alone."""
 
+import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deepenough.__main__ import main
 from deepenough.config import resolve
 from deepenough.errors import UserError
 from deepenough.par import training
@@ -100,7 +103,7 @@ def test_deriving_again_says_nothing_twice(searched: Path) -> None:
     assert len(values(searched, "derive")) == 2
 
 
-@pytest.mark.parametrize("budget", [0.25, 0.4, 0.65, 0.9, 1.0, 1.4])
+@pytest.mark.parametrize("budget", [0.25, 0.4, 0.65, 0.9, 1.0])
 def test_a_derived_pattern_keeps_its_budget(tmp_path: Path, budget: float) -> None:
     """Whatever it costs, attention is what this search wants everywhere."""
     run = RunFolder.create(tmp_path / "run")
@@ -163,6 +166,54 @@ def test_fixed_blocks_of_a_search_are_derived_as_given(tmp_path: Path, tiny: Tin
     assert found.pattern[0] == "d" and found.pattern[2] == "a"
 
 
+def test_a_search_that_has_not_decided_says_so(
+    searched: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In its record, to Python, on the terminal and as JSON."""
+    found = derive_run(RunFolder.open(searched))
+    assert found.undecided_blocks == [1, 2, 3] and found.choice_steps == 2
+    assert found.entropy == pytest.approx(values(searched, "train")[-1]["entropy"])
+    (derived,) = values(searched, "derive")
+    assert derived["undecided_blocks"] == [1, 2, 3] and derived["entropy"] == found.entropy
+    capsys.readouterr()
+    assert main(["par", "derive", str(searched)]) == 0
+    sentence = "not decided: 3 of 3 blocks, after 2 steps that trained choices"
+    assert capsys.readouterr().out.splitlines()[1].startswith(sentence)
+    assert main(["par", "derive", str(searched), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["undecided_blocks"] == [1, 2, 3] and told["choice_steps"] == 2
+    assert told["pi"] == found.probabilities and told["entropy"] == found.entropy
+
+
+def test_a_search_that_has_decided_says_nothing_of_it(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    rows = [[0.98, 0.01, 0.01], [0.05, 0.9, 0.05]]
+    append_record(run.metrics, Record(9, "train", {"pi": rows}))
+    found = derive_run(run)
+    assert found.undecided_blocks == [] and found.doubt() == "" and found.choice_steps is None
+    append_record(run.metrics, Record(10, "train", {"pi": [rows[0], [0.5, 0.5, 0.0]]}))
+    assert derive_run(run).undecided_blocks == [2]
+
+
+def test_choices_that_wait_are_not_counted(tmp_path: Path, tiny: Tiny) -> None:
+    """With half of the search for weights alone, choices had the other half, or none so far."""
+    run_search(tiny(tmp_path / "run", FLOPS | {"search.choose_after": 0.5}, steps=6))
+    assert [v["choice_steps"] for v in values(tmp_path / "run", "train")] == [0, 0, 0, 1, 2, 3]
+    rows = [v["pi"] for v in values(tmp_path / "run", "train")]
+    assert rows[2] == [[pytest.approx(1 / 3, abs=1e-5)] * 3] * 3 and rows[3] != rows[2]
+
+
+def test_a_percentage_is_a_share(searched: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for budget in ("0.65", "65%"):
+        assert main(["par", "derive", str(searched), "--budget", budget, "--json"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+    assert [v["budget"] for v in values(searched, "derive")[1:]] == [0.65]
+    assert main(["par", "derive", str(searched), "--budget", "65"]) == 2
+    assert "budget must be above 0 and at most 1: got 65" in capsys.readouterr().err
+    assert main(["par", "derive", str(searched), "--budget", "some%"]) == 2
+
+
 # -- starting from other weights -------------------------------------------------------------
 
 
@@ -171,6 +222,29 @@ def test_weights_are_taken_over(tmp_path: Path, tiny: Tiny, trained: Path) -> No
     second = run_training(tiny(tmp_path / "second", still, steps=1), trained)
     before, after = (load_model(str(place)).state_dict() for place in (trained, second.path))
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_search_starts_from_weights_and_choices_of_another(
+    tmp_path: Path, tiny: Tiny, searched: Path
+) -> None:
+    words = tiny(tmp_path / "next", FLOPS | {"train.lr": 1e-30, "train.weight_decay": 0.0}, steps=1)
+    flags = [f"--{name}={value}" for name, value in words.items()]
+    assert main(["par", "search", *flags, "--from", str(searched)]) == 0
+    before, after = (load_model(str(f)).state_dict() for f in (searched, tmp_path / "next"))
+    names = [name for name in before if name != "choice.tau"]
+    assert "choice.alpha" in names and before["choice.alpha"].abs().max() > 0
+    assert all(torch.equal(before[name], after[name]) for name in names)
+    with pytest.raises(UserError, match="has 3 blocks, not 4"):
+        run_search(words | {"out": "other", "start": str(searched), "model.num_blocks": 4})
+
+
+def test_a_search_may_start_from_a_fixed_pattern(
+    tmp_path: Path, tiny: Tiny, trained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks take the branch that is there; the other one and the choices are new."""
+    changes = FLOPS | {"model.num_blocks": 2, "start": str(trained)}
+    run_search(tiny(tmp_path / "run", changes, steps=1))
+    assert "Block 1 starts from new weights" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -219,6 +293,9 @@ WRONG = [
     ({"train.lr": -1.0}, "train.lr"),
     ({"search.budget": 0.001}, "needs a budget of"),
     ({"search.tau_end": 0.0}, "search.tau_end"),
+    ({"search.tau_end": 2.0}, r"search\.tau_end is 2 and search\.tau_start 1"),
+    ({"search.tau": "linear", "search.tau_start": 0.05}, "falls, but search.tau_end is 0.1"),
+    ({"search.budget": 65}, "search.budget must be above 0 and at most 1: got 65"),
     ({"search.optimise": "alternating", "search.held_out": 0.0001}, "one batch of 4 x 8 needs 33"),
 ]
 
@@ -258,7 +335,9 @@ def test_a_folder_in_use_is_refused_before_the_work_begins(
         ({"dataset.length": 4}, "dataset.length"),
         ({"dataset.vocab_size": 380}, "dataset.test"),
         ({"train.seed": 5}, "train.seed"),
-        ({"train.steps": 9}, "train.steps"),
+        ({"train.optimizer": "adagrad"}, "train.optimizer"),
+        ({"train.weight_decay": 0.5}, "train.weight_decay"),
+        ({"train.warmup": 1}, "train.warmup"),
         ({"train.accumulate": 2}, "train.accumulate"),
     ],
 )
@@ -311,3 +390,51 @@ def test_a_finished_training_stays_described_as_it_was(
     assert "nothing is trained" in caplog.text
     with pytest.raises(UserError, match="is of another configuration"):
         run_training(tiny(trained, changes, steps=1), start=trained)
+
+
+# -- longer runs, and settings that change ---------------------------------------------------
+
+
+def test_a_finished_training_is_lengthened(
+    trained: Path, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(trained / "model")
+    run = run_training(tiny(trained, {"model.pattern": "da", "resume": True}, steps=5))
+    assert "training of 1 steps" in (said := capsys.readouterr().err) and "stretched" in said
+    assert [v.step for v in read_records(run.metrics)[0] if v.kind == "train"] == [1, 2, 3, 4, 5]
+    assert content(run.model)["model.safetensors"] != before["model.safetensors"]
+    assert yaml.safe_load(run.config.read_text())["train"]["steps"] == 5
+
+
+def test_a_lengthened_search_is_derived_anew(tiny: Tiny, searched: Path) -> None:
+    """Its temperature, too, is that of the new length."""
+    run_search(tiny(searched, FLOPS | {"resume": True}, steps=5))
+    taus = [v["tau"] for v in values(searched, "train")]
+    assert taus == pytest.approx([1.0, 0.1, 0.1**0.5, 0.1**0.75, 0.1])
+    assert [r.step for r in read_records(searched / "metrics.jsonl")[0] if r.kind == "derive"] == [
+        2,
+        5,
+    ]
+
+
+def test_epochs_are_rounds_over_the_text(tmp_path: Path, tiny: Tiny) -> None:
+    settings = tiny(tmp_path / "run", {"model.pattern": "d", "epochs": 0.25}, valid_every=1000)
+    del settings["train.steps"]
+    run = run_training(settings)
+    dataset = resolve(ParTrainConfig, run.config).dataset
+    tokens = training.prepare(settings["data"], dataset).tokens["train"]
+    batches = (len(tokens) - 1) // (4 * 8)
+    last = max(record.step for record in read_records(run.metrics)[0])
+    assert last == math.ceil(batches / 4) > 2
+    # The same run, counted in steps of which there are more.
+    longer = settings | {"resume": True, "epochs": None, "train.steps": last + 1}
+    assert max(r.step for r in read_records(run_training(longer).metrics)[0]) == last + 1
+
+
+def test_another_start_is_not_ignored(tmp_path: Path, tiny: Tiny, trained: Path) -> None:
+    other = Path(shutil.copytree(trained, tmp_path / "other"))
+    settings = tiny(tmp_path / "run", {"model.pattern": "da"}, steps=1)
+    run_training(settings, trained)
+    run_training(settings | {"resume": True}, tmp_path / "other" / ".." / trained.name)
+    with pytest.raises(UserError, match="cannot be resumed with another start, because the weigh"):
+        run_training(settings | {"resume": True, "train.steps": 2}, other)

@@ -239,6 +239,20 @@ def test_other_data_in_the_folder_is_refused(small: Make, reviews: Path) -> None
         train(small(**{"epochs": 0.2, "resume": True, "dataset.limit": 100}))
 
 
+def test_settings_that_would_be_ignored_are_refused(
+    small: Make, tiny_bert: Path, tmp_path: Path
+) -> None:
+    train(small(epochs=0.2))
+    again = {"epochs": 0.2, "resume": True}
+    with pytest.raises(UserError, match=r"another ponder\.exit_threshold, because the training"):
+        train(small(**again, **{"ponder.exit_threshold": 0.9}))
+    other = shutil.copytree(tiny_bert, tmp_path / "other")
+    with pytest.raises(UserError, match=r"another model\.encoder, because the weights are"):
+        train(small(**again | {"model.encoder": str(other), "epochs": 0.4}))
+    same = tiny_bert / ".." / tiny_bert.name
+    train(small(**again | {"model.encoder": str(same), "epochs": 0.4}))
+
+
 def test_predictions_cut_texts_where_training_did(small: Make, tmp_path: Path) -> None:
     """So that the accuracy that was measured is that of predictions."""
     run = train(small(**{"dataset.max_length": 4}))

@@ -5,17 +5,17 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
 
-from deepenough.config import validate
+from deepenough.config import _hints, validate
 from deepenough.errors import UserError
 from deepenough.runs import Record, RunFolder
 from deepenough.training.checkpoint import list_names, load_last
-from deepenough.training.config import TrainingConfig
+from deepenough.training.config import TrainingConfig, lr_factor
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.task import BatchLoss
 from deepenough.training.trainer import Trainer
@@ -367,3 +367,147 @@ def test_every_step_draws_its_own_noise(tmp_path: Path, line: Any) -> None:
 def test_settings_out_of_range_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"train.{next(iter(wrong))}"):
         validate(TrainingConfig(**wrong), "train.")
+
+
+# -- optimisers and clipping -----------------------------------------------------------------
+
+
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+
+
+def test_every_optimizer_is_tried() -> None:
+    assert set(get_args(_hints(TrainingConfig)["optimizer"])) == OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_by_name_moves_the_weights_as_torch_does(
+    tmp_path: Path, line: Any, name: str
+) -> None:
+    """Its steps are those of the class called by hand; only AdamW decays weights by default."""
+    task = line()
+    trainer = make_trainer(
+        task, tmp_path, steps=3, warmup=0, schedule="constant", lr=0.1, clip=0.0, optimizer=name
+    )
+    assert type(trainer.optimizers["weights"]) is OPTIMIZERS[name]
+    twin = line()
+    options = {"weight_decay": 0.01} if name == "adamw" else {}
+    own = OPTIMIZERS[name](twin.model.parameters(), lr=0.1, **options)
+    task.loss = twin.loss = lambda model, *_: squares(model)
+    for step in range(3):
+        trainer._step(step)
+        own.zero_grad()
+        squares(twin.model).loss.backward()
+        own.step()
+    assert torch.allclose(task.model.weight, twin.model.weight, atol=1e-6)
+    assert not torch.allclose(task.model.weight, line().model.weight)
+
+
+def squares(model: nn.Module) -> BatchLoss:
+    loss = (model(torch.eye(3)) - 2.0).square().mean()
+    return BatchLoss(loss, loss, 3)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_is_resumed_exactly(line: Any, fit: Fit, name: str) -> None:
+    whole = fit(line(), "whole", optimizer=name)
+    task = line()
+    task.begin_step = raise_at(6)
+    with pytest.raises(Killed):
+        fit(task, "broken", optimizer=name)
+    resumed = fit(line(), "broken", optimizer=name)
+    assert resumed.first == 4
+    assert torch.equal(resumed.task.model.weight, whole.task.model.weight)
+
+
+def test_the_gradient_is_clipped_by_value(tmp_path: Path, line: Any) -> None:
+    """Entries are cut first; the norm, of what is left, is recorded and cut after them."""
+    task = line()
+    trainer = make_trainer(task, tmp_path, steps=1, warmup=0, clip=0.0, clip_value=0.01)
+    met: list[torch.Tensor] = []
+
+    def note(*_: Any) -> None:
+        met.extend(p.grad.clone() for p in task.model.parameters())
+
+    trainer.optimizers["weights"].register_step_pre_hook(note)
+    norm = trainer._step(0).grad_norm
+    entries = torch.cat([grad.flatten() for grad in met])
+    assert entries.abs().max() <= 0.01 and (entries.abs() > 0.0099).sum() >= 2
+    assert norm == pytest.approx(float(entries.norm()))
+
+
+# -- longer trainings ------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_lengthened(
+    tmp_path: Path,
+    line: Any,
+    fit: Fit,
+    records: Records,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = fit(line(), warmup=0.2)
+    model = (first.run.model / "weights.txt").read_text()
+    task = line()
+    longer = fit(task, warmup=0.2, steps=30)
+    assert [step for step, _ in task.seen] == list(range(10, 30))
+    assert longer.settings.warmup_steps == 2  # as it was, not a share of the new length
+    rate = longer.settings.lr * lr_factor(longer.settings, 10)
+    said = capsys.readouterr().err
+    assert "training of 10 steps" in said and "becomes one of 30" in said
+    assert f"stretched to that length, the learning rate goes on at {rate:.3g}" in said
+    rates = {r.step: r.values["lr"] for r in records(tmp_path / "run") if r.kind == "train"}
+    assert rates[12] == pytest.approx(0.1 * lr_factor(TrainingConfig(steps=30, warmup=2), 11))
+    assert (longer.run.model / "weights.txt").read_text() == str(task.model.weight.tolist())
+    assert (longer.run.model / "weights.txt").read_text() != model
+    assert [r.step for r in records(tmp_path / "run") if r.kind == "test"] == [10, 30]
+
+
+def test_a_lengthened_run_is_resumed_exactly_by_the_same_command(
+    tmp_path: Path, line: Any, fit: Fit, records: Records
+) -> None:
+    for folder in ("whole", "broken"):
+        fit(line(), folder, warmup=0.2)
+    whole = fit(line(), "whole", warmup=0.2, steps=30)
+    task = line()
+    task.begin_step = raise_at(21)
+    with pytest.raises(Killed):
+        fit(task, "broken", warmup=0.2, steps=30)
+    resumed = fit(line(), "broken", warmup=0.2, steps=30)
+    assert resumed.first == 20
+    assert torch.equal(resumed.task.model.weight, whole.task.model.weight)
+    assert records(tmp_path / "broken") == records(tmp_path / "whole")
+
+
+def test_the_model_of_the_shorter_training_does_not_outlive_the_longer(line: Any, fit: Fit) -> None:
+    """A kill between the last checkpoint and the model leaves the model to be written."""
+    fit(line())
+    task = line()
+
+    def save(folder: Path) -> None:
+        raise Killed
+
+    task.save = save
+    with pytest.raises(Killed):
+        fit(task, steps=20)
+    last = fit(line(), steps=20)
+    assert last.first == 20
+    assert (last.run.model / "weights.txt").read_text() == str(last.task.model.weight.tolist())
+
+
+def test_a_stopped_run_may_be_shortened_but_not_below_what_is_done(line: Any, fit: Fit) -> None:
+    task = line()
+    task.begin_step = raise_at(9)
+    with pytest.raises(Killed):
+        fit(task)
+    with pytest.raises(UserError, match=r"has made 8 steps already: give train.steps of at least"):
+        fit(line(), steps=5)
+    assert fit(line(), steps=9).first == 8

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepenough.artifacts import parse_json
 from deepenough.config import validate
 from deepenough.data.babi import BABI, read_babi
 from deepenough.data.config import ClassificationConfig
@@ -35,7 +34,7 @@ from deepenough.data.corpus import (
     group_by_split,
     is_hub_name,
     open_splits,
-    read_lines,
+    read_rows,
     split_of,
 )
 from deepenough.errors import UserError
@@ -171,7 +170,7 @@ def read_tables(paths: Sequence[Path]) -> Iterator[Row]:
                 f"{path} is no table of examples: give a file that ends in "
                 f"{', '.join(TABLE_SUFFIXES)}."
             )
-        read = _read_jsonl if path.suffix.lower() == ".jsonl" else _read_csv
+        read = read_rows if path.suffix.lower() == ".jsonl" else _read_csv
         yield from _numbered(read(path), path.name)
 
 
@@ -210,19 +209,6 @@ def _read_csv(path: Path) -> list[dict[str, str]]:
             f"{path} has more cells in its rows than its first line names columns: correct it."
         )
     return table.rename(columns=str.strip).to_dict("records")
-
-
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(read_lines([path]), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield parse_json(line)
-        except ValueError as error:
-            raise UserError(
-                f"Line {number} of {path} is no JSON object: write lines such as "
-                '{"text": "...", "label": 0}.'
-            ) from error
 
 
 # -- columns and labels ----------------------------------------------------------------------------

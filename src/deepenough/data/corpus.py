@@ -4,6 +4,9 @@ Whatever the source, a split is one thing: a function that starts a fresh iterat
 source lacks in valid and test text is cut from its training text by blocks of neighbouring lines,
 spread evenly and the same on every run.
 
+A text of too few lines, such as text8 with its one, is cut between words instead, its end held out.
+Files compressed by gzip or Zstandard, and texts in rows of JSON, are read as what they are.
+
 Lines end at a line feed alone (a carriage return before it is dropped), because `str.splitlines`
 would also cut at form feeds and exotic separators and so change the line count of a corpus.
 """
@@ -12,8 +15,11 @@ from __future__ import annotations
 
 import ast
 import codecs
+import contextlib
 import glob
+import gzip
 import hashlib
+import importlib
 import logging
 import os
 import re
@@ -23,12 +29,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from io import BufferedReader
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
-from deepenough.artifacts import cache_folder, entry, key_of
+from deepenough.artifacts import cache_folder, entry, key_of, parse_json
 from deepenough.config import nearest
 from deepenough.errors import UserError
 
@@ -48,8 +55,13 @@ SPLIT_NAMES = {
     "test": "test",
 }
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".rst", ".tex", ".tokens", ".raw"})
+ROW_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+ROW_COLUMNS = ("text", "content")
 # A file without line feeds must not be read whole; a line longer than this is cut into several.
 MAX_LINE_BYTES = 1 << 20
+MAX_ROW_BYTES = 1 << 26
+# A cut between words moves no further than this to find their end.
+LONGEST_WORD = 200
 BLOCK_LINES = 20
 FEWEST_BLOCKS = 40
 GOLDEN_RATIO = 0.6180339887498949
@@ -63,6 +75,8 @@ class Corpus:
     sources: Mapping[str, Lines]
     held_out: Collection[str] = ()
     """Splits that the source itself lacks, cut from its training text."""
+    cut_at_end: bool = False
+    """Whether these are the end of a text of too few lines."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -118,17 +132,17 @@ def open_corpus(
         files = {"train": [prose_file(cache)]}
     else:
         files = group_by_split(_find_local(name) or _find_on_hub(name, cache))
-    sources: dict[str, Lines] = {split: partial(read_lines, files[split]) for split in files}
+    sources: dict[str, Lines] = {split: partial(read_texts, files[split]) for split in files}
     missing = {
         split: fraction
         for split, fraction in (("valid", valid_fraction), ("test", test_fraction))
         if split not in sources and fraction > 0
     }
-    if missing:
-        train = sources["train"]
-        for split in ("train", *missing):
-            sources[split] = partial(_held_out, train, split, missing)
-    corpus = Corpus(name, sources, tuple(missing))
+    train = sources["train"]
+    cut_at_end = bool(missing) and _has_too_few_lines(train, missing)
+    for split in ("train", *missing) if missing else ():
+        sources[split] = partial(_end if cut_at_end else _held_out, train, split, missing)
+    corpus = Corpus(name, sources, tuple(missing), cut_at_end)
     corpus.lines("train")  # an empty corpus is refused here, not in the middle of a run
     return corpus
 
@@ -140,6 +154,34 @@ def _held_out(lines: Lines, wanted: str, fractions: Mapping[str, float]) -> Iter
     for number, line in enumerate(lines()):
         if split_of(number // length, fractions) == wanted:
             yield line
+
+
+def _has_too_few_lines(lines: Lines, fractions: Mapping[str, float]) -> bool:
+    """Return whether lines could not fill every split, or are no lines but parts of a long one."""
+    first = list(islice(lines(), FEWEST_BLOCKS))
+    splits = {split_of(number, fractions) for number in range(len(first))}
+    unfilled = len(first) < FEWEST_BLOCKS and len(splits) <= len(fractions)
+    return unfilled or len(first[0].encode("utf-8", "replace")) > MAX_LINE_BYTES - 4
+
+
+def _end(lines: Lines, wanted: str, fractions: Mapping[str, float]) -> Iterator[str]:
+    """Yield one split of a text that is cut between words: what is held out is its end."""
+    size, place = sum(len(line) + 1 for line in lines()), 0
+    shares = [0.0, 1 - sum(fractions.values()), *fractions.values()]
+    number = ["train", *fractions].index(wanted)
+    begin, end = list(accumulate(share * size for share in shares))[number : number + 2]
+    for line in lines():
+        part = line[_word_at(line, begin - place) : _word_at(line, end - place)]
+        if part.strip():
+            yield part
+        place += len(line) + 1
+
+
+def _word_at(line: str, place: float) -> int:
+    """Return where the first word after a place of a line begins."""
+    index = int(min(max(0, place), len(line)))
+    space = line.find(" ", index, index + LONGEST_WORD) if 0 < index < len(line) else -1
+    return index if space < 0 else space + 1
 
 
 def split_of(number: int, fractions: Mapping[str, float]) -> str:
@@ -167,13 +209,14 @@ def _find_local(name: str) -> list[Path]:
     """Return the files that a name means on this machine, none for a name of the hub."""
     for candidate in [] if name.startswith("hf:") else candidates(name):
         if candidate.is_dir():
-            paths = _once(p for p in sorted(candidate.rglob("*")) if _is_text(p, candidate))
-            if not paths:
-                raise UserError(
-                    f"The folder {candidate} holds no text file ({', '.join(sorted(TEXT_SUFFIXES))}"
-                    "): name other files by a glob."
-                )
-            return paths
+            every = sorted(candidate.rglob("*"))
+            for suffixes in (TEXT_SUFFIXES, ROW_SUFFIXES):
+                if paths := _once(p for p in every if _is_text(p, candidate, suffixes)):
+                    return paths
+            raise UserError(
+                f"The folder {candidate} holds no text file "
+                f"({', '.join(sorted(TEXT_SUFFIXES | ROW_SUFFIXES))}): name other files by a glob."
+            )
         if candidate.is_file():
             return [candidate]
         if files := _once(sorted(Path(path) for path in _glob(str(candidate)))):
@@ -208,9 +251,14 @@ def _once(paths: Iterable[Path]) -> list[Path]:
     return list(files.values())
 
 
-def _is_text(path: Path, folder: Path) -> bool:
+def _is_text(path: Path, folder: Path, suffixes: Collection[str]) -> bool:
     hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return path.suffix.lower() in TEXT_SUFFIXES and path.is_file() and not hidden
+    return _suffix(path) in suffixes and path.is_file() and not hidden
+
+
+def _suffix(path: Path) -> str:
+    """Return the ending of a file's name, that of a compressed file without that of its packing."""
+    return Path(re.sub(r"\.(gz|zst)$", "", path.name.lower())).suffix
 
 
 def _find_on_hub(name: str, cache: str | os.PathLike[str] | None) -> list[Path]:
@@ -309,16 +357,62 @@ def named_split(name: str) -> str | None:
 _warned: set[str] = set()
 
 
-def read_lines(paths: Iterable[Path], strict: bool = True) -> Iterator[str]:
+def read_texts(paths: Iterable[Path]) -> Iterator[str]:
+    """Yield all lines of text files, and of the texts in files of JSON rows."""
+    for path in paths:
+        if _suffix(path) not in ROW_SUFFIXES:
+            yield from read_lines([path])
+            continue
+        for number, row in enumerate(read_rows(path), start=1):
+            texts = [row[name] for name in ROW_COLUMNS if isinstance(row.get(name), str)]
+            if not texts:
+                raise UserError(
+                    f"Row {number} of {path} has no text but {', '.join(map(str, row))!s:.80}: "
+                    f"call the column of its text {' or '.join(ROW_COLUMNS)}."
+                )
+            yield from texts[0].split("\n")
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file with one JSON object a line."""
+    for number, line in enumerate(read_lines([path], longest=MAX_ROW_BYTES), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield parse_json(line)
+        except ValueError as error:
+            raise UserError(
+                f"Line {number} of {path} is no JSON object: write lines such as "
+                '{"text": "...", "label": 0}.'
+            ) from error
+
+
+def read_lines(paths: Iterable[Path], strict: bool = True, longest: int = 0) -> Iterator[str]:
     """Yield all lines of UTF-8 files without their ends; `strict` refuses what is no UTF-8."""
     for path in paths:
         try:
             with path.open("rb") as file:
-                yield from _decoded(file, str(path), strict)
-        except OSError as error:
+                yield from _decoded(_unpacked(file, path), str(path), strict, longest)
+        except UserError:
+            raise
+        except Exception as error:  # a damaged file raises what its packing does
+            reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"{path} cannot be read ({error.strerror}): give a text file that you may read."
+                f"{path} cannot be read ({reason}): give a whole text file that you may read."
             ) from error
+
+
+def _unpacked(file: BufferedReader, path: Path) -> BinaryIO:
+    """Return a file as it is read, decompressed if gzip or Zstandard has compressed it."""
+    start = file.peek(4)[:4]
+    if start[:2] == b"\x1f\x8b":
+        return cast(BinaryIO, gzip.open(file))
+    if start != b"\x28\xb5\x2f\xfd":
+        return file
+    for module in ("compression.zstd", "zstandard"):  # Python's own from 3.14 on
+        with contextlib.suppress(ImportError):
+            return BufferedReader(importlib.import_module(module).open(file, "rb"))
+    raise UserError(f"{path} is compressed by Zstandard: pip install zstandard to read it.")
 
 
 def read_input_lines(file: str | None) -> Iterator[str]:
@@ -328,10 +422,11 @@ def read_input_lines(file: str | None) -> Iterator[str]:
     return read_lines([Path(file)], strict=False)
 
 
-def _decoded(file: BinaryIO, name: str, strict: bool) -> Iterator[str]:
+def _decoded(file: BinaryIO, name: str, strict: bool, longest: int = 0) -> Iterator[str]:
     """Yield each line decoded; unless `strict`, bytes that are no UTF-8 are replaced."""
+    longest = longest or MAX_LINE_BYTES
     decoder = codecs.getincrementaldecoder("utf-8-sig")("strict" if strict else "replace")
-    for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+    for number, raw in enumerate(iter(lambda: file.readline(longest), b""), start=1):
         if number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise UserError(f"{name} is UTF-16 text: save it as UTF-8.")
         if b"\0" in raw:
@@ -340,7 +435,7 @@ def _decoded(file: BinaryIO, name: str, strict: bool) -> Iterator[str]:
             )
         try:
             # Of a line that was cut, half a character is kept for the next part.
-            line = decoder.decode(raw, final=len(raw) < MAX_LINE_BYTES)
+            line = decoder.decode(raw, final=len(raw) < longest)
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{name} is not UTF-8 text (line {number}): give a text file, or convert it first, "

@@ -32,7 +32,7 @@ from deepenough.data.tokenizer import (
     load_tokenizer,
 )
 from deepenough.errors import UserError
-from deepenough.training.logging import announce_split, reading
+from deepenough.training.logging import announce, announce_split, reading
 
 FORMAT = "1"
 BLOCK_CHARACTERS = 1 << 21
@@ -159,7 +159,12 @@ def token_file(
     key = key_of(FORMAT, corpus.fingerprint(split), tokenizer_fingerprint(tokenizer), str(eos))
     folder = cache_folder(cache_dir) / "tokens" / key
     file = TokenFile.open(entry(folder, partial(_write, corpus, split, tokenizer, eos)))
-    if split in corpus.held_out:
+    if split in corpus.held_out and corpus.cut_at_end:
+        announce(
+            f"The {split} split is {len(file):,} tokens from the end of {corpus.name}, which has "
+            "too few lines to hold out some of them."
+        )
+    elif split in corpus.held_out:
         announce_split(split, f"{file.num_lines} lines", corpus.name)
     return file
 

@@ -400,8 +400,8 @@ def _tune(
         head.start_from(*linear.maps[0], scale_D=_scale(used))
     else:
         head.load_state_dict(earlier.head.state_dict())
-    train = config.train.for_epochs(own.epochs, len(used) // min(own.texts, len(used)))
-    config = replace(config, train=train, resume=True)
+    steps = config.train.steps_of(own.epochs, len(used) // min(own.texts, len(used)))
+    config = replace(config, train=replace(config.train, steps=steps), resume=True)
     draft_model = DraftModel(linear, head.to(accelerator.device), {"settings": asdict(config)})
     task = DraftHeadTask(draft_model, adapter, used, held_out, config, run)
     with training(config, task, accelerator) as trainer:

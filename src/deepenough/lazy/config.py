@@ -315,13 +315,11 @@ class TranslationTrainConfig(LazyTrainConfig):
         )
     )
     train: TrainingConfig = field(
-        default_factory=lambda: TrainingConfig(
-            lr=1.5e-3, warmup=0.1, weight_decay=0.01, betas=[0.9, 0.98]
-        )
+        default_factory=lambda: TrainingConfig(lr=1.5e-3, warmup=0.1, betas=[0.9, 0.98])
     )
     search: BeamSearchConfig = field(default_factory=BeamSearchConfig)
-    epochs: float | None = bounded(30.0, gt=0)
-    """Epochs over the training pairs, which decide train.steps; null to use train.steps instead."""
+    epochs: float | None = bounded(30.0, gt=0, unless="train.steps")
+    """Rounds over the training pairs, where train.steps are not given."""
 
     fewest_encoder_steps: int | None = bounded(None, ge=1)
     """Let every batch draw its number of encoder steps, from this to most_encoder_steps; by

@@ -15,7 +15,7 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,6 @@ def train_translation(config: TranslationTrainConfig) -> RunFolder:
     model = new_translator(config.model, tokenizer, config.dataset.max_length)
     config.search.check_for(model)
     task = TranslationTask(config, model, tokenizer, pairs, accelerator)
-    if config.epochs is not None:
-        task.train = config.train.for_epochs(config.epochs, len(task.batches))
-        config = replace(config, train=task.train)
     with training(config, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
@@ -202,6 +199,10 @@ class TranslationTask(PairsTask):
                 f"{len(training_pairs)} training pairs cannot be dealt to {self.world_size} "
                 "processes."
             )
+
+    def batches_per_epoch(self) -> int:
+        """Return how many batches make one round over the training pairs."""
+        return len(self.batches)
 
     def pairs_of(self, index: int) -> tuple[EncodedPairs, list[int]]:
         """Return the training pairs and the rows of batch `index`."""

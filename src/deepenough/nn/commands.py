@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 class CutoffsConfig:
     """Cutoffs of an adaptive softmax."""
 
-    clusters: int = bounded(ge=1)
-    """Number of clusters: the head and its tails."""
+    run: str | None = None
+    """Folder of a language model's run, whose training text is counted by its own ids."""
 
     counts: str | None = None
-    """File of counts or probabilities: numbers between spaces, or lines token<TAB>count."""
+    """File of counts or probabilities instead: numbers between spaces, or lines token<TAB>count."""
 
-    run: str | None = None
-    """Folder of a language model's run, whose training text is counted instead."""
+    clusters: int = bounded(3, ge=1)
+    """Number of clusters: the head and its tails."""
 
     keep_order: bool = False
     """Cut the tokens in the order given, as a model with these very ids will, without sorting."""
@@ -38,19 +38,22 @@ class CutoffsConfig:
     def check(self) -> None:
         """Refuse no input, or two."""
         if (self.counts is None) == (self.run is None):
-            raise UserError("Give either --counts FILE or --run RUN.")
+            raise UserError("Give either the folder of a run or --counts FILE.")
 
 
 def find_cutoffs(config: CutoffsConfig) -> None:
     """Read the counts, solve for the cutoffs and print them."""
     import numpy as np
 
-    from deepenough.nn.cutoffs import optimal_cutoffs, partition_cost, read_counts
+    from deepenough.nn import cutoffs
+    from deepenough.nn.cutoffs import partition_cost, read_counts
 
     given = _count_tokens(config.run) if config.run else read_counts(config.counts or "")
-    masses = given if config.keep_order else np.sort(given)[::-1]
+    masses = given if config.keep_order or config.run else np.sort(given)[::-1]
+    by_share = config.run is not None and not config.keep_order
+    solve = cutoffs.cutoffs_by_share if by_share else cutoffs.optimal_cutoffs
     start = time.perf_counter()
-    found = optimal_cutoffs(masses, config.clusters)
+    found = solve(masses, config.clusters)
     seconds = time.perf_counter() - start
     if (masses != given).any():
         print(
@@ -98,5 +101,6 @@ CUTOFFS = Command(
     "their\nfrequency are cut into clusters, and a cluster costs its number of tokens times its "
     "share\nof the text. The result is exact, and is what torch.nn.AdaptiveLogSoftmaxWithLoss "
     "takes\nas cutoffs.",
-    example="deepenough cutoffs --counts counts.txt --clusters 3",
+    example="deepenough cutoffs runs/mine --clusters 3",
+    positional=("run",),
 )

@@ -35,6 +35,7 @@ import numpy.typing as npt
 from deepenough.errors import UserError
 
 Numbers = npt.NDArray[Any]
+USUAL_CLUSTERS = 3
 MAX_COUNT = 1e200
 """Sums and products of larger numbers could be infinite."""
 
@@ -70,6 +71,21 @@ def optimal_cutoffs(masses: npt.ArrayLike, clusters: int) -> Partition:
         best_cuts.append(cuts.astype(np.int32))  # with many clusters, most of the memory
     cutoffs = _trace_back(best_cuts, end)
     return Partition(cutoffs, partition_cost(checked, cutoffs))
+
+
+def cutoffs_by_share(masses: npt.ArrayLike, clusters: int) -> Partition:
+    """Return cutoffs for ids that are not quite in the order of frequency.
+
+    Each cluster has as much of the text as in the optimum of the sorted masses. So frequent tokens
+    are in the head even where rare ones, such as single bytes, have the first ids; tails, whose
+    states are narrower, are for the rare.
+    """
+    values = _check(masses, clusters)
+    ranked = np.sort(values)[::-1]
+    best = np.array(optimal_cutoffs(ranked, clusters).cutoffs, dtype=np.int64)
+    ends = np.searchsorted(np.cumsum(values), np.cumsum(ranked)[best - 1]) + 1
+    cutoffs = sorted({min(int(end), len(values) - 1) for end in ends})
+    return Partition(cutoffs, partition_cost(values, cutoffs))
 
 
 def partition_cost(masses: npt.ArrayLike, cutoffs: Sequence[int]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -27,7 +28,8 @@ def run_search(config: ParSearchConfig) -> None:
     if is_main_process():
         share = found.relative_cost
         cost = "" if share is None else f", {share:.0%} of the baseline's cost"
-        print(f"pattern {found.pattern}{cost}; next: deepenough par plot {quote(config.out)}")
+        place = quote(config.out)
+        print(f"{found.doubt()}pattern {found.pattern}{cost}; next: deepenough par plot {place}")
 
 
 def run_derive(config: ParDeriveConfig) -> None:
@@ -38,11 +40,11 @@ def run_derive(config: ParDeriveConfig) -> None:
     run = RunFolder.open(config.run)
     found = derive_run(run, config.budget)
     if config.json:
-        content = {"pattern": found.pattern, "relative_cost": found.relative_cost}
-        print(json.dumps(content | {"pi": found.probabilities}))
+        content = dataclasses.asdict(found)
+        print(json.dumps(content | {"pi": content.pop("probabilities")}))
         return
     cost = f" at {found.relative_cost:.0%} of the baseline's cost" if found.relative_cost else ""
-    print(f"{found.pattern}{cost}")
+    print(f"{found.pattern}{cost}\n{found.doubt()}", end="")
     budget = "" if config.budget is None else f" --budget {config.budget:g}"
     if run.derived.exists():
         print(f"{run.derived} holds an earlier model: move it away before the next command")

@@ -91,9 +91,10 @@ class ParModelConfig:
     """Earlier positions that attention sees beyond the segment; by default 32. A masked model reads
     every segment by itself and has none."""
 
-    cutoffs: list[int] = bounded(default_factory=list, ge=1)
-    """Cutoffs of the adaptive softmax, without the vocabulary size; none for an output layer tied
-    to the embeddings."""
+    cutoffs: list[int] | Literal["auto"] = bounded(default_factory=list, ge=1)
+    """Cutoffs of the adaptive softmax, without the vocabulary size; auto for three
+    clusters that suit the training text; none for an output layer tied to the
+    embeddings."""
 
     div_value: float = bounded(4.0, ge=1)
     """By how much each further cluster of the adaptive softmax is narrower."""
@@ -118,6 +119,8 @@ class ParModelConfig:
                 f"{self.num_heads} heads do not divide the width {self.d_model}: "
                 "choose num_heads so that d_model is a multiple of it."
             )
+        if isinstance(self.cutoffs, str):
+            return
         if list(self.cutoffs) != sorted(set(self.cutoffs)):
             raise UserError(
                 f"The cutoffs {self.cutoffs} are not sorted and distinct: give them in rising "
@@ -174,8 +177,9 @@ class SearchConfig:
     """Length of segment and memory for which costs hold, where the model will be used with longer
     ones than it is searched with; by default those of the search."""
 
-    budget: float | None = bounded(None, gt=0)
-    """Largest cost of the derived pattern, as a share of the interleaved baseline's."""
+    budget: float | None = bounded(None, gt=0, le=1)
+    """Largest cost of the derived pattern, as a share of the interleaved baseline's: 0.65 or
+    65%."""
 
     budget_weight: float = bounded(0.0, ge=0)
     """Weight in the loss of the squared excess of the expected cost over the budget: blocks then
@@ -185,7 +189,12 @@ class SearchConfig:
     """Train the derived pattern afterwards, from new weights or from the SuperNet's."""
 
     def check(self) -> None:
-        """Refuse a weight of the budget without a budget."""
+        """Refuse a weight of the budget without a budget, and a temperature that rises."""
+        if self.tau in ("exponential", "linear") and self.tau_end > self.tau_start:
+            raise UserError(
+                f"The temperature of a search falls, but search.tau_end is {self.tau_end:g} and "
+                f"search.tau_start {self.tau_start:g}: give a lower tau_end or a higher tau_start."
+            )
         if self.budget_weight and self.budget is None:
             raise UserError("search.budget_weight needs a search.budget to keep to.")
 
@@ -200,6 +209,13 @@ class ParRunConfig(RunConfig):
     """Text: a file, folder or glob, `python` (the prose inside Python), a folder of
     $DEEPENOUGH_DATA, or a `datasets` name (`owner/name`, `hf:name:config:column`)."""
 
+    start: str | None = None
+    """Folder of a search or a model from whose weights to start, a search from its choices too; by
+    default from new ones. Also written `from`."""
+
+    epochs: float | None = bounded(None, gt=0, unless="train.steps")
+    """Rounds over the training text in place of train.steps."""
+
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     model: ParModelConfig = field(default_factory=ParModelConfig)
     train: TrainingConfig = field(default_factory=TrainingConfig)
@@ -208,9 +224,6 @@ class ParRunConfig(RunConfig):
 @dataclass
 class ParTrainConfig(ParRunConfig):
     """Training of a language model with fixed blocks."""
-
-    start: str | None = None
-    """Folder of a search or a model from whose weights to start; by default from new ones."""
 
 
 @dataclass
@@ -227,8 +240,8 @@ class ParDeriveConfig:
     run: str
     """Folder of the search."""
 
-    budget: float | None = bounded(None, gt=0)
-    """Largest cost of the pattern, as a share of the interleaved baseline's."""
+    budget: float | None = bounded(None, gt=0, le=1)
+    """Largest cost of the pattern, as a share of the interleaved baseline's: 0.65 or 65%."""
 
     json: bool = False
     """Print one JSON object instead of a sentence."""

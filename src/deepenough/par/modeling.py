@@ -80,6 +80,7 @@ class ParConfig(PreTrainedConfig, ParModelConfig):
     keys_to_ignore_at_inference = ["memories", "past_key_values", "trace"]  # noqa: RUF012
     pattern: str
     mem_len: int
+    cutoffs: list[int]
     initializer_range: float
 
     def __init__(
@@ -102,7 +103,7 @@ class ParConfig(PreTrainedConfig, ParModelConfig):
         for name, value in (("vocab_size", vocab_size), ("length", length)):
             if value < 1:
                 raise UserError(f"{name} must be at least 1: got {value}.")
-        if model.cutoffs and model.cutoffs[-1] >= vocab_size:
+        if isinstance(model.cutoffs, str) or max(model.cutoffs, default=0) >= vocab_size:
             raise UserError(
                 f"The cutoffs {model.cutoffs} must lie between 1 and {vocab_size - 1}: "
                 f"the vocabulary size, {vocab_size}, is not one of them."

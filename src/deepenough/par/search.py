@@ -266,7 +266,7 @@ class SearchTask(LanguageTask):
         self.search, self.costs = search, costs
         self.choice: BranchChoice = model.choice
         self.choice.set_tau(search.tau_start)
-        self.progress = 0.0
+        self.progress, self.choice_steps = 0.0, 0
         for parameter in self.choice.parameters():
             parameter.register_hook(self._hold)
         if search.optimise == "alternating":
@@ -306,6 +306,8 @@ class SearchTask(LanguageTask):
         """Anneal the temperature."""
         self.progress = step / max(1, self.train.steps - 1)
         search = self.search
+        num_held = math.ceil(search.choose_after * (self.train.steps - 1))
+        self.choice_steps = max(0, step + 1 - num_held)
         if search.tau != "learned":
             self.choice.set_tau(tau_at(search.tau, search.tau_start, search.tau_end, self.progress))
 
@@ -356,6 +358,7 @@ class SearchTask(LanguageTask):
         return {
             "tau": float(self.choice.temperature),
             "entropy": entropy(rows),
+            "choice_steps": self.choice_steps,
             # So many digits, not places: how unlikely a choice is matters where a budget cuts.
             "pi": [[float(f"{value:.6g}") for value in row] for row in rows.tolist()],
             "expected_cost": float(self.expected_cost()),

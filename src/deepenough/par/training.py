@@ -19,9 +19,11 @@ from deepenough.config import from_fields, validate
 from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.tokens import Prepared, prepare, tokenizer_fingerprint
 from deepenough.errors import UserError
+from deepenough.nn.cutoffs import USUAL_CLUSTERS, cutoffs_by_share
 from deepenough.par.config import (
     OPEN,
     ParDeriveConfig,
+    ParModelConfig,
     ParRunConfig,
     ParSearchConfig,
     ParTrainConfig,
@@ -35,15 +37,20 @@ from deepenough.par.search import (
     SearchTask,
     count_block_costs,
     derive,
+    entropy,
     measure_block_costs,
 )
 from deepenough.runs import Record, RunFolder, append_record, read_config, read_records
 from deepenough.training.checkpoint import list_names
 from deepenough.training.distributed import is_main_process, make_accelerator, on_main
 from deepenough.training.language import LanguageTask
+from deepenough.training.logging import announce
 from deepenough.training.trainer import check_folder, training
 
 log = logging.getLogger("deepenough")
+
+_UNDECIDED = 0.5
+"""Entropy above which a block is undecided: the leading probability is then below about 0.83."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,23 @@ class DerivedPattern:
     probabilities: list[list[float]]
     relative_cost: float | None
     """Cost of a forward pass as a share of the interleaved baseline's; None where none is known."""
+    entropy: float
+    """How undecided the search is: mean entropy of the blocks' choices over its maximum."""
+    undecided_blocks: list[int]
+    """Blocks, counted from 1, whose entropy is above half of its maximum."""
+    choice_steps: int | None
+    """Steps in which choices were trained; None in records of earlier versions."""
+
+    def doubt(self) -> str:
+        """Return a line that says that the search has not decided; nothing if it has."""
+        if not self.undecided_blocks:
+            return ""
+        return (
+            f"not decided: {len(self.undecided_blocks)} of {len(self.pattern)} blocks, after "
+            f"{self.choice_steps} steps that trained choices, with a mean entropy of "
+            f"{self.entropy:.2f} (1 is no preference, 0 a decision); search for longer (--resume "
+            "--steps N), or with a higher search.alpha_lr\n"
+        )
 
 
 def search(config: ParSearchConfig) -> DerivedPattern:
@@ -67,6 +91,7 @@ def search(config: ParSearchConfig) -> DerivedPattern:
     accelerator = make_accelerator(config.train, bool(config.model.cutoffs))
     check_folder(config, accelerator)
     prepared = _prepare(config, accelerator)
+    config = replace(config, model=with_cutoffs(config.model, prepared))
     model_config = ParConfig(
         len(prepared.tokenizer),
         length=config.dataset.length,
@@ -76,10 +101,13 @@ def search(config: ParSearchConfig) -> DerivedPattern:
     )
     torch.manual_seed(config.train.seed)
     model = new_model(model_config)
+    if config.start is not None:
+        take_weights(model, prepared.tokenizer, config.start)
     costs = block_costs(model_config, config, accelerator)
     task = SearchTask(
         model, prepared, config.dataset, config.train, accelerator, config.search, costs
     )
+    task.is_warm = config.start is not None
     budget = config.search.budget
     if budget is not None:  # one that no pattern keeps is refused now
         equal = [[1 / 3] * 3] * model_config.num_blocks
@@ -110,6 +138,7 @@ def train(config: ParTrainConfig, prepared: Prepared | None = None) -> RunFolder
     check_folder(config, accelerator)
     if prepared is None:
         prepared = _prepare(config, accelerator)
+    config = replace(config, model=with_cutoffs(config.model, prepared))
     torch.manual_seed(config.train.seed)
     sizes = asdict(config.model) | {"length": config.dataset.length}
     model = new_model(ParConfig(len(prepared.tokenizer), **sizes))
@@ -126,17 +155,24 @@ def derive_run(run: RunFolder, budget: float | None = None) -> DerivedPattern:
     """Read the pattern out of a search's records, record it there, and return it."""
     validate(ParDeriveConfig(str(run.path), budget))
     records, _ = read_records(run.metrics)
-    rows = [record.values["pi"] for record in records if "pi" in record.values]
-    if not rows:
+    searched = [record for record in records if "pi" in record.values]
+    if not searched:
         raise UserError(f"{run.path} holds no search: give the folder of `deepenough par search`.")
+    rows = searched[-1].values["pi"]
     costs = recorded_costs(records)
     if budget is not None and costs is None:
         raise UserError(f"{run.path} has no record of block costs, which a budget needs.")
     settings = read_config(str(run.path)) if run.config.is_file() else {}
     model = settings.get("model")
     given = model.get("pattern") if isinstance(model, dict) else None
-    pattern = derive(rows[-1], costs, budget, given)
-    values: dict[str, Any] = {"pattern": pattern, "pi": rows[-1]}
+    pattern = derive(rows, costs, budget, given)
+    entropies = [entropy(torch.tensor([row])) for row in rows]
+    doubt: dict[str, Any] = {
+        "entropy": sum(entropies) / len(entropies),
+        "undecided_blocks": [i for i, value in enumerate(entropies, 1) if value > _UNDECIDED],
+        "choice_steps": searched[-1].values.get("choice_steps"),
+    }
+    values: dict[str, Any] = {"pattern": pattern, "pi": rows} | doubt
     if costs is not None:
         values["relative_cost"] = costs.relative(pattern)
     if budget is not None:
@@ -146,7 +182,7 @@ def derive_run(run: RunFolder, budget: float | None = None) -> DerivedPattern:
         last = max(record.step for record in records)
         with run.lock():
             append_record(run.metrics, Record(last, "derive", values))
-    return DerivedPattern(pattern, rows[-1], values.get("relative_cost"))
+    return DerivedPattern(pattern, rows, values.get("relative_cost"), **doubt)
 
 
 def block_costs(
@@ -196,6 +232,19 @@ def _prepare(config: ParRunConfig, accelerator: Accelerator) -> Prepared:
     return prepared[0] if prepared else find()
 
 
+def with_cutoffs(model: ParModelConfig, prepared: Prepared) -> ParModelConfig:
+    """Return the settings of a model with the cutoffs that cost least, where they are auto."""
+    if model.cutoffs != "auto":
+        return model
+    counts = prepared.tokens["train"].vocab_counts()
+    found = cutoffs_by_share(counts, USUAL_CLUSTERS)
+    announce(
+        f"The cutoffs that suit the training text are {found.cutoffs}: a token costs "
+        f"{found.cost:,.1f} outputs instead of {len(counts):,}."
+    )
+    return validate(replace(model, cutoffs=found.cutoffs))
+
+
 def take_weights(
     model: ParPreTrainedModel, tokenizer: PreTrainedTokenizerBase, origin: str
 ) -> None:
@@ -213,15 +262,20 @@ def take_weights(
                 f"The model in {origin} has model.{name} {there}, not {here}: give the same model "
                 "settings."
             )
+    there, here = len(source.blocks), len(model.blocks)
+    if source.choice is not None and model.choice is not None and there != here:
+        raise UserError(
+            f"The search in {origin} has {there} blocks, not {here}: give the same number."
+        )
     if tokenizer_fingerprint(load_tokenizer(folder)) != tokenizer_fingerprint(tokenizer):
         raise UserError(
             f"The model in {origin} has another tokenizer, so its weights mean other tokens: give "
             f"--dataset.tokenizer {folder}."
         )
     missing, _ = model.load_state_dict(source.state_dict(), strict=False)
-    for block in sorted({int(name.split(".")[1]) for name in missing}):
+    for block in sorted({int(name.split(".")[1]) for name in missing if name.startswith("blocks")}):
         log.warning(
-            "Block %d starts from new weights: %s has none for %r there.",
+            "Block %d starts from new weights: %s has none, or not all, for %r there.",
             block + 1,
             origin,
             model.pattern[block],

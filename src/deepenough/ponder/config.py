@@ -163,8 +163,8 @@ class PonderTrainConfig(RunConfig):
     folder of $DEEPENOUGH_DATA (sst2), bAbI (`babi`, one task as `babi:7`), or a `datasets` name
     (`hf:name`, `hf:name:config`)."""
 
-    epochs: float | None = bounded(3.0, gt=0)
-    """Rounds over the training examples; null to count train.steps instead."""
+    epochs: float | None = bounded(3.0, gt=0, unless="train.steps")
+    """Rounds over the training examples, where train.steps are not given."""
 
     head_lr: float = bounded(5.0, gt=0)
     """Learning rate of the new heads, as a multiple of the encoder's."""

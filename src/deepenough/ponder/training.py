@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def train(config: PonderTrainConfig, texts: LabelledTexts | None = None) -> RunF
         for split, rows in texts.splits.items()
     }
     task = ClassificationTask(model, tokenizer, examples, config, accelerator)
-    with training(task.config, task, accelerator) as trainer:
+    with training(config, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
 
@@ -94,9 +94,6 @@ class ClassificationTask(Task):
         self.batches = LengthBatches(
             examples["train"].lengths, config.dataset.batch_size, config.train.seed
         )
-        if config.epochs is not None:
-            train = config.train.for_epochs(config.epochs, len(self.batches))
-            config = replace(config, train=train)
         self.config = config
         if self.batches.batch_size % self.world_size:
             raise UserError(
@@ -104,6 +101,10 @@ class ClassificationTask(Task):
                 f"{self.world_size} processes: make dataset.batch_size a multiple of that."
             )
         self.terms: dict[str, float] = {}
+
+    def batches_per_epoch(self) -> int:
+        """Return how many batches make one round over the training examples."""
+        return len(self.batches)
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return parameter groups: matrices decay, vectors do not; heads may learn faster."""

@@ -120,7 +120,7 @@ def _load(path: Path) -> Checkpoint:
 
 def optimizer_tensors(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return an optimiser's state as named tensors: `name.parameter.key`."""
-    state = _flatten(optimizer.state_dict()["state"], f"{name}.")
+    state = flatten(optimizer.state_dict()["state"], f"{name}.")
     return {key: torch.as_tensor(value) for key, value in state.items()}
 
 
@@ -139,7 +139,7 @@ def restore_optimizer(
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], run: RunFolder) -> None:
     """Refuse a checkpoint of other settings, naming the first in which it and the run differ."""
-    before, now = _flatten(saved), _flatten(current)
+    before, now = flatten(saved), flatten(current)
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key]:
             raise UserError(
@@ -148,11 +148,12 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], run: Ru
             )
 
 
-def _flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted names."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from deepenough.config import bounded
@@ -27,14 +27,23 @@ class TrainingConfig:
     schedule: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
 
-    weight_decay: float = bounded(0.01, ge=0)
-    """AdamW's decoupled weight decay, on matrices only."""
+    optimizer: Literal[
+        "adamw", "adam", "adamax", "nadam", "adagrad", "adadelta", "rmsprop", "sgd"
+    ] = "adamw"
+    """Optimiser, as torch.optim has it."""
+
+    weight_decay: float | None = bounded(None, ge=0)
+    """Weight decay, on matrices only: decoupled in AdamW, where it is 0.01 by default; in the other
+    optimisers an L2 penalty, by default none."""
 
     betas: list[float] = bounded(default_factory=lambda: [0.9, 0.999], ge=0, lt=1)
-    """AdamW's decay rates of its two moments."""
+    """Decay rates of the two moments of AdamW, Adam, Adamax and NAdam."""
 
     clip: float = bounded(1.0, ge=0)
     """Largest norm of the gradient; 0 for no limit."""
+
+    clip_value: float = bounded(0.0, ge=0)
+    """Largest absolute value in the gradient, cut before its norm is; 0 for no limit."""
 
     accumulate: int = bounded(1, ge=1)
     """Batches whose gradients make one step."""
@@ -76,17 +85,26 @@ class TrainingConfig:
         given = self.warmup if self.warmup >= 1 else round(self.warmup * self.steps)
         return int(given) if given <= self.steps else self.steps // 10
 
-    def for_epochs(self, epochs: float, batches: int) -> TrainingConfig:
-        """Return with as many steps as so many rounds over the batches of an epoch take."""
-        return replace(self, steps=max(1, math.ceil(epochs * batches / self.accumulate)))
+    @property
+    def decay(self) -> float:
+        """Return the weight decay, its default resolved."""
+        if self.weight_decay is None:
+            return 0.01 if self.optimizer == "adamw" else 0.0
+        return self.weight_decay
+
+    def steps_of(self, epochs: float, batches: int) -> int:
+        """Return how many steps so many rounds over the batches of an epoch take."""
+        return max(1, math.ceil(epochs * batches / self.accumulate))
 
     def identity(self) -> dict[str, Any]:
         """Return what a run must share with the checkpoint that it goes on from.
 
-        Not the learning rate and its clipping: both may be lowered to get past a divergence.
+        Not the learning rate and its clipping, which may be lowered to get past a divergence, nor
+        the steps: a run may be lengthened.
         """
-        names = ("steps", "schedule", "weight_decay", "betas", "accumulate", "seed")
-        return {name: getattr(self, name) for name in names} | {"warmup": self.warmup_steps}
+        names = ("schedule", "optimizer", "betas", "accumulate", "seed")
+        resolved = {"weight_decay": self.decay, "warmup": self.warmup_steps}
+        return {name: getattr(self, name) for name in names} | resolved
 
 
 def lr_factor(settings: TrainingConfig, step: int) -> float:

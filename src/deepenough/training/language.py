@@ -118,6 +118,10 @@ class LanguageTask(Task):
         size, length = self.data.batch_size, self.data.length
         return ContextBatches(ids, size, length, rank=self.rank, world_size=self.world_size)
 
+    def batches_per_epoch(self) -> int:
+        """Return how many batches make one round over the training text."""
+        return len(self.batches[WEIGHTS])
+
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss of the next segment of every stream; the memory moves on."""
         index = self._turn(phase, step) * self.train.accumulate + micro

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from deepenough.errors import UserError
+
 WEIGHTS = "weights"
 
 
@@ -50,6 +52,10 @@ class Task(ABC):
         matrices = {"params": [p for p in own if p.dim() > 1]}
         vectors = {"params": [p for p in own if p.dim() <= 1], "weight_decay": 0.0}
         return {self.phase: [matrices, vectors]}
+
+    def batches_per_epoch(self) -> int:
+        """Return how many batches make one round over the training data."""
+        raise UserError("This training makes its data as it goes: give train.steps, not epochs.")
 
     def begin_step(self, step: int) -> None:  # noqa: B027 - most tasks need not
         """Prepare for a step, such as by following a schedule."""

@@ -14,6 +14,8 @@ import contextlib
 import ctypes
 import logging
 import math
+import os
+import shutil
 import signal
 import sys
 import threading
@@ -28,17 +30,24 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from deepenough.artifacts import atomic_path, is_intact, restore, seal
-from deepenough.config import dump, validate
+from deepenough.config import dump, load_yaml, to_dict, validate
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder, read_records
 from deepenough.training import checkpoint as checkpoints
 from deepenough.training.checkpoint import Checkpoint
 from deepenough.training.config import TrainingConfig, lr_factor, seed_at
 from deepenough.training.distributed import SharedDropout, agree, on_main
-from deepenough.training.logging import Meter, Recorder, log_to, reading, writing
+from deepenough.training.logging import Meter, Recorder, announce, log_to, reading, writing
 from deepenough.training.task import Task
 
 logger = logging.getLogger("deepenough")
+
+#: Settings of where weights come from.
+_ORIGINS = ("start", "model.encoder", "model.revision")
+#: Settings of what follows a training.
+_LATER = ("search.budget", "search.retrain", "until")
+#: Settings, or sections of them, of which a finished model keeps nothing that could be ignored.
+_OF_NO_MODEL = ("out", "resume", "overwrite", "data", "dataset", "epochs", "train")
 
 
 class StepResult(NamedTuple):
@@ -62,20 +71,12 @@ class Trainer:
         keep_freed_memory()
         self.task, self.settings, self.run, self.accelerator = task, settings, run, accelerator
         model = task.model.to(accelerator.device)
-        self.optimizers = {
-            phase: torch.optim.AdamW(
-                [{"lr_scale": 1.0} | group for group in groups],
-                lr=settings.lr,
-                betas=(settings.betas[0], settings.betas[1]),
-                weight_decay=settings.weight_decay,
-                fused=True,
-            )
-            for phase, groups in task.parameters().items()
-        }
+        parameters = task.parameters().items()
+        self.optimizers = {phase: make_optimizer(settings, groups) for phase, groups in parameters}
         self.model = accelerator.prepare_model(model)
         self.meter = Meter()
         self.recorder = Recorder(run, accelerator.is_main_process)
-        self.first = 0
+        self.first, self.planned = 0, settings.steps
         self._signals: list[int] = []
 
     def resume(self) -> int:
@@ -97,7 +98,14 @@ class Trainer:
         return step
 
     def _restore(self, found: Checkpoint) -> None:
-        checkpoints.check_identity(found.values["run"], self.task.identity(), self.run)
+        settings, saved = self.settings, found.values
+        before = saved.get("steps") or saved["run"].get("train", {}).get("steps", settings.steps)
+        self.planned = saved.get("planned", before)
+        if settings.steps != self.planned:  # the warm-up stays as it was
+            settings.warmup = replace(settings, steps=self.planned).warmup_steps
+        checkpoints.check_identity(saved["run"], self.task.identity(), self.run)
+        if settings.steps != before:
+            self._change_length(before, found.step)
         try:
             self.task.model.load_state_dict(found.model)
             for phase, optimizer in self.optimizers.items():
@@ -106,12 +114,28 @@ class Trainer:
             raise UserError(
                 f"The checkpoint in {self.run.path} is of another model: give another folder."
             ) from error
-        vars(self.meter).update(found.values["meter"])
+        vars(self.meter).update(saved["meter"])
         # A checkpoint holds the streams of all processes, whose number may have changed.
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         own = {name: streams.chunk(world)[rank] for name, streams in found.task.items()}
         self.task.load_state(own)
         logger.info("going on from step %d", found.step)
+
+    def _change_length(self, before: int, done: int) -> None:
+        """Say what becomes of the schedule of a training that had another number of steps."""
+        settings, place = self.settings, self.run.path
+        if settings.steps < done:
+            raise UserError(
+                f"{place} has made {done} steps already: give train.steps of at least that, not "
+                f"{settings.steps}, or another folder."
+            )
+        falls = settings.schedule in ("cosine", "linear")
+        how = "stretched to that length" if falls else "held as it is"
+        rate = settings.lr * lr_factor(settings, done)
+        announce(
+            f"The training of {before} steps in {place} becomes one of {settings.steps}: its "
+            f"schedule is {how}, the learning rate goes on at {rate:.3g}."
+        )
 
     def _save(self, step: int) -> None:
         state = self.task.state().items()
@@ -122,7 +146,8 @@ class Trainer:
             for phase, optimizer in self.optimizers.items():
                 tensors |= checkpoints.optimizer_tensors(phase, optimizer)
             model = dict(self.task.model.state_dict())
-            values = {"run": self.task.identity(), "meter": asdict(self.meter)}
+            values: dict[str, Any] = {"run": self.task.identity(), "meter": asdict(self.meter)}
+            values |= {"steps": self.settings.steps, "planned": self.planned}
             content = Checkpoint(step, model, tensors, streams, values)
             checkpoints.save(self.run.checkpoints, content, self.settings.keep)
 
@@ -176,6 +201,8 @@ class Trainer:
             # No checkpoint of weights that are not finite may replace a good one.
             if not all(bool(p.isfinite().all()) for p in self.task.model.parameters()):
                 raise self._diverged(done, "Weights became infinite")
+            if last and self.accelerator.is_main_process:  # the model of a shorter training
+                shutil.rmtree(restore(self.run.model), ignore_errors=True)
             self._save(done)
 
     def _step(self, step: int) -> StepResult:
@@ -208,6 +235,8 @@ class Trainer:
         loss, stop = float(mean[0]), bool(mean[1] > 0)
         optimizer = self.optimizers[phase]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if settings.clip_value:
+            nn.utils.clip_grad_value_(parameters, settings.clip_value)
         norm = float(nn.utils.clip_grad_norm_(parameters, settings.clip or math.inf))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._diverged(step + 1, f"The loss became {loss} (gradient norm {norm})")
@@ -251,6 +280,20 @@ class Trainer:
             self._evaluate(steps, "test")
 
 
+def make_optimizer(settings: TrainingConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return the optimiser that the settings name, over some groups of parameters."""
+    kinds = {name.lower(): kind for name, kind in vars(torch.optim).items()}
+    options: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.decay}
+    if settings.optimizer in ("adamw", "adam", "adamax", "nadam"):
+        options["betas"] = tuple(settings.betas)
+    if settings.optimizer in ("adamw", "adam"):
+        options["fused"] = True
+    made: torch.optim.Optimizer = kinds[settings.optimizer](
+        [{"lr_scale": 1.0} | group for group in groups], **options
+    )
+    return made
+
+
 def check_folder(config: Any, accelerator: Accelerator) -> None:
     """Refuse a run folder that is in the way before long work begins."""
     options = {"resume": config.resume, "overwrite": config.overwrite}
@@ -263,6 +306,8 @@ def training(config: Any, task: Task, accelerator: Accelerator) -> Iterator[Trai
 
     `config` is that of a command that trains: a `RunConfig` with a `TrainingConfig` as `train`.
     """
+    if getattr(config, "epochs", None) is not None:  # the task has the same settings, not a copy
+        config.train.steps = config.train.steps_of(config.epochs, task.batches_per_epoch())
     run = RunFolder(Path(config.out))
     options = {"resume": config.resume, "overwrite": config.overwrite}
     on_main(accelerator, lambda: RunFolder.create(run.path, **options))
@@ -277,12 +322,37 @@ def training(config: Any, task: Task, accelerator: Accelerator) -> Iterator[Trai
         if accelerator.is_main_process:
             stack.enter_context(log_to(run.log))
         trainer = Trainer(task, config.train, run, accelerator)
-        trainer.resume()
-        if trainer.first < config.train.steps:
+        finished = trainer.resume() >= config.train.steps
+        if trainer.first:
+            agree(lambda: check_changes(config, run, finished))
+        if not finished:
             on_main(accelerator, write_config)
         else:  # what was trained stays described as it was
-            logger.info("All %d steps are made already: nothing is trained.", trainer.first)
+            announce(f"All {trainer.first} steps are made already: nothing is trained.")
         yield trainer
+
+
+def check_changes(config: Any, run: RunFolder, finished: bool) -> None:
+    """Refuse a setting that a resumed run would ignore, by its name.
+
+    What else has changed is applied, or was compared with the checkpoint: of texts the content, of
+    the loop and the model what losses depend on.
+    """
+    try:
+        before = checkpoints.flatten(load_yaml(run.settings()))
+    except UserError:  # damaged, or changed by hand
+        return
+    for name, now in checkpoints.flatten(to_dict(config)).items():
+        was = before.get(name, now)
+        if was == now or os.path.realpath(str(was)) == os.path.realpath(str(now)):
+            continue
+        late = finished and name.partition(".")[0] not in _OF_NO_MODEL and name not in _LATER
+        if name in _ORIGINS or late:
+            why = "the training is finished" if late else "the weights are the checkpoint's"
+            raise UserError(
+                f"{run.path} cannot be resumed with another {name}, because {why}: it was {was} "
+                f"and is now {now}; give the same, or another folder."
+            )
 
 
 @contextlib.contextmanager
