@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import torch
+from transformers import AutoConfig
 
 from deepenough.data.translation import Pair
 from deepenough.errors import UserError
 from deepenough.figure import Run
+from deepenough.hf.loading import from_pretrained
 from deepenough.lazy.config import BeamSearchConfig, LazyEvalConfig
 from deepenough.lazy.evaluation import (
     bleu_by_length,
@@ -209,6 +211,13 @@ def test_a_model_of_another_method_is_refused_in_a_sentence(lazy, run, tmp_path)
             lazy(words[0], tmp_path / "par", *words[1:])
     with pytest.raises(UserError, match="answers to a source and does not continue text"):
         lazy("generate", run, "a man")
+
+
+def test_a_type_that_nothing_has_registered_is_of_another_kind(tmp_path):
+    """As a lazy run is to a command of another method, which does not load lazy models."""
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    with pytest.raises(UserError, match="is of another kind than is needed here: give another"):
+        from_pretrained(AutoConfig, str(tmp_path), "model")
 
 
 def test_the_eval_command(lazy, run, capsys):
