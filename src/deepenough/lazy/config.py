@@ -353,7 +353,7 @@ class TranslationTrainConfig(LazyTrainConfig):
     )
     search: BeamSearchConfig = field(default_factory=BeamSearchConfig)
     epochs: float | None = bounded(30.0, gt=0)
-    """Epochs over the training pairs, which decide train.steps unless those are given."""
+    """Epochs over the training pairs, which decide train.steps; null to use train.steps instead."""
 
     fewest_encoder_steps: int | None = bounded(None, ge=1)
     """Let every batch draw its number of encoder steps, from this to most_encoder_steps; by
