@@ -13,6 +13,7 @@ A language model carries nothing from one batch to the next, so it predicts with
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import random
@@ -20,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -69,6 +70,8 @@ from deepenough.training.trainer import check_folder, training
 
 logger = logging.getLogger("deepenough")
 
+T = TypeVar("T", TranslationTrainConfig, LanguageTrainConfig)
+
 HALTING_OPTIONS = {"epsilon", "decoder_epsilon", "patience", "halt_on"}
 """Options that do not affect the weights of a model and can be changed at any time."""
 
@@ -78,7 +81,7 @@ def train_translation(config: TranslationTrainConfig) -> RunFolder:
     validate(config)
     accelerator = make_accelerator(config.train, may_skip=False)
     check_folder(config, accelerator)
-    config = replace(config, dataset=dataset_of_start(config))
+    config = with_tokenizer_of_start(config)
     text = open_parallel(config.data, config.dataset)
     tokenizer = joint_tokenizer(text, config.dataset)
     pairs = encode_splits(text, tokenizer, config.dataset.max_length)
@@ -123,10 +126,10 @@ def _model_config(
     return LazyTransformerConfig(len(tokenizer), max_positions, **special, **asdict(model))
 
 
-def dataset_of_start(config: TranslationTrainConfig | LanguageTrainConfig) -> Any:
-    """Return how data is read: as given, with the tokenizer of the run to start from if any."""
+def with_tokenizer_of_start(config: T) -> T:
+    """Return the settings with the tokenizer of the run to start from, if there is one."""
     if config.start is None:
-        return config.dataset
+        return config
     own = str(model_folder(config.start))
     if config.dataset.tokenizer not in (None, own):
         raise UserError(
@@ -139,7 +142,8 @@ def dataset_of_start(config: TranslationTrainConfig | LanguageTrainConfig) -> An
         is_language = settings.get("task") == config.task
         before = trained_with(LanguageTrainConfig, config.start).dataset if is_language else None
         changes["end_of_line"] = before is None or before.ends_lines
-    return replace(config.dataset, **changes)
+    dataset: Any = dataclasses.replace(config.dataset, **changes)
+    return dataclasses.replace(config, dataset=dataset)
 
 
 def start_from(model: LazyPreTrainedModel, run: str | None) -> None:
@@ -311,7 +315,7 @@ def train_language(config: LanguageTrainConfig) -> RunFolder:
     validate(config)
     accelerator = make_accelerator(config.train, may_skip=False)
     check_folder(config, accelerator)
-    config = replace(config, dataset=dataset_of_start(config))
+    config = with_tokenizer_of_start(config)
     found: list[Prepared] = []
     # The main process fills the cache for all.
     on_main(accelerator, lambda: found.append(prepare(config.data, config.dataset)))
