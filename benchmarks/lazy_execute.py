@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from deepenough.config import resolve
 from deepenough.lazy.config import LazyEvalConfig, ProgramConfig, ProgramTrainConfig
-from deepenough.lazy.evaluation import load_translator
-from deepenough.lazy.programs import evaluate_programs, train_programs
+from deepenough.lazy.evaluation import evaluate
+from deepenough.lazy.inference import load_translator
+from deepenough.lazy.programs import train_programs
 from deepenough.training.config import TrainingConfig
 
 QUICK = False
@@ -74,7 +75,7 @@ def settings_of(folder: Path, mechanism: Mechanism, seed: int, steps: int) -> Pr
 def figures(folder: Path) -> dict[str, Any]:
     """Return parameters, and exact match by kind and by difficulty."""
     settings = resolve(ProgramTrainConfig, folder / "config.yaml")
-    values = evaluate_programs(LazyEvalConfig(str(folder)))
+    values = evaluate(LazyEvalConfig(str(folder)))
     shown = {
         name: value
         for name, value in values.items()

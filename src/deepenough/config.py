@@ -149,6 +149,29 @@ def bounded(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@dataclass
+class GenerateConfig:
+    """Text from a trained model."""
+
+    run: str
+    """Folder of a finished run, or of a model."""
+
+    prompt: str = "The"
+    """Text to continue."""
+
+    tokens: int = bounded(60, ge=1)
+    """Number of tokens to write."""
+
+    temperature: float = bounded(0.8, ge=0)
+    """Temperature of the sampling; 0 takes the likeliest token every time."""
+
+    top_k: int = bounded(50, ge=0)
+    """Sample from this many of the likeliest tokens; 0 for all of them."""
+
+    seed: int = 0
+    """Seed of the sampling."""
+
+
 def validate(config: S, prefix: str = "") -> S:
     """Check every choice and range, then the rules between fields (`check()`); return the settings.
 

@@ -130,7 +130,7 @@ def predict_ponder(folder: Path) -> Any:
 
 def translate(folder: Path) -> Any:
     from deepenough.lazy.config import BeamSearchConfig
-    from deepenough.lazy.evaluation import load_translator, translate_lines
+    from deepenough.lazy.inference import load_translator, translate_lines
 
     translator, search = load_translator("translation"), BeamSearchConfig(beams=1)
     return [str(line) for line in translate_lines(translator, ["la la la"], search)]

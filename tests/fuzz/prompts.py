@@ -34,7 +34,7 @@ def readers(folder: Path) -> dict[str, Callable[[str], Any]]:
     from deepenough.decoding.api import speculate
     from deepenough.decoding.evaluation import generate_timed, prompt_ids
     from deepenough.lazy.config import BeamSearchConfig, LazyModelConfig
-    from deepenough.lazy.evaluation import Translator, translate_lines
+    from deepenough.lazy.inference import Translator, translate_lines
     from deepenough.lazy.training import new_translator
     from deepenough.par import evaluation
     from deepenough.par.config import ParGenerateConfig

@@ -177,6 +177,7 @@ def world(
     (tmp_path / "texts" / "sub").mkdir(parents=True)
     (tmp_path / "texts" / "sub" / "one.txt").write_text(text_file.read_text("utf-8") * 20)
     (tmp_path / "reviews.txt").write_text("a good film\nso bad\n")
+    (tmp_path / "passages.txt").write_text("he went to the window and opened the door.\n")
     (tmp_path / "counts.txt").write_text("90 50 30 20 9 5 3 2 1 1")
     rows = (reviews / "train.tsv").read_text().replace("\t", ",")
     (tmp_path / "reviews.csv").write_text(rows)

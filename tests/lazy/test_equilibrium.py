@@ -115,6 +115,28 @@ def test_tokens_rest_after_the_first_step_that_turns_them_less_than_epsilon(
     assert trace.depth.tolist() == [[first]]
 
 
+@pytest.mark.parametrize("halt_on", ["gate", "angle"])
+def test_what_tokens_halt_by_is_an_option_of_the_call(
+    make_translator, make_writer, sources, halt_on
+):
+    other = {"gate": "angle", "angle": "gate"}[halt_on]
+    ids = sources["input_ids"]
+    for make, options in (
+        (make_translator, {"epsilon": 0.3, "encoder_steps": STEPS, "decoder_input_ids": ids}),
+        (make_writer, {"decoder_epsilon": 0.3, "decoder_steps": STEPS}),
+    ):
+        expected = make(halt_on=halt_on)(ids, **options)
+        found = make(halt_on=other)(ids, **options, halt_on=halt_on)
+        without = make(halt_on=other)(ids, **options)
+        assert torch.equal(found.logits, expected.logits)
+        assert not torch.equal(without.logits, expected.logits)
+
+
+def test_tokens_halt_by_nothing_else(make_translator, sources):
+    with pytest.raises(UserError, match="halt_on must be gate or angle: got 'turn'"):
+        make_translator().encoder(**sources, epsilon=0.3, halt_on="turn")
+
+
 def test_with_epsilon_0_it_is_the_full_model(make_translator, sources):
     model = make_translator()
     full = model.encoder(**sources)

@@ -7,6 +7,7 @@ import pytest
 from deepenough.figure import Run
 from deepenough.lazy.figures import (
     FIGURES,
+    cka_figure,
     grid_figure,
     section,
     sentence_figure,
@@ -109,3 +110,25 @@ def test_damaged_records_are_left_out(kind: str, values: dict[str, Any]) -> None
 def test_tables_that_do_not_fit_their_tokens_are_left_out(damage: dict[str, Any]) -> None:
     pair = PAIR | {"encoder": PAIR["encoder"] | damage}
     assert tokens_figure(run_of(("lazy_tokens", pair))) is None
+
+
+def test_the_cka_of_any_two_steps_is_shown() -> None:
+    table = [[1.0, 0.7, 0.6], [0.7, 1.0, 0.9], [0.6, 0.9, 1.0]]
+    sides = {side: PAIR[side] | {"cka": table} for side in ("encoder", "decoder")}
+    figure = cka_figure(run_of(("lazy_tokens", PAIR | sides)))
+    assert figure is not None and len(figure.panels) == 2
+    assert figure.panels[0].values == table and list(figure.panels[0].rows) == ["0", "1", "2"]
+    alone = {"source": "a dog", "decoder": sides["decoder"]}
+    figure = cka_figure(run_of(("lazy_tokens", alone)))
+    assert figure is not None and [p.title[:5] for p in figure.panels] == ["text:"]
+    damaged = alone | {"decoder": sides["decoder"] | {"cka": table[:2]}}
+    assert cka_figure(run_of(("lazy_tokens", damaged))) is None
+
+
+def test_a_language_model_has_a_curve_of_perplexity_by_steps() -> None:
+    points = [("steps", {"decoder_steps": n, "perplexity": 20.0 - n}) for n in (2, 4)]
+    figure = grid_figure(run_of(*points, ("steps", {"decoder_steps": 6, "loss": 1.0})))
+    assert figure is None  # the last point says nothing of quality
+    figure = grid_figure(run_of(*points))
+    assert figure is not None and figure.title == "Perplexity by number of steps"
+    assert figure.panels[0].lines[0].y == [18.0, 16.0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepenough.errors import UserError
+from deepenough.hf.generation import GnmtLengthPenalty
 
 FORMS = [
     {},
@@ -123,3 +124,40 @@ def test_what_cannot_be_generated_with_is_refused_by_name(
     for model in (make_translator(), make_writer()):
         with pytest.raises(UserError, match=named):
             write(model, sources, **option)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "divisor"),
+    [
+        (float, lambda length, alpha: length**alpha),
+        (GnmtLengthPenalty, lambda length, alpha: ((5 + length) / 6) ** alpha),
+    ],
+    ids=["power", "gnmt"],
+)
+def test_beams_are_ranked_by_the_formula(make_translator, sources, kind, divisor):
+    model, alpha = make_translator(), 0.6
+    ends = list(range(20, 40))
+    options = {"num_beams": 4, "num_return_sequences": 4, "min_new_tokens": 2}
+    options["eos_token_id"] = ends
+    found = write(
+        model,
+        {name: tensor[:1] for name, tensor in sources.items()},
+        **options,
+        length_penalty=kind(alpha),
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    lengths = set()
+    for sequence, score in zip(found.sequences, found.sequences_scores, strict=True):
+        end = torch.isin(sequence[1:], torch.tensor(ends)).nonzero()
+        length = int(end[0]) + 1 if len(end) else len(sequence) - 1
+        lengths.add(length)
+        written = sequence[None, : length + 1]
+        logits = model(
+            **{name: tensor[:1] for name, tensor in sources.items()},
+            decoder_input_ids=written[:, :-1],
+        ).logits
+        log_probs = logits.log_softmax(-1).gather(2, written[:, 1:, None]).sum()
+        assert float(score) == pytest.approx(float(log_probs) / divisor(length, alpha), rel=1e-5)
+    assert len(lengths) > 1  # else a formula could not change the ranking

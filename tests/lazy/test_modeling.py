@@ -35,12 +35,12 @@ def targets():
 
 
 def test_default_epsilons_fit_the_gates():
-    of_states = LazyTransformerConfig(compare="state").default_epsilons
-    of_updates = LazyTransformerConfig(compare="update").default_epsilons
+    of_states = LazyTransformerConfig(compare="state").default_epsilons()
+    of_updates = LazyTransformerConfig(compare="update").default_epsilons()
     assert 0 < of_states[0] < of_states[-1] < of_updates[0] < of_updates[-1] < 1
-    of_angles = LazyTransformerConfig(compare="update", halt_on="angle").default_epsilons
+    of_angles = LazyTransformerConfig(compare="update", halt_on="angle").default_epsilons()
     assert 0 < of_angles[0] < of_angles[-1] < of_states[0]
-    assert LazyTransformerConfig(mechanism="universal").default_epsilons == ()
+    assert LazyTransformerConfig(mechanism="universal").default_epsilons() == ()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)

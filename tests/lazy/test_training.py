@@ -1,5 +1,6 @@
 """Training a translator: from text to BLEU, exact resumption, and what is refused."""
 
+import csv
 import itertools
 import math
 from pathlib import Path
@@ -16,11 +17,22 @@ from deepenough.data.translation import joint_tokenizer, open_parallel
 from deepenough.errors import UserError
 from deepenough.lazy.config import (
     BeamSearchConfig,
+    LanguageTrainConfig,
     LazyEvalConfig,
     LazyModelConfig,
+    LazyPlotConfig,
     TranslationTrainConfig,
 )
-from deepenough.lazy.evaluation import bleu, evaluate_translation, load_translator
+from deepenough.lazy.evaluation import evaluate
+from deepenough.lazy.inference import (
+    Writer,
+    bleu,
+    last_words,
+    load_translator,
+    load_writer,
+    trained_with,
+)
+from deepenough.lazy.inspection import inspect_run
 from deepenough.lazy.training import (
     TranslationTask,
     encode_splits,
@@ -218,7 +230,7 @@ def test_a_model_without_capitals_is_measured_without_them(tiny, tmp_path):
     assert measured.score == pytest.approx(100.0) and "case:lc" in measured.signature
     settings = tiny(tmp_path / "run", dataset__lowercase=True, train__steps=1)
     train_translation(settings)
-    values = evaluate_translation(LazyEvalConfig(settings.out, search=BeamSearchConfig(beams=1)))
+    values = evaluate(LazyEvalConfig(settings.out, search=BeamSearchConfig(beams=1)))
     assert "case:lc" in values["signature"]
 
 
@@ -292,6 +304,166 @@ def test_a_split_or_steps_that_cannot_be_are_refused(lazy, language_run):
         lazy("eval", language_run, "--decoder_epsilon", "0.5", "--patience", "0")
     with pytest.raises(UserError, match="which a language model does not have: give decoder_"):
         lazy("eval", language_run, "--epsilon", "0.5")
+
+
+def test_a_language_model_writes_what_a_plain_loop_writes(lazy, language_run, capsys):
+    words = ["The function", "--tokens", "5", "--temperature", "0", "--decoder_steps", "3"]
+    assert lazy("generate", language_run, *words) == 0
+    model, tokenizer = load_writer(str(language_run))
+    ids = tokenizer.encode("The function", add_special_tokens=False)
+    for _ in range(5):
+        logits = model(torch.tensor([ids]), decoder_steps=3).logits
+        ids.append(int(logits[0, -1].argmax()))
+    lines = tokenizer.decode(ids).replace(tokenizer.eos_token, "\n")
+    assert capsys.readouterr().out.split() == lines.split()
+    with pytest.raises(UserError, match="longer than the model's 1024 positions"):
+        lazy("generate", language_run, "The", "--tokens", "2000")
+    with pytest.raises(UserError, match="The prompt is empty"):
+        lazy("generate", language_run, " ")
+    with pytest.raises(UserError, match="which a language model does not have"):
+        lazy("generate", language_run, "The", "--epsilon", "0.1")
+
+
+def test_a_language_model_is_swept_and_drawn(lazy, language_run, capsys):
+    assert lazy("sweep", language_run, "--decoder_steps", "[1,2]", "--epsilons", "[0.9]") == 0
+    table = list(csv.DictReader((language_run / "sweep.csv").read_text().splitlines()))
+    assert [row["decoder_steps"] for row in table] == ["1", "2", "2"]
+    flops = [float(row["flops_per_token"]) for row in table]
+    assert flops[0] < flops[1] and flops[2] < flops[1]
+    capsys.readouterr()
+    assert lazy("plot", language_run, "--source", "The function returns") == 0
+    names = {Path(line).stem for line in capsys.readouterr().out.splitlines()}
+    assert {"lazy_tokens", "lazy_sentence", "lazy_cka", "lazy_steps"} <= names
+    inside = read_records(language_run / "metrics.jsonl")[0][-1].values
+    assert "encoder" not in inside and len(inside["decoder"]["depth"]) >= 3
+    inspect_run(LazyPlotConfig(str(language_run), sentence=1))
+    other = read_records(language_run / "metrics.jsonl")[0][-1].values
+    assert len(other["decoder"]["tokens"]) == 8 and other["source"] != inside["source"]
+    for words, sentence in (
+        (["sweep", "--encoder_steps", "[2]"], "which a language model does not have"),
+        (["sweep", "--sentences", "2"], "measured on a whole text: leave out sentences"),
+        (["plot", "--sentence", "100000"], "segments, counted from 0: got 100000"),
+        (["plot", "--source", " "], "The source is empty"),
+        (["eval", "--test", "a"], "test is an option of translation"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            lazy(words[0], language_run, *words[1:])
+
+
+class Scripted:
+    """A language model that continues texts as told."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tokenizer, answers):
+        self.tokenizer, self.answers = tokenizer, answers
+
+    def generate(self, ids, attention_mask, **_):
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        written = [text + self.answers[text] for text in texts]
+        encoded = [self.tokenizer.encode(text, add_special_tokens=False) for text in written]
+        longest = max(map(len, encoded))
+        pad = self.tokenizer.pad_token_id
+        return torch.tensor([ids + [pad] * (longest - len(ids)) for ids in encoded])
+
+
+def test_the_next_word_is_a_whole_word(language_run):
+    tokenizer = load_writer(str(language_run)).tokenizer
+    answers = {
+        "he went to the": " door and",
+        "he said": " don't go",
+        "a glued wo": "rd next",
+        "he stopped": ", then",
+        "nothing": "",
+        "she opened the": " doorway",
+    }
+    writer = Writer(Scripted(tokenizer, answers), tokenizer)
+    assert last_words(writer, list(answers), 64) == ["door", "don't", "", "", "", "doorway"]
+
+
+def test_last_words_of_passages_are_counted(lazy, language_run, tmp_path, capsys):
+    writer = load_writer(str(language_run))
+    rests = ["The function returns a", "for each of the", "a much longer text than the others to"]
+    alone = [last_words(writer, [rest], 8)[0] for rest in rests]
+    assert last_words(writer, rests, 8) == alone  # padding changes nothing
+    told = [word or "x" for word in alone]
+    told[0] = "wrong"
+    texts = [f"{rest} {word} ." for rest, word in zip(rests, told, strict=True)]
+    (tmp_path / "passages.txt").write_text("\n\n".join(texts))
+    (tmp_path / "passages.jsonl").write_text("".join(f'{{"text": "{t}"}}\n' for t in texts))
+    expected = sum(word == own for word, own in zip(told, alone, strict=True)) / 3
+    for name in ("passages.txt", "passages.jsonl"):
+        assert lazy("eval", language_run, "--last_words", tmp_path / name) == 0
+        values = read_records(language_run / "metrics.jsonl")[0][-1].values
+        assert values["last_word_accuracy"] == pytest.approx(expected)
+        assert values["passages"] == 3
+        assert (language_run / "hypotheses.txt").read_text().splitlines() == alone
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.txt", "one\n", "Line 1 of .* is no passage of two words"),
+        ("a.jsonl", '{"text": "two words"}\n{"words": 1}\n', "Line 2 of .* under the key"),
+        ("a.txt", "\n", "holds no passage"),
+    ],
+)
+def test_passages_that_are_none_are_refused(lazy, language_run, tmp_path, name, text, sentence):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        lazy("eval", language_run, "--last_words", tmp_path / name)
+
+
+# -- weights of another run
+
+
+def test_a_translator_starts_from_a_language_model(lazy, language_run, corpus, tmp_path, capfd):
+    values = {"data": corpus, "start": language_run, "d_model": 16, "num_heads": 2, "d_ff": 32}
+    values |= {"epochs": "null", "train.steps": 1, "train.lr": 1e-9, "out": tmp_path / "run"}
+    values |= {"train.warmup": 0, "train.weight_decay": 0}
+    assert lazy("train", *(f"--{name}={value}" for name, value in values.items())) == 0
+    assert "weights start as in" in capfd.readouterr().err
+    before, tokenizer = load_writer(str(language_run))
+    after, own_tokenizer = load_translator(str(tmp_path / "run"))
+    assert own_tokenizer.get_vocab() == tokenizer.get_vocab()
+    weights = dict(after.named_parameters())
+    shared = {name: weight for name, weight in before.named_parameters() if name in weights}
+    assert len(shared) > 8 and "decoder.stack.transitions.0.block.qkv_proj.weight" in shared
+    assert all(torch.allclose(weights[name], shared[name], atol=1e-7) for name in shared)
+
+
+def test_a_language_model_is_tuned_on_other_text(lazy, language_run, text_file, tmp_path):
+    (tmp_path / "more.txt").write_text(text_file.read_text()[::-1][:6000])
+    values = {"task": "language", "data": tmp_path / "more.txt", "start": language_run}
+    values |= {"d_model": 16, "num_heads": 2, "d_ff": 32, "decoder_steps": 3, "train.steps": 1}
+    values |= {"dataset.batch_size": 2, "dataset.length": 8, "out": tmp_path / "run"}
+    words = [f"--{name}={value}" for name, value in values.items()]
+    assert lazy("train", *words) == 0
+    tuned = trained_with(LanguageTrainConfig, str(tmp_path / "run")).dataset
+    assert tuned.ends_lines and tuned.tokenizer == str(language_run / "model")
+    assert lazy("train", "--config", str(tmp_path / "run" / "config.yaml"), "--overwrite") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--d_ff", "64"], "has d_ff 32, but 64 is asked for: give --model.d_ff 32"),
+        (["--num_heads", "4"], "has num_heads 2, but 4 is asked for"),
+        (["--dataset.tokenizer", "other"], "are for its own tokenizer: leave out"),
+        (["--start", "nowhere"], "There is no model in nowhere"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(lazy, language_run, corpus, tmp_path, words, sentence):
+    own = ["--data", corpus, "--start", language_run, "--d_model", "16", "--num_heads", "2"]
+    with pytest.raises(UserError, match=sentence):
+        lazy("train", *own, "--d_ff", "32", "--out", tmp_path / "run", *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_programs_do_not_start_from_words(lazy, language_run, tmp_path):
+    own = ["--d_model", "16", "--num_heads", "2", "--d_ff", "32", "--start", language_run]
+    with pytest.raises(UserError, match="tokens, but the tokenizer here has"):
+        lazy("train", "--task", "programs", *own, "--out", tmp_path / "run")
 
 
 def test_a_language_model_does_not_translate(language_run):

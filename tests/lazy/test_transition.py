@@ -13,6 +13,7 @@ from deepenough.lazy.transition import (
     dropout_noise,
     linear_cka_ref,
     squared_cosine,
+    step_cka,
     step_similarity,
     update_gate,
 )
@@ -158,3 +159,47 @@ def test_gates_without_noise_are_those_of_evaluation(compare, norm):
         freed, found, noise, _ = transition.step(freed, noise=noise)
         assert abs(float(biased.mean()) - wanted) > 0.03, "without noise nothing is shown"
         assert float(found.mean()) == pytest.approx(wanted, abs=0.012)
+
+
+def test_the_cka_of_a_sentence_is_the_literal_formula_over_its_tokens():
+    """`|Y^T X|^2 / (|X^T X| |Y^T Y|)`, columns centred (arXiv 1905.00414, eq. 3)."""
+    torch.manual_seed(0)
+    states = [torch.randn(7, 5, dtype=torch.float64) for _ in range(3)]
+    states.append(states[0] @ torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q * 3 + 1)
+    found = step_cka(states)
+    for i, first in enumerate(states):
+        for j, second in enumerate(states):
+            x, y = first - first.mean(0), second - second.mean(0)
+            parts = [torch.linalg.matrix_norm(a.T @ b) for a, b in ((y, x), (x, x), (y, y))]
+            assert found[i, j].item() == pytest.approx((parts[0] ** 2 / parts[1] / parts[2]).item())
+    assert found[0, 3].item() == pytest.approx(1.0)  # a rotation, scaled and moved
+    assert 0.0 < found[0, 1].item() < 0.9
+
+
+def test_the_cka_of_one_token_is_that_of_its_gate():
+    states = [torch.randn(1, 5, dtype=torch.float64) for _ in range(2)]
+    assert step_cka(states)[0, 1].item() == pytest.approx(
+        squared_cosine(states[0], states[1]).item()
+    )
+
+
+def published_cka(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The authors' lines of `cka.py`, from TensorFlow into torch and nothing else."""
+    x, y = x.unsqueeze(-1), y.unsqueeze(-1)
+    dot_product_similarity = (x.mT @ y).norm(dim=-1) ** 2
+    normalization_x = (x.mT @ x).norm(dim=-1)
+    normalization_y = (y.mT @ y).norm(dim=-1)
+    return dot_product_similarity / (normalization_x * normalization_y)
+
+
+def test_a_step_is_the_published_call():
+    """`output_norm(x + (1 - halting_pro) * y)` with `y = layer(x)`, outside training."""
+    torch.manual_seed(0)
+    layer, output_norm = nn.Linear(6, 6).double(), nn.LayerNorm(6).double()
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    y = layer(x)
+    halting_pro = published_cka(x, y)
+    expected = output_norm(x + (1 - halting_pro) * y)
+    found = LazyTransition(layer, output_norm, dropout=0.1).eval().step(x)
+    assert torch.allclose(found.state, expected, atol=1e-12)
+    assert torch.allclose(1 - found.gate, halting_pro.squeeze(-1), atol=1e-12)

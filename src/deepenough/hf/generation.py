@@ -1,13 +1,18 @@
-"""`generate()` of transformers, with a clear refusal of what deepenough's own models do not do."""
+"""`generate()` of transformers: refusals, another length penalty, and prompts continued."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from transformers import GenerationMixin
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 
+from deepenough.data.tokenizer import check_text
 from deepenough.errors import UserError
+
+#: Below this temperature sampling is taking the likeliest.
+COLDEST = 1e-6
 
 
 class CheckedGenerationMixin(GenerationMixin):
@@ -39,3 +44,55 @@ class CheckedGenerationMixin(GenerationMixin):
                     f"generate without {name}."
                 )
         return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+class GnmtLengthPenalty(float):
+    """A `length_penalty` for `generate()` with which beams are ranked as GNMT ranks them.
+
+    transformers divides a log probability by `length ** length_penalty`; with this exponent the
+    divisor is `((5 + length) / 6) ** alpha` (arXiv 1609.08144, equation 14, without coverage).
+    """
+
+    def __rpow__(self, length: Any, modulo: Any = None) -> Any:
+        return ((5 + length) / 6) ** float(self)
+
+
+def continue_text(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    ends_lines: bool,
+    *,
+    tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+    **options: Any,
+) -> str:
+    """Return a prompt and what a causal model writes after it.
+
+    Where `ends_lines`, the model has learned line ends as end tokens, so prompts have them too.
+    `options` are further arguments of `generate()`.
+    """
+    if not check_text(prompt).strip():
+        raise UserError("The prompt is empty: give at least one word to go on from.")
+    end = tokenizer.eos_token_id if ends_lines else None
+    lines = [prompt] if end is None else prompt.split("\n")
+    first, *others = [tokenizer.encode(line, add_special_tokens=False) for line in lines]
+    ids = [*first, *(token for line in others for token in (end, *line))]
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
+    written = model.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=tokens,
+        **(sampling if temperature > COLDEST else {"do_sample": False}),
+        **options,
+    )
+    written_lines: list[list[int]] = [[]]
+    for token in written[0].tolist():
+        if token == end:
+            written_lines.append([])
+        else:
+            written_lines[-1].append(token)
+    return "\n".join(tokenizer.batch_decode(written_lines, skip_special_tokens=True))

@@ -272,7 +272,7 @@ def _explanation(name: str, what: str, place: str, error: Exception, may_trust: 
             f"The {what} of {name!r} was not found: there is no such folder here{hub}; {hint} the "
             "spelling and the network, or give a folder."
         )
-    if "Unrecognized configuration class" in reason:
+    if "Unrecognized configuration class" in reason or "not recognize this arch" in reason:
         return f"The {what} of {name} is of another kind than is needed here: give another folder."
     if what == "tokenizer":
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from deepenough.config import Command, load_yaml
@@ -12,7 +13,21 @@ from deepenough.errors import UserError
 from deepenough.runs import RunFolder
 
 if TYPE_CHECKING:
-    from deepenough.lazy.config import LazyEvalConfig, LazyPlotConfig, SweepConfig, TranslateConfig
+    from deepenough.lazy.config import (
+        LazyEvalConfig,
+        LazyGenerateConfig,
+        LazyPlotConfig,
+        SweepConfig,
+        TranslateConfig,
+    )
+
+
+SWEPT = (
+    *("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon"),
+    *("bleu", "exact", "perplexity"),
+    *("encoder_depth", "encoder_flops", "encoder_seconds", "flops_per_token"),
+)
+"""Columns of the table that a sweep prints, where its task has them."""
 
 
 def train(config: Any) -> None:
@@ -27,30 +42,30 @@ def train(config: Any) -> None:
     }
     run = trainers[config.task](config)
     if is_main_process():
-        is_translator = config.task == "translation"
-        verb, sentences = ("translate", " < sentences.txt") if is_translator else ("eval", "")
-        print(f"model in {run.model}; next: deepenough lazy {verb} {run.path}{sentences}")
+        verbs = {"translation": ("translate", " < sentences.txt"), "language": ("generate", " The")}
+        verb, rest = verbs.get(config.task, ("eval", ""))
+        print(f"model in {run.model}; next: deepenough lazy {verb} {quote(str(run.path))}{rest}")
 
 
 def evaluate(config: LazyEvalConfig) -> None:
     """Measure a model at the task it was trained for and print the figures."""
-    from deepenough.lazy import evaluation, programs
+    from deepenough.lazy.evaluation import evaluate as measure
     from deepenough.measurement import figure_lines
 
-    evaluations: dict[str, Callable[[LazyEvalConfig], dict[str, Any]]] = {
-        "translation": evaluation.evaluate_translation,
-        "programs": programs.evaluate_programs,
-        "language": evaluation.evaluate_language,
-    }
-    task = evaluation.task_of(config.run)
-    config.check_task(task)
-    print(*figure_lines(evaluations[task](config)), sep="\n")
+    print(*figure_lines(measure(config)), sep="\n")
+
+
+def generate(config: LazyGenerateConfig) -> None:
+    """Print a prompt and what the model writes after it."""
+    from deepenough.lazy.inference import continue_text
+
+    print(continue_text(config))
 
 
 def translate(config: TranslateConfig) -> None:
     """Print the translation of every line."""
     from deepenough.data.corpus import read_input_lines
-    from deepenough.lazy.evaluation import load_translator, translate_lines
+    from deepenough.lazy.inference import load_translator, translate_lines
 
     translator = load_translator(config.run)
     lines = read_input_lines(config.file)
@@ -59,19 +74,20 @@ def translate(config: TranslateConfig) -> None:
 
 
 def sweep(config: SweepConfig) -> None:
-    """Print a table of BLEU, depth and cost, one line per measurement."""
+    """Print a table of quality, depth and cost, one line per measurement."""
     from deepenough.lazy.evaluation import sweep as measurements
+    from deepenough.measurement import shown
 
-    print(f"{'encoder':>8}{'decoder':>8}{'BLEU':>8}{'depth':>8}{'GFLOPs':>10}{'seconds':>9}")
-    for point in measurements(config):
-        steps = f"{point['encoder_steps']:8}{point['decoder_steps']:8}{point['bleu']:8.2f}"
-        cost = f"{point['encoder_flops'] / 1e9:10.2f}{point['encoder_seconds']:9.2f}"
-        print(f"{steps}{point['encoder_depth']:8.2f}{cost}", flush=True)
+    for number, point in enumerate(measurements(config)):
+        columns = [name for name in SWEPT if name in point]
+        if number == 0:
+            print("".join(f"{name.replace('_', ' '):>17}" for name in columns))
+        print("".join(f"{shown(point[name]):>17}" for name in columns), flush=True)
 
 
 def inspect(config: LazyPlotConfig) -> None:
     """Look inside a run's model and record what was found, for its figures."""
-    from deepenough.lazy.evaluation import inspect_run
+    from deepenough.lazy.inspection import inspect_run
 
     inspect_run(config)
 
@@ -111,9 +127,10 @@ COMMANDS = (
         help="measure its quality, how deep its tokens go and what that costs",
         config="deepenough.lazy.config:LazyEvalConfig",
         run=evaluate,
-        description="Measure a model at the task it was trained for: BLEU with its signature,\n"
-        "encoder steps, FLOPs and seconds of a translator; exact match of a program executor;\n"
-        "perplexity of a language model.",
+        description="Measure a model at the task it was trained for: BLEU and chrF with their\n"
+        "signatures, BLEU by length, encoder steps, FLOPs and seconds of a translator; exact\n"
+        "match of a program executor; perplexity of a language model, and how many last words of\n"
+        "passages it writes. What was written is kept in hypotheses.txt of the run.",
         example="deepenough lazy eval runs/lazy-multi30k --search.epsilon 0.005",
         positional=("run",),
     ),
@@ -127,11 +144,21 @@ COMMANDS = (
         positional=("run", "file"),
     ),
     Command(
+        name="generate",
+        help="write text with a language model",
+        config="deepenough.lazy.config:LazyGenerateConfig",
+        run=generate,
+        description="Continue a prompt with a finished language model.",
+        example="deepenough lazy generate runs/lazy-language 'The function returns'",
+        positional=("run", "prompt"),
+    ),
+    Command(
         name="sweep",
-        help="measure BLEU for other numbers of steps",
+        help="measure quality and cost at other steps and epsilons",
         config="deepenough.lazy.config:SweepConfig",
         run=sweep,
-        description="Measure BLEU over a grid of encoder and decoder steps.",
+        description="Measure BLEU, exact match or perplexity over a grid of encoder and decoder\n"
+        "steps, and of tokens that halt below some epsilons. The run's sweep.csv has all figures.",
         goes_on=True,
         example="deepenough lazy sweep runs/lazy-multi30k --encoder_steps [6,9] --beams 1",
         positional=("run",),
@@ -143,7 +170,8 @@ COMMANDS = (
         run=inspect,
         draws="run",
         description="Draw gates and similarities token by step for a sentence and its\n"
-        "translation, or a program and what it prints; and what sweeps have found.",
+        "translation, a program and what it prints, or a text; how alike its states are at any\n"
+        "two steps; and what sweeps have found.",
         example='deepenough lazy plot runs/lazy-multi30k --source "A dog runs on the beach."',
         positional=("run",),
     ),

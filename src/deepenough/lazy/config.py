@@ -12,14 +12,15 @@ from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedConfig
 
-from deepenough.config import RunConfig, bounded, validate
+from deepenough.config import GenerateConfig, RunConfig, bounded, validate
 from deepenough.data.config import DatasetConfig, TranslationDataConfig
 from deepenough.errors import UserError
+from deepenough.hf.generation import GnmtLengthPenalty
 from deepenough.lazy.transition import STATE, UPDATE
 from deepenough.training.config import TrainingConfig
 
 LAZY, UNIVERSAL, ACT, TRANSFORMER = "lazy", "universal", "act", "transformer"
-ANGLE = "angle"
+GATE, ANGLE = "gate", "angle"
 DEFAULT_EPSILONS = {
     STATE: (0.05, 0.075, 0.1),
     UPDATE: (0.15, 0.2, 0.25),
@@ -30,10 +31,12 @@ what they are compared with."""
 
 TRANSLATION, PROGRAMS, LANGUAGE = "translation", "programs", "language"
 """What a model can be trained for, and the kinds of the records that its evaluation writes."""
-STEPS_RECORD, TOKENS_RECORD = "steps", "lazy_tokens"
-"""Kinds of the records of `lazy sweep`, and of the pair that `lazy plot` draws."""
+STEPS_RECORD, EPSILONS_RECORD, TOKENS_RECORD = "steps", "epsilons", "lazy_tokens"
+"""Kinds of the records of `lazy sweep`, and of the text that `lazy plot` draws."""
 
-CALL_OPTIONS = ("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon", "patience")
+CALL_OPTIONS = (
+    *("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon", "patience", "halt_on"),
+)
 """Options of a model that every call can give anew."""
 
 
@@ -102,7 +105,7 @@ class LazyModelConfig:
 
     halt_on: Literal["gate", "angle"] = "gate"
     """What is compared with epsilon: the gate, or the squared sine of the angle by which a step has
-    turned the state. Can be changed in a trained model."""
+    turned the state. Every call can give it anew."""
 
     def check(self) -> None:
         """Check what concerns several options."""
@@ -135,6 +138,11 @@ class LazyModelConfig:
                 f"Only lazy models have gates that can reach equilibrium: leave {name} at 0 for "
                 f"the mechanism {self.mechanism}."
             )
+
+    def check_halt_on(self, halt_on: str | None) -> None:
+        """Raise UserError for anything but gate, angle and None."""
+        if halt_on not in (None, GATE, ANGLE):
+            raise UserError(f"halt_on must be {GATE} or {ANGLE}: got {halt_on!r:.40}.")
 
 
 class LazyTransformerConfig(PreTrainedConfig, LazyModelConfig):
@@ -181,36 +189,28 @@ class LazyTransformerConfig(PreTrainedConfig, LazyModelConfig):
         """Return this config: transformers would rename what begins with `decoder_` in a copy."""
         return self
 
-    @property
-    def default_epsilons(self) -> tuple[float, ...]:
-        """Epsilons to begin with, from careful to bold; none for a model without gates."""
+    def default_epsilons(self, halt_on: str | None = None) -> tuple[float, ...]:
+        """Return epsilons to begin with, from careful to bold; none for a model without gates."""
         if self.mechanism != LAZY:
             return ()
-        return DEFAULT_EPSILONS[ANGLE if self.halt_on == ANGLE else self.compare]
+        return DEFAULT_EPSILONS[ANGLE if (halt_on or self.halt_on) == ANGLE else self.compare]
 
 
 # -- search ----------------------------------------------------------------------------------------
 
 
 @dataclass
-class BeamSearchConfig:
-    """Search for a translation."""
-
-    beams: int | None = bounded(None, ge=1)
-    """Number of beams, 1 for greedy search; by default 4, and 1 for programs."""
-
-    length_penalty: float = 0.6
-    """Scores are divided by the length to this power: more favours longer translations."""
+class HaltingConfig:
+    """Steps, and which tokens halt before the last."""
 
     encoder_steps: int | None = bounded(None, ge=1)
     """Steps over the source; by default those of training."""
 
     decoder_steps: int | None = bounded(None, ge=1)
-    """Steps over the target; by default those of training."""
+    """Steps over the target, or over a language model's text; by default those of training."""
 
     epsilon: float | None = bounded(None, ge=0, le=1)
-    """Gate (or angle, as the model's halt_on says) below which a source token halts; 0 lets none
-    halt."""
+    """Gate (or angle, see halt_on) below which a source token halts; 0 lets none halt."""
 
     decoder_epsilon: float | None = bounded(None, ge=0, le=1)
     """The same for target tokens."""
@@ -218,31 +218,59 @@ class BeamSearchConfig:
     patience: int | None = bounded(None, ge=1)
     """Steps in a row for which it must be below epsilon."""
 
+    halt_on: Literal["gate", "angle"] | None = None
+    """What is compared with epsilon: the gate, or the angle by which a step turns a state; by
+    default what the model says."""
+
     def check_for(self, model: Any) -> None:
         """Raise UserError if this model cannot do it, before anything is computed."""
         validate(self, "search.")
-        for name, part in (("encoder_steps", model.encoder), ("decoder_steps", model.decoder)):
-            if (steps := getattr(self, name)) is not None:
-                part.stack.check_steps(steps, name)
+        has_source = model.config.is_encoder_decoder
+        if not has_source and (self.encoder_steps is not None or self.epsilon is not None):
+            raise UserError(
+                "encoder_steps and epsilon are for the source, which a language model does not "
+                "have: give decoder_steps or decoder_epsilon."
+            )
+        for side in ("encoder", "decoder"):
+            if (steps := getattr(self, f"{side}_steps")) is not None:
+                getattr(model, side).stack.check_steps(steps, f"{side}_steps")
         for name in ("epsilon", "decoder_epsilon"):
             if (epsilon := getattr(self, name)) is not None:
                 model.config.check_epsilon(epsilon, name)
+
+    def halting(self) -> dict[str, Any]:
+        """Return the steps and what decides halting, as far as given."""
+        chosen = {name: getattr(self, name) for name in CALL_OPTIONS}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
+@dataclass
+class BeamSearchConfig(HaltingConfig):
+    """Search for a translation."""
+
+    beams: int | None = bounded(None, ge=1)
+    """Number of beams, 1 for greedy search; by default 4, and 1 for programs."""
+
+    length_penalty: float = 0.6
+    """The alpha of length_formula: more favours longer translations."""
+
+    length_formula: Literal["power", "gnmt"] = "power"
+    """What beams divide a translation's log probability by: power, Hugging Face's length ** alpha;
+    gnmt, Google's ((5 + length) / 6) ** alpha (arXiv 1609.08144), under which length counts
+    less."""
 
     @property
     def num_beams(self) -> int:
         """Number of beams, the default for translations resolved."""
         return 4 if self.beams is None else self.beams
 
-    def halting(self) -> dict[str, Any]:
-        """Return the steps, epsilons and patience that are given, None left out."""
-        chosen = {name: getattr(self, name) for name in CALL_OPTIONS}
-        return {name: value for name, value in chosen.items() if value is not None}
-
     def generation(self) -> dict[str, Any]:
         """Return arguments for `generate()`; what is not given is left to the model."""
         search: dict[str, Any] = {"num_beams": self.num_beams, "do_sample": False}
         if self.num_beams > 1:
-            search["length_penalty"] = self.length_penalty
+            is_gnmt = self.length_formula == "gnmt"
+            alpha = GnmtLengthPenalty(self.length_penalty) if is_gnmt else self.length_penalty
+            search["length_penalty"] = alpha
         return search | self.halting()
 
 
@@ -295,6 +323,10 @@ class LazyTrainConfig(RunConfig):
 
     task: str = TRANSLATION
     """What is learned: translation, programs or language; each has options of its own."""
+
+    start: str | None = None
+    """Folder of a finished run whose weights to start from, such as a language model's for a
+    translator; its tokenizer is used too. Weights that it lacks are new."""
 
     model: LazyModelConfig = field(default_factory=LazyModelConfig)
     train: TrainingConfig = field(default_factory=TrainingConfig)
@@ -414,6 +446,10 @@ class LazyEvalConfig:
     nesting: int | None = bounded(None, ge=1, le=MAX_NESTING)
     """Programs: most operations nested in one; by default as in training."""
 
+    last_words: str | None = None
+    """Language: file of passages, one a line or JSONL with the key `text`, of whose last words the
+    share is measured that the model writes itself, given all before them (as in LAMBADA)."""
+
     search: BeamSearchConfig = field(default_factory=BeamSearchConfig)
 
     def check(self) -> None:
@@ -426,31 +462,32 @@ class LazyEvalConfig:
 
     def check_task(self, task: str) -> None:
         """Raise UserError for an option of another task than the run's."""
-        for name, owner in (("test", TRANSLATION), ("length", PROGRAMS), ("nesting", PROGRAMS)):
+        owners = {"test": TRANSLATION, "length": PROGRAMS, "nesting": PROGRAMS}
+        for name, owner in (owners | {"last_words": LANGUAGE}).items():
             if getattr(self, name) is not None and task != owner:
                 raise UserError(
                     f"{self.run} was trained on {task}, but {name} is an option of {owner}: leave "
                     "it out."
                 )
-        if task == LANGUAGE and {"encoder_steps", "epsilon"} & self.search.halting().keys():
-            raise UserError(
-                "encoder_steps and epsilon are for the source, which a language model does not "
-                "have: give decoder_steps or decoder_epsilon."
-            )
 
 
 @dataclass
 class SweepConfig(LazyEvalConfig):
-    """Measure BLEU for other numbers of steps than those of training."""
+    """Measure quality and cost at other steps than those of training, and of tokens that halt."""
 
-    encoder_steps: list[int] = bounded(default_factory=lambda: [2, 4, 6, 8, 9], ge=1)
-    """Encoder steps of the grid."""
+    encoder_steps: list[int] | None = bounded(None, ge=1)
+    """Encoder steps of the grid, by default 2, 4, 6, 8 and 9; a language model has none."""
 
     decoder_steps: list[int] = bounded(default_factory=lambda: [2, 3, 4, 5, 6], ge=1)
     """Decoder steps of the grid."""
 
+    epsilons: list[float] | None = bounded(None, ge=0, le=1)
+    """Values below which tokens halt, each measured at the steps of training; by default three at
+    which, by what the model does with a few texts, they would make about 3/4, 3/5 and half of the
+    steps. [] for none."""
+
     sentences: int | None = bounded(None, ge=1)
-    """Sentences to measure on; by default all of the split."""
+    """Sentences or programs to measure on; by default all of the split."""
 
 
 @dataclass
@@ -470,21 +507,32 @@ class TranslateConfig:
 
 
 @dataclass
+class LazyGenerateConfig(GenerateConfig):
+    """Text from a language model."""
+
+    halting: HaltingConfig = field(default_factory=HaltingConfig)
+
+
+@dataclass
 class LazyPlotConfig:
-    """Look inside a model that translates or executes programs, and draw it."""
+    """Look inside a model and draw how its tokens change."""
 
     run: str
     """Folder of a finished training."""
 
     source: str | None = None
-    """Sentence or program to look at; by default one of the test split."""
+    """Sentence, program or text to look at; by default one of the test split."""
 
     sentence: int = bounded(0, ge=0)
-    """Which sentence or program of the test split to look at, without a source; counted from 0."""
+    """Which sentence, program or segment of the test split to look at, without a source; counted
+    from 0."""
 
     epsilon: float | None = bounded(None, gt=0, le=1)
-    """Gate (or angle, as the model's halt_on says) below which a source token is at rest; by
-    default 0.1, where gates compare a state with its update 0.25, and of angles 0.008."""
+    """Gate (or angle, see halt_on) below which a token is at rest; by default 0.1, where gates
+    compare a state with its update 0.25, and of angles 0.008."""
+
+    halt_on: Literal["gate", "angle"] | None = None
+    """What is compared with epsilon; by default what the model says."""
 
     out: str | None = None
     """Folder for the pictures; by default plots in the run."""

@@ -74,12 +74,14 @@ def run_with_halting(
     patience: int,
     real_BT: Tensor | None = None,
     keep_states: bool = False,
+    halt_on: str | None = None,
 ) -> StackOutput:
     """Apply the steps of a stack with equilibrium exit; padding is never computed.
 
     For evaluation only, without gradients: rows are written in place. The list of active rows is
     rebuilt only when a token has halted: active states stay in one piece from step to step, and
-    are copied back when they halt. `real_BT` says which tokens are not padding, None for all.
+    are copied back when they halt. `real_BT` says which tokens are not padding, None for all;
+    `halt_on` what is compared with `epsilon`, by default what the config says.
     """
     stack.check_steps(num_steps)
     shape = state_BTD.shape[:2]
@@ -103,7 +105,7 @@ def run_with_halting(
             active, gate, *_ = stack.transition(step).step(before, encoding, context, step)
             gates[step].index_copy_(0, rows, gate)
             ran[step].index_fill_(0, rows, True)
-            change = _change(stack, before, active, gate)
+            change = _change(stack, halt_on, before, active, gate)
             num_calm = torch.where(change < epsilon, num_calm + 1, 0)
             go_on = (num_calm < patience).nonzero().squeeze(1)
             if len(go_on) < len(rows):
@@ -128,9 +130,12 @@ def run_with_halting(
     )
 
 
-def _change(stack: StepStack, before: Tensor, after: Tensor, gate: Tensor) -> Tensor:
+def _change(
+    stack: StepStack, halt_on: str | None, before: Tensor, after: Tensor, gate: Tensor
+) -> Tensor:
     """Return what is compared with epsilon: the gate, or the squared sine of the turn."""
-    return 1.0 - squared_cosine(before, after) if stack.config.halt_on == ANGLE else gate
+    by_angle = (halt_on or stack.config.halt_on) == ANGLE
+    return 1.0 - squared_cosine(before, after) if by_angle else gate
 
 
 def run_in_full(
@@ -141,6 +146,7 @@ def run_in_full(
     num_steps: int,
     epsilon: float,
     patience: int,
+    halt_on: str | None = None,
 ) -> StackOutput:
     """Compute all tokens in every step and put back those that have halted.
 
@@ -161,7 +167,7 @@ def run_in_full(
             state, encoding, context, step, noise=noise, keep_clean=True
         )
         assert clean is not None
-        change = _change(stack, state.detach(), clean, gate)
+        change = _change(stack, halt_on, state.detach(), clean, gate)
         state = torch.where(is_active[..., None], moved, state)
         if noise is not None and moved_noise is not None:
             noise = torch.where(is_active, moved_noise, noise)

@@ -1,64 +1,70 @@
-"""Use and measure finished models: translations, BLEU, depth and cost, perplexity, pictures.
+"""Measure finished models: quality, depth and cost, other steps and epsilons, a look inside.
 
 Beside quality, a translator's evaluation measures the steps, FLOPs and seconds of the encoder. A
-sweep repeats it for other numbers of steps than those of training (the paper's "zero-shot
-inferring"). Every result is appended to the run's records as soon as it is found, and a sweep that
-was interrupted goes on behind it. What values of `epsilon` save is for `deepenough compare`.
-
-What concerns programs alone is in `programs.py`, which builds on this module.
+sweep repeats an evaluation for other numbers of steps than those of training (the paper's
+"zero-shot inferring") and for tokens that halt. Every result is appended to the run's records as
+soon as it is found, and a sweep that was interrupted goes on behind it. What values of `epsilon`
+save beside other methods is for `deepenough compare`.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
 import sacrebleu
 import torch
-from accelerate import Accelerator
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from deepenough.artifacts import FinishedParts, files_of
-from deepenough.config import resolve, validate
-from deepenough.data.batches import cut_by_tokens
-from deepenough.data.tokenizer import check_text, load_tokenizer, lowers_case
-from deepenough.data.tokens import split_tokens
-from deepenough.data.translation import (
-    IGNORE_INDEX,
-    EncodedPairs,
-    Pair,
-    encode_pairs,
-    open_parallel,
-)
+from deepenough.config import validate
+from deepenough.data.tokenizer import lowers_case
+from deepenough.data.tokens import TokenFile, split_tokens
+from deepenough.data.translation import EncodedPairs, Pair, encode_pairs, open_parallel
 from deepenough.errors import UserError
-from deepenough.hf.loading import from_pretrained
 from deepenough.lazy.config import (
+    ANGLE,
     CALL_OPTIONS,
+    EPSILONS_RECORD,
     LANGUAGE,
     LAZY,
     PROGRAMS,
     STEPS_RECORD,
-    TOKENS_RECORD,
     TRANSLATION,
     BeamSearchConfig,
     LanguageTrainConfig,
     LazyEvalConfig,
-    LazyPlotConfig,
-    LazyTransformerConfig,
+    ProgramTrainConfig,
     SweepConfig,
     TranslationTrainConfig,
-    train_config,
 )
-from deepenough.lazy.modeling import (
-    LazyTransformerForCausalLM,
-    LazyTransformerForConditionalGeneration,
+from deepenough.lazy.inference import (
+    Translator,
+    Writer,
+    bleu,
+    keep_record,
+    last_words,
+    load_translator,
+    load_writer,
+    read_passages,
+    task_of,
+    trained_with,
+    translate_pairs,
+    write_beside,
+)
+from deepenough.lazy.modeling import LazyTransformerForConditionalGeneration
+from deepenough.lazy.programs import (
+    encode_programs,
+    held_out_programs,
+    measure_programs,
+    measured_programs,
 )
 from deepenough.lazy.transition import step_similarity
 from deepenough.measurement import (
@@ -69,250 +75,140 @@ from deepenough.measurement import (
     Scores,
     content_of,
     intervals_of,
+    share_interval,
 )
-from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_config, read_records
+from deepenough.runs import model_folder
 from deepenough.trace import DepthTrace
-from deepenough.training.distributed import from_all, place_among
-from deepenough.training.language import evaluate_language as language_quality
-from deepenough.training.logging import without_bars
+from deepenough.training.language import evaluate_language
 
-C = TypeVar("C")
-
-TRANSLATED_TOKENS = 4096
-"""Source tokens translated at once."""
 TIMED_SENTENCES, NUM_TIMINGS = 32, 3
 """Sentences in a batch when the encoder is timed, and how often it is."""
 COMPARED_SENTENCES = 128
 BLEU_RESAMPLES = 1000
+LENGTHS = (10, 20, 30, 40)
+"""Most words of the sources in each group of which BLEU is told; the last has longer ones."""
+SWEPT_STEPS = (2, 4, 6, 8, 9)
+SAMPLED, SHARES = 32, (3 / 4, 3 / 5, 1 / 2)
+"""Texts from which a sweep's epsilons are derived, and the shares of the steps left by each."""
 
-# -- finished runs ---------------------------------------------------------------------------------
-
-
-class Translator(NamedTuple):
-    """A text-to-text model and its tokenizer."""
-
-    model: LazyTransformerForConditionalGeneration
-    tokenizer: Any
+# -- evaluation and sweeps -------------------------------------------------------------------------
 
 
-def load_translator(run: str) -> Translator:
-    """Return the model of a finished run, or of a folder in Hugging Face form, ready for use."""
-    model = _load(LazyTransformerForConditionalGeneration, run)
-    return Translator(model, load_tokenizer(str(model_folder(run))))
+class Measurement(NamedTuple):
+    """A finished model and the data that it is to be measured on."""
+
+    model: Any
+    measure: Callable[[BeamSearchConfig], dict[str, Any]]
+    """Returns figures and, as `hypotheses`, the texts that the model has written."""
+    sample: dict[str, Tensor]
+    """A batch of a few texts, as the model takes it."""
 
 
-def _load(model_class: type, run: str) -> Any:
-    place = str(model_folder(run))
-    options: dict[str, Any] = {"name": run, "trust_remote_code": None}
-    _check_method(run)
-    config = from_pretrained(LazyTransformerConfig, place, "config", **options)
-    # transformers would fill what a language model lacks with new weights.
-    is_causal = LazyTransformerForCausalLM.__name__ in (config.architectures or ())
-    if is_causal and model_class is not LazyTransformerForCausalLM:
-        raise UserError(
-            f"The model in {run} is a language model, which has no source to translate: "
-            "give the folder of a translator."
-        )
-    with without_bars():
-        return from_pretrained(model_class, place, "model", **options)
+def open_measurement(config: LazyEvalConfig) -> tuple[str, Measurement]:
+    """Return what a run was trained for, and its model and data; options of other tasks refused."""
+    validate(config)
+    task = task_of(config.run)
+    config.check_task(task)
+    openers = {TRANSLATION: _translation, PROGRAMS: _programs, LANGUAGE: _language}
+    return task, openers[task](config)
 
 
-def _check_method(run: str) -> None:
-    """Refuse the run of another method, whose weights transformers would replace by new ones."""
-    folder = RunFolder(model_folder(run).parent)
-    method = read_config(str(folder.path)).get("method") if folder.config.is_file() else None
-    if method not in (None, LanguageTrainConfig.METHOD):
-        raise UserError(
-            f"{run} is a run of deepenough {method}: give the folder of deepenough lazy train."
-        )
+def evaluate(config: LazyEvalConfig) -> dict[str, Any]:
+    """Measure a run at its task, record the figures and return them; keep what the model wrote."""
+    task, measurement = open_measurement(config)
+    values = measurement.measure(config.search)
+    texts = values.pop("hypotheses", None)
+    keep_record(config.run, task, values)
+    if texts is not None:
+        lines = "".join(" ".join(text.splitlines()) + "\n" for text in texts)
+        write_beside(config.run, "hypotheses.txt", lines)
+    return values
 
 
-def _trained_folder(run: str) -> RunFolder:
-    folder = RunFolder(model_folder(run).parent)
-    if not folder.config.is_file():
-        raise UserError(
-            f"Nothing tells what the model in {run} was trained on: give the folder of a run."
-        )
-    return folder
+def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
+    """Yield one measurement after another, record it in the run and add it to its table."""
+    _, (model, measure, sample) = open_measurement(config)
+    points = _swept(config, model, sample)
+    for _, search in points:  # all are checked before the first is measured
+        search.check_for(model)
+    folder = model_folder(config.run)
+    found: list[dict[str, Any]] = []
+    with FinishedParts(folder.parent, "sweep", config, files_of(folder)) as parts:
+        for number, (kind, search) in enumerate(points):
+            values = parts.get(str(number), partial(measure, search))
+            values.pop("hypotheses", None)
+            found.append(values)
+            keep_record(config.run, kind, values)
+            write_beside(config.run, "sweep.csv", _csv(found))
+            yield values
 
 
-def task_of(run: str) -> str:
-    """Return what a run was trained for; translation where its settings do not tell."""
-    _check_method(run)
-    return train_config(read_config(str(_trained_folder(run).path)).get("task")).task
-
-
-def trained_with(config_class: type[C], run: str) -> C:
-    """Return the settings that a run was trained with."""
-    return resolve(config_class, _trained_folder(run).settings())
-
-
-def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
-    """Append to the run's records, at its last step, once; a bare model folder keeps none."""
-    folder = RunFolder(model_folder(run).parent)
-    if not folder.metrics.is_file():
-        return
-    records, _ = read_records(folder.metrics)
-    step = max((record.step for record in records), default=0)
-    if not any(record.kind == kind and record.values == values for record in records):
-        with folder.lock():
-            Metrics(folder.metrics).append(Record(step, kind, values))
-
-
-# -- search and scores -----------------------------------------------------------------------------
+def _swept(
+    config: SweepConfig, model: Any, sample: dict[str, Tensor]
+) -> list[tuple[str, BeamSearchConfig]]:
+    """Return the points of a sweep, each with the kind of its record."""
+    has_source, epsilons = model.config.is_encoder_decoder, config.epsilons
+    encoder_steps: Sequence[int | None] = SWEPT_STEPS if has_source else [None]
+    if config.encoder_steps is not None:
+        encoder_steps = config.encoder_steps
+    if epsilons is None:
+        epsilons = measured_epsilons(model, sample, config.search.halt_on)
+    name = "epsilon" if has_source else "decoder_epsilon"
+    found: list[tuple[str, dict[str, Any]]] = [
+        (STEPS_RECORD, {"encoder_steps": encoder, "decoder_steps": decoder})
+        for encoder in encoder_steps
+        for decoder in config.decoder_steps
+    ]
+    found += [(EPSILONS_RECORD, {name: epsilon}) for epsilon in epsilons]
+    if not found:
+        raise UserError("The grid is empty: give some encoder_steps and decoder_steps.")
+    return [(kind, replace(config.search, **setting)) for kind, setting in found]
 
 
 @torch.inference_mode()
-def translate_pairs(
-    model: LazyTransformerForConditionalGeneration,
-    tokenizer: Any,
-    pairs: EncodedPairs,
-    search: BeamSearchConfig,
-    accelerator: Accelerator | None = None,
-) -> list[str]:
-    """Return the translation of every source, in order; processes share the batches."""
-    search.check_for(model)
-    rank, world = place_among(accelerator)
-    lengths = pairs.source.lengths
-    # Similar lengths together, longest first: memory that suffices at first suffices always.
-    order = np.argsort(-lengths, kind="stable")
-    batches = cut_by_tokens(order, lengths, max(TRANSLATED_TOKENS, int(lengths.max())))
-    translated: list[tuple[int, str]] = []
-    for rows in batches[rank::world]:
-        batch = pairs.batch(rows.tolist(), model.device)
-        # A translation may be longer than its source, but hardly twice as long.
-        limits = (2 * batch["attention_mask"].sum(1) + 10).clamp(max=model.config.max_positions - 1)
-        written = model.generate(
-            batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            max_new_tokens=int(limits.max()),
-            stopping_criteria=StoppingCriteriaList([_LengthLimits(limits)]),
-            **search.generation(),
-        )
-        texts: list[str] = tokenizer.batch_decode(written, skip_special_tokens=True)
-        translated += zip(rows.tolist(), (text.strip() for text in texts), strict=True)
-    found = dict(chain.from_iterable(from_all(accelerator, translated)))
-    return [found[row] for row in range(len(pairs))]
+def measured_epsilons(
+    model: Any, sample: dict[str, Tensor], halt_on: str | None = None
+) -> list[float]:
+    """Return epsilons at which tokens would make about `SHARES` of the steps; none without gates.
 
-
-class _LengthLimits(StoppingCriteria):
-    """A limit for each sentence, so that a translation does not depend on its batch."""
-
-    def __init__(self, limits_B: Tensor) -> None:
-        self.limits = limits_B
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        # The beams of a sentence are neighbouring rows; the first token is the start token.
-        num_beams = len(input_ids) // len(self.limits)
-        return self.limits.repeat_interleave(num_beams) <= input_ids.shape[1] - 1
-
-
-def translate_lines(
-    translator: Translator, lines: Iterable[str], search: BeamSearchConfig, at_once: int = 32
-) -> Iterator[str]:
-    """Yield the translation of every line, in order; that of an empty line is empty."""
-    if at_once < 1:
-        raise UserError(f"rows must be at least 1: got {at_once}.")
-    iterator = iter(lines)
-    while chunk := list(islice(iterator, at_once)):
-        encoded = encode_input(translator, [Pair(check_text(line, "A line"), "") for line in chunk])
-        for line, translation in zip(
-            chunk, translate_pairs(*translator, encoded, search), strict=True
-        ):
-            yield translation if line.strip() else ""
-
-
-def encode_input(translator: Translator, pairs: Iterable[Pair]) -> EncodedPairs:
-    """Return pairs as ids, cut so that a translation twice as long still has positions."""
-    limit = max(2, (translator.model.config.max_positions - 16) // 2)
-    return encode_pairs(pairs, translator.tokenizer, limit, "input", truncate=True)
-
-
-class Bleu(NamedTuple):
-    """Corpus BLEU and sacrebleu's signature of how it was computed."""
-
-    score: float
-    signature: str
-
-
-def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Bleu:
-    """Return corpus BLEU of detokenized text; sacrebleu tokenizes it itself.
-
-    `lowercase` is for models that write no capitals; the signature says so (`case:lc`).
+    With patience 1, and as if tokens that halt did not change what others do.
     """
-    if not references:
-        raise UserError("BLEU needs references: give a split with a target side.")
-    if len(translations) != len(references):
-        raise UserError(
-            f"There are {len(translations)} translations but {len(references)} references: BLEU "
-            "compares them one by one."
-        )
-    metric = sacrebleu.BLEU(lowercase=lowercase)
-    score = metric.corpus_score(list(translations), [list(references)])
-    return Bleu(float(score.score), str(metric.get_signature()))
+    config = model.config
+    if config.mechanism != LAZY:
+        return []
+    output = model(**sample, epsilon=0.0, decoder_epsilon=0.0, output_hidden_states=True)
+    side = "encoder" if config.is_encoder_decoder else "decoder"
+    change = output[f"{side}_gates"]
+    if (halt_on or config.halt_on) == ANGLE:
+        change = 1.0 - step_similarity(output[f"{side}_hidden_states"])
+    real = sample.get("attention_mask", torch.ones_like(sample["input_ids"])).bool()
+    # A token makes its first step, and each other one before which no change was below epsilon.
+    lowest = change.cummin(-1).values[real][:, :-1].double().flatten()
+    num_steps = change.shape[-1]
+    shares = [max(0.0, share * num_steps - 1) / max(1, num_steps - 1) for share in SHARES]
+    found = [float(lowest.quantile(1 - share)) for share in shares] if len(lowest) else []
+    return sorted({float(f"{epsilon:.2g}") for epsilon in found if epsilon > 0.0})
 
 
-@torch.inference_mode()
-def plain_loss(
-    model: LazyTransformerForConditionalGeneration,
-    pairs: EncodedPairs,
-    batch_tokens: int,
-    accelerator: Accelerator | None = None,
-) -> dict[str, float]:
-    """Return the mean loss per target token and their number; processes share the batches."""
-    rank, world = place_among(accelerator)
-    total = 0.0
-    num_tokens = 0
-    order = pairs.target.lengths.argsort(kind="stable")
-    lengths = np.maximum(pairs.source.lengths, pairs.target.lengths)
-    for rows in cut_by_tokens(order, lengths, batch_tokens)[rank::world]:
-        batch = pairs.batch(rows.tolist(), model.device)
-        tokens = int((batch["targets"] != IGNORE_INDEX).sum())
-        total += float(model(**batch).plain_loss) * tokens
-        num_tokens += tokens
-    losses, counts = zip(*from_all(accelerator, (total, num_tokens)), strict=True)
-    return {"loss": sum(losses) / sum(counts), "tokens": float(sum(counts))}
+def _csv(points: list[dict[str, Any]]) -> str:
+    """Return measurements as a table, one a line; their nested parts are left out."""
+    names = [name for name, value in points[0].items() if not isinstance(value, list | dict)]
+    text = io.StringIO()
+    table = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    table.writeheader()
+    table.writerows(points)
+    return text.getvalue()
 
 
 # -- translation -----------------------------------------------------------------------------------
 
 
-def evaluate_translation(config: LazyEvalConfig) -> dict[str, Any]:
-    """Measure BLEU, depth and cost on a split, record them in the run and return them."""
-    validate(config)
+def _translation(config: LazyEvalConfig) -> Measurement:
     translator = load_translator(config.run)
-    pairs = measured_pairs(config, translator)
-    values = _measure(config, translator, pairs, config.search)
-    keep_record(config.run, TRANSLATION, values)
-    return values
-
-
-def sweep(config: SweepConfig) -> Iterator[dict[str, Any]]:
-    """Yield one measurement after another, and record it in the run."""
-    validate(config)
-    if (task := task_of(config.run)) != TRANSLATION:
-        raise UserError(
-            f"{config.run} was trained on {task}, but a sweep measures BLEU: give the run of a "
-            "translator."
-        )
-    translator = load_translator(config.run)
-    searches = [
-        replace(config.search, encoder_steps=encoder, decoder_steps=decoder)
-        for encoder in config.encoder_steps
-        for decoder in config.decoder_steps
-    ]
-    if not searches:
-        raise UserError("The grid is empty: give some encoder_steps and decoder_steps.")
-    for search in searches:  # all are checked before the first is measured
-        search.check_for(translator.model)
-    pairs = measured_pairs(config, translator).head(config.sentences)
-    model = model_folder(config.run)
-    with FinishedParts(model.parent, "sweep", config, files_of(model)) as parts:
-        for number, search in enumerate(searches):
-            measure = partial(_measure, config, translator, pairs, search)
-            values = parts.get(str(number), measure)
-            keep_record(config.run, STEPS_RECORD, values)
-            yield values
+    pairs = measured_pairs(config, translator).head(getattr(config, "sentences", None))
+    measure = partial(_measure_translation, config, translator, pairs)
+    sample = pairs.batch(range(len(pairs))[:SAMPLED], translator.model.device)
+    return Measurement(translator.model, measure, sample)
 
 
 def measured_pairs(config: LazyEvalConfig, translator: Translator) -> EncodedPairs:
@@ -326,10 +222,10 @@ def measured_pairs(config: LazyEvalConfig, translator: Translator) -> EncodedPai
     )
 
 
-def _measure(
+def _measure_translation(
     config: LazyEvalConfig, translator: Translator, pairs: EncodedPairs, search: BeamSearchConfig
 ) -> dict[str, Any]:
-    """Return BLEU and seconds of the search, and what the encoder did."""
+    """Return BLEU, chrF and seconds of the search, what the encoder did, and the translations."""
     model = translator.model
     started = time.perf_counter()
     translations = translate_pairs(*translator, pairs, search)
@@ -337,13 +233,38 @@ def _measure(
     references = [pair.target for pair in pairs.pairs]
     lowercase = lowers_case(translator.tokenizer)
     score = bleu(translations, references, lowercase)
+    characters = sacrebleu.CHRF(lowercase=lowercase)
     values: dict[str, Any] = {"bleu": score.score, "signature": score.signature}
+    values["chrf"] = float(characters.corpus_score(translations, [references]).score)
+    values["chrf_signature"] = str(characters.get_signature())
     values |= {"mechanism": model.config.mechanism, "beams": search.num_beams}
     values |= {name: getattr(model.config, name) for name in CALL_OPTIONS} | search.halting()
+    values |= {"length_penalty": search.length_penalty, "length_formula": search.length_formula}
     values |= {"sentences": len(pairs), "seconds": seconds}
     values |= measure_encoder(model, pairs, search, NUM_TIMINGS)
     values |= {"split": config.split, "test": config.test}
+    values["bleu_by_length"] = bleu_by_length(pairs.pairs, translations, lowercase)
+    values["hypotheses"] = translations
     return values | intervals_of(bleu=bleu_interval(translations, references, lowercase))
+
+
+def bleu_by_length(
+    pairs: Sequence[Pair], translations: Sequence[str], lowercase: bool = False
+) -> list[dict[str, Any]]:
+    """Return BLEU of sources of similar length, counted in words between spaces."""
+    found = []
+    for low, high in zip((0, *LENGTHS), (*LENGTHS, None), strict=True):
+        rows = [
+            row
+            for row, pair in enumerate(pairs)
+            if low < len(pair.source.split()) <= (high or math.inf)
+        ]
+        if rows:
+            texts, references = [translations[i] for i in rows], [pairs[i].target for i in rows]
+            score = bleu(texts, references, lowercase).score
+            words = f"{low + 1} to {high}" if high else f"above {low}"
+            found.append({"source_words": words, "sentences": len(rows), "bleu": score})
+    return found
 
 
 def bleu_interval(texts: list[str], references: list[str], lowercase: bool) -> Interval:
@@ -364,7 +285,7 @@ def measure_encoder(
     num_timings: int = 1,
 ) -> dict[str, float]:
     """Return the encoder's mean steps per source token, its FLOPs, and the fastest of its times."""
-    names = ("encoder_steps", "epsilon", "patience")
+    names = ("encoder_steps", "epsilon", "patience", "halt_on")
     arguments = {name: value for name, value in search.halting().items() if name in names}
     order = pairs.source.lengths.argsort(kind="stable")[::-1]
     size = TIMED_SENTENCES
@@ -388,88 +309,74 @@ def measure_encoder(
     }
 
 
+# -- programs --------------------------------------------------------------------------------------
+
+
+def _programs(config: LazyEvalConfig) -> Measurement:
+    translator = load_translator(config.run)
+    model = translator.model
+    programs, dataset = measured_programs(config)
+    programs = programs[: getattr(config, "sentences", None)]
+    # Longer programs than in training need only more of the same position encodings.
+    longest = 2 * dataset.max_length + 16
+    model.config.max_positions = max(model.config.max_positions, longest)
+    pairs = encode_programs(programs, translator.tokenizer)
+
+    def measure(search: BeamSearchConfig) -> dict[str, Any]:
+        search = replace(search, beams=search.beams or 1)
+        values = measure_programs(*translator, programs, search)
+        values |= {"split": config.split, "length": dataset.length, "nesting": dataset.nesting}
+        values |= {"programs": len(programs), "mechanism": model.config.mechanism}
+        values |= {"beams": search.num_beams}
+        values |= {name: getattr(model.config, name) for name in CALL_OPTIONS} | search.halting()
+        values |= measure_encoder(model, pairs, search)
+        right = round(values["exact"] * len(programs))
+        return values | intervals_of(exact=share_interval(right, len(programs)))
+
+    sample = pairs.batch(range(len(pairs))[:SAMPLED], model.device)
+    return Measurement(model, measure, sample)
+
+
 # -- language --------------------------------------------------------------------------------------
 
 
-def evaluate_language(config: LazyEvalConfig) -> dict[str, Any]:
-    """Measure perplexity, bits per byte and FLOPs per token; record and return them."""
-    validate(config)
-    model: Any = _load(LazyTransformerForCausalLM, config.run)
-    for name, value in config.search.halting().items():
-        setattr(model.config, name, value)
+def _language(config: LazyEvalConfig) -> Measurement:
+    if getattr(config, "sentences", None) is not None:
+        raise UserError("A language model is measured on a whole text: leave out sentences.")
+    writer = load_writer(config.run)
+    model, dataset = writer.model, trained_with(LanguageTrainConfig, config.run).dataset
+    tokens = measured_tokens(config, writer)
+    passages = None if config.last_words is None else read_passages(config.last_words)
+    names = ("decoder_steps", "decoder_epsilon", "patience", "halt_on")
+    usual = {name: getattr(model.config, name) for name in names}
+
+    def measure(search: BeamSearchConfig) -> dict[str, Any]:
+        search.check_for(model)
+        options = usual | search.halting()
+        model.config.update(options)
+        started = time.perf_counter()
+        values: dict[str, Any] = dict(evaluate_language(model, tokens, dataset))
+        values["seconds"] = time.perf_counter() - started
+        values |= {"split": config.split, "mechanism": model.config.mechanism} | options
+        if passages is None:
+            return values
+        words = last_words(writer, [passage.source for passage in passages], dataset.length)
+        change = str.lower if lowers_case(writer.tokenizer) else str
+        right = sum(word == change(told.target) for word, told in zip(words, passages, strict=True))
+        accuracy = share_interval(right, len(passages))
+        values["intervals"] |= intervals_of(last_word_accuracy=accuracy)["intervals"]
+        values |= {"last_word_accuracy": accuracy.value, "passages": len(passages)}
+        return values | {"hypotheses": words}
+
+    ids = torch.from_numpy(tokens.ids[: dataset.length].astype("int64"))
+    return Measurement(model, measure, {"input_ids": ids[None].to(model.device)})
+
+
+def measured_tokens(config: LazyEvalConfig, writer: Writer) -> TokenFile:
+    """Return the tokens of the split, of the text that the model was trained on."""
     trained = trained_with(LanguageTrainConfig, config.run)
-    tokenizer = load_tokenizer(str(model_folder(config.run)))
-    dataset = trained.dataset
-    tokens, _ = split_tokens(trained.data, dataset, config.split, tokenizer, dataset.ends_lines)
-    started = time.perf_counter()
-    values: dict[str, Any] = dict(language_quality(model, tokens, dataset))
-    values["seconds"] = time.perf_counter() - started
-    values |= {"split": config.split, "mechanism": model.config.mechanism}
-    names = ("decoder_steps", "decoder_epsilon", "patience")
-    values |= {name: getattr(model.config, name) for name in names}
-    keep_record(config.run, LANGUAGE, values)
-    return values
-
-
-# -- a look inside ---------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def inspect_run(config: LazyPlotConfig) -> None:
-    """Record how much each token of a pair still changes at each step, for `lazy plot` to draw.
-
-    Of both sides: gates, the squared cosine between a token's consecutive states, and that of the
-    sentence's mean. Of the source also the steps that its tokens make at `epsilon`.
-    """
-    validate(config)
-    translator = load_translator(config.run)
-    model, tokenizer = translator
-    pair = _inspected_pair(config, translator)
-    batch = encode_input(translator, [pair]).batch([0], model.device)
-    output = model(**batch, epsilon=0.0, decoder_epsilon=0.0, output_hidden_states=True)
-    values: dict[str, Any] = {"source": pair.source, "target": pair.target}
-    decoder_ids = model.prepare_decoder_input_ids_from_labels(batch["targets"])
-    for side, ids in (("encoder", batch["input_ids"]), ("decoder", decoder_ids)):
-        states, gates = output[f"{side}_hidden_states"], getattr(output, f"{side}_gates")
-        pieces = tokenizer.convert_ids_to_tokens(ids[0].tolist())
-        values[side] = {
-            "tokens": [_readable(piece) for piece in pieces],
-            "similarity": step_similarity(states)[0].tolist(),
-            "sentence": step_similarity([state.mean(1) for state in states])[0].tolist(),
-        }
-        if gates is not None:
-            values[side]["gates"] = gates[0].tolist()
-    if model.config.mechanism == LAZY:
-        values["epsilon"] = config.epsilon or model.config.default_epsilons[-1]
-        halting = model.encoder(batch["input_ids"], epsilon=values["epsilon"])
-        values["encoder"]["depth"] = halting.trace.depth[0].tolist()
-    keep_record(config.run, TOKENS_RECORD, values)
-
-
-def _inspected_pair(config: LazyPlotConfig, translator: Translator) -> Pair:
-    """Return the pair to look at: the one given, or one of the split."""
-    if config.source is None:
-        measured = LazyEvalConfig(config.run)
-        if task_of(config.run) == PROGRAMS:
-            from deepenough.lazy.programs import measured_programs
-
-            pairs = [Pair(each.source, each.target) for each in measured_programs(measured)[0]]
-        else:
-            pairs = measured_pairs(measured, translator).pairs
-        if config.sentence >= len(pairs):
-            raise UserError(
-                f"The test split has {len(pairs)} pairs, counted from 0: got {config.sentence}."
-            )
-        return pairs[config.sentence]
-    if not config.source.strip():
-        raise UserError("The source is empty: give a sentence, or a program.")
-    encoded = encode_input(translator, [Pair(config.source, "")])
-    return Pair(config.source, translate_pairs(*translator, encoded, BeamSearchConfig())[0])
-
-
-def _readable(piece: str) -> str:
-    """Return a piece as people read it: a space where a word begins, no brackets of specials."""
-    return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").replace("<|", "").replace("|>", "")
+    dataset, tokenizer = trained.dataset, writer.tokenizer
+    return split_tokens(trained.data, dataset, config.split, tokenizer, dataset.ends_lines)[0]
 
 
 # -- comparison ------------------------------------------------------------------------------------
@@ -514,7 +421,7 @@ class TranslationCandidate:
         config, grid = self.translator.model.config, self.grid
         most = config.encoder_steps
         fewer = sorted({max(1, 2 * most // 3), max(1, most // 3)} - {most}, reverse=True)
-        epsilons = config.default_epsilons if grid.epsilon is None else grid.epsilon
+        epsilons = config.default_epsilons() if grid.epsilon is None else grid.epsilon
         found: list[tuple[str, dict[str, Any], str]] = [("all steps", {}, "")]
         for steps in fewer if grid.steps is None else grid.steps:
             name = f"{steps} step{'s' * (steps > 1)}"
@@ -554,14 +461,32 @@ class TranslationCandidate:
         return Scores(self._quality(texts), len(texts), layers, flops)
 
 
+class ProgramCandidate(TranslationCandidate):
+    """A program executor in a comparison: an answer is right to the last digit, or wrong."""
+
+    def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, ComparedTask]:
+        split = data.split or "test"
+        trained = trained_with(ProgramTrainConfig, run)
+        programs = held_out_programs(trained.dataset, split, trained.train.seed)
+        pairs = encode_programs(
+            programs[: data.limit or COMPARED_SENTENCES], self.translator.tokenizer
+        )
+        # There is no file of programs: what they are drawn from identifies them.
+        detail = {"programs": len(pairs), "seed": trained.train.seed, **asdict(trained.dataset)}
+        task = ComparedTask("execution", PROGRAMS, split, "program", "exact match", True, detail)
+        return pairs, task
+
+    def _quality(self, texts: list[str]) -> Interval:
+        right = sum(made == told for made, told in zip(texts, self.references, strict=True))
+        return share_interval(right, len(texts))
+
+
 def open_candidate(run: str, name: str, data: ComparedData) -> TranslationCandidate:
     """Return a finished run as a comparison measures it."""
     task = task_of(run)
     if task == TRANSLATION:
         return TranslationCandidate(run, name, data)
     if task == PROGRAMS:
-        from deepenough.lazy.programs import ProgramCandidate
-
         return ProgramCandidate(run, name, data)
     raise UserError(
         f"{run} was trained on {task}, which has no operating points to compare: leave it out."

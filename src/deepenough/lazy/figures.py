@@ -38,6 +38,8 @@ TOKENS, STEPS, PROGRAMS = "lazy_tokens", "steps", "programs"
 """Kinds of the records that are read here."""
 
 SIDES = {"encoder": "source", "decoder": "target"}
+QUALITIES = {"bleu": "BLEU", "exact": "exact match", "perplexity": "perplexity"}
+"""What a task is measured by: the name in a record, and the one people use."""
 MAX_TOKENS = 60
 """Tokens of one side that a heat map shows."""
 MAX_NUMBERED = 16
@@ -47,16 +49,28 @@ MAX_NUMBERED = 16
 # -- records ----------------------------------------------------------------------------------
 
 
+SAME = (
+    *("split", "test", "sentences", "programs", "length", "nesting", "beams", "length_penalty"),
+    *("length_formula", "epsilon", "decoder_epsilon", "patience", "halt_on"),
+)
+"""What is the same in all points of a sweep over steps."""
+
+
+def step_points(run: Run) -> tuple[str, list[dict[str, Any]]]:
+    """Return what a sweep over steps measured, and its points as far as measured as the last."""
+    found = [r.values for r in run.of_kind(STEPS) if numbers(r.values, "decoder_steps") is not None]
+    quality = next(name for name in (*QUALITIES, "") if name in found[-1] or not name)
+    last = [found[-1].get(name) for name in SAME]
+    points = [values for values in found if [values.get(name) for name in SAME] == last]
+    return quality, [values for values in points if number(values.get(quality)) is not None]
+
+
 def step_grid(run: Run) -> dict[tuple[int, int], float]:
-    """Return BLEU by encoder and decoder steps, the latest of those measured as the last was."""
-    names = ("encoder_steps", "decoder_steps", "bleu")
-    found = [r.values for r in run.of_kind(STEPS) if numbers(r.values, *names) is not None]
-    same = ("split", "test", "sentences", "beams", "epsilon", "decoder_epsilon", "patience")
-    ways = [[values.get(name) for name in same] for values in found]
+    """Return the quality by encoder and decoder steps; a language model makes 0 of the former."""
+    quality, points = step_points(run)
     return {
-        (values["encoder_steps"], values["decoder_steps"]): values["bleu"]
-        for values, way in zip(found, ways, strict=True)
-        if way == ways[-1]
+        (values.get("encoder_steps", 0), values["decoder_steps"]): values[quality]
+        for values in points
     }
 
 
@@ -88,7 +102,7 @@ def tokens_figure(run: Run) -> FigureSpec:
     """Return gates and similarities of the inspected pair, token by step."""
     pair = _last(run, TOKENS)
     panels = []
-    for side, name in SIDES.items():
+    for side, name in _sides(pair).items():
         part = pair[side]
         if "gates" in part:
             scale = Axis("gate", "root", low=0.0, high=1.0)
@@ -96,11 +110,11 @@ def tokens_figure(run: Run) -> FigureSpec:
         low = math.floor(10 * min(*map(min, part["similarity"]), 0.9)) / 10
         scale = Axis("similarity", "angle", low=max(low, 0.0), high=1.0)
         panels.append(_heat(part, "similarity", scale, f"{name}: similarity to the step before"))
-    source, target = pair["source"], pair["target"]
-    caption = f"“{shortened(source, 80)}” and “{shortened(target, 80)}”."
+    texts = [pair[key] for key in ("source", "target") if key in pair]
+    caption = " and ".join(f"“{shortened(visible(text), 80)}”" for text in texts) + "."
     if any(panel.framed for panel in panels):
         caption += f" Frames: the last step of a token with epsilon {pair['epsilon']:g}."
-    longest = max(len(pair[side]["tokens"]) for side in SIDES)
+    longest = max(len(pair[side]["tokens"]) for side in _sides(pair))
     if longest > MAX_TOKENS:
         caption += f" The first {MAX_TOKENS} of {longest} tokens are shown."
     command = _plot_command(run, pair)
@@ -111,9 +125,15 @@ def tokens_figure(run: Run) -> FigureSpec:
         panels,
         run.name,
         command,
-        columns=len(panels) // 2,
+        columns=len(panels) // len(_sides(pair)),
         wide=True,
     )
+
+
+def _sides(pair: dict[str, Any]) -> dict[str, str]:
+    """Return the sides of an inspected text and their names; a language model has one."""
+    found = {side: name for side, name in SIDES.items() if side in pair}
+    return found if "encoder" in found else {"decoder": "text"}
 
 
 def _heat(part: dict[str, Any], key: str, scale: Axis, title: str) -> HeatMap:
@@ -149,10 +169,11 @@ def sentence_figure(run: Run) -> FigureSpec:
     """Return how much the mean state of each side still changes from step to step."""
     pair = _last(run, TOKENS)
     lines = []
-    for side, color, style in (("encoder", BLUE, "solid"), ("decoder", VERMILION, "dashed")):
+    looks = {"encoder": (BLUE, "solid"), "decoder": (VERMILION, "dashed")}
+    for side, name in _sides(pair).items():
         own = pair[side]["sentence"]
         steps = [float(step) for step in range(1, len(own) + 1)]
-        lines.append(Line(SIDES[side], steps, own, color, style))
+        lines.append(Line(name, steps, own, *looks[side]))
     lowest = min(min(line.y) for line in lines)
     y = Axis("similarity to the step before", "angle", low=max(0.0, lowest - 0.05), high=1.0)
     caption = "Squared cosine of the mean state before and after each step; at 1 nothing changes."
@@ -162,9 +183,46 @@ def sentence_figure(run: Run) -> FigureSpec:
 
 
 @_if_recorded
+def cka_figure(run: Run) -> FigureSpec:
+    """Return how alike all states of the inspected text are at any two steps."""
+    pair = _last(run, TOKENS)
+    panels = []
+    for side, name in _sides(pair).items():
+        table = np.array(pair[side]["cka"], dtype=float)
+        steps = [str(step) for step in range(len(pair[side]["sentence"]) + 1)]
+        if table.shape != (len(steps), len(steps)):
+            raise ValueError("a table that does not fit its steps")
+        texts = [[_digits(value) for value in row] for row in table]
+        scale = Axis("CKA", low=math.floor(10 * table.min()) / 10, high=1.0)
+        panels.append(
+            HeatMap(
+                steps,
+                steps,
+                table.tolist(),
+                Axis("step"),
+                Axis("step"),
+                scale,
+                texts=texts if len(steps) <= MAX_NUMBERED else (),
+                upwards=True,
+                square=True,
+                title=f"{name}: CKA of the states at two steps",
+            )
+        )
+    caption = f"Linear CKA over the tokens of “{shortened(visible(pair['source']), 80)}”"
+    caption += " and its target" * ("target" in pair) + "; step 0 are the embeddings."
+    title = "How alike a sentence is at any two steps"
+    command = _plot_command(run, pair)
+    return FigureSpec(
+        "lazy_cka", title, caption, panels, run.name, command, columns=len(panels), wide=True
+    )
+
+
+@_if_recorded
 def grid_figure(run: Run) -> FigureSpec:
-    """Return BLEU for other numbers of steps than those of training."""
+    """Return the quality for other numbers of steps than those of training."""
     found = step_grid(run)
+    quality = QUALITIES[step_points(run)[0]]
+    title = f"{quality[0].upper()}{quality[1:]} by number of steps"
     encoder, decoder = (sorted({key[side] for key in found}) for side in (0, 1))
     caption = "The same weights, run for more or fewer steps than they were trained with."
     model = run.config.get("model")
@@ -175,6 +233,11 @@ def grid_figure(run: Run) -> FigureSpec:
     if trained in found:
         framed = [(decoder.index(trained[1]), encoder.index(trained[0]))]
         caption += " Framed: the steps of training."
+    if encoder == [0]:
+        line = Line(quality, [float(d) for d in decoder], [found[0, d] for d in decoder], BLUE)
+        chart = Chart(Axis("steps", whole=True), Axis(quality), [line])
+        command = _command(run, "sweep", decoder_steps=decoder)
+        return FigureSpec("lazy_steps", title, caption, [chart], run.name, command)
     values = [[found.get((e, d)) for e in encoder] for d in decoder]
     panel = HeatMap(
         [f"{steps}" for steps in decoder],
@@ -182,25 +245,25 @@ def grid_figure(run: Run) -> FigureSpec:
         values,
         Axis("encoder steps"),
         Axis("decoder steps"),
-        Axis("BLEU", low=min(found.values()), high=max(found.values())),
-        texts=[["" if value is None else f"{value:.1f}" for value in row] for row in values],
+        Axis(quality, low=min(found.values()), high=max(found.values())),
+        texts=[["" if value is None else f"{value:.3g}" for value in row] for row in values],
         framed=framed,
         upwards=True,
     )
     command = _command(run, "sweep", encoder_steps=encoder, decoder_steps=decoder)
-    title = "BLEU by number of steps"
     return FigureSpec("lazy_steps", title, caption, [panel], run.name, command)
 
 
 FIGURES: tuple[FigureBuilder, ...] = (
     tokens_figure,
     sentence_figure,
+    cka_figure,
     grid_figure,
 )
 
 
 def _plot_command(run: Run, pair: dict[str, Any]) -> str:
-    options = {name: pair.get(name) for name in ("source", "target", "epsilon")}
+    options = {name: pair.get(name) for name in ("source", "epsilon", "halt_on")}
     return _command(run, "plot", **options)
 
 

@@ -2,7 +2,7 @@
 
 `generate()` supports beam search and keeps a key-value cache layer for every step. How many steps
 are made, and whether tokens halt in equilibrium, can be chosen anew in every call, `generate()`
-included: `encoder_steps`, `decoder_steps`, `epsilon`, `decoder_epsilon`, `patience`.
+included: `encoder_steps`, `decoder_steps`, `epsilon`, `decoder_epsilon`, `patience`, `halt_on`.
 
 FLOPs in traces are those of torch's `FlopCounterMode` in closed form (multiply-adds count as two,
 matrix products only), so a trace costs nothing to produce. Padding costs nothing and has depth 0 in
@@ -111,6 +111,7 @@ class StepOptions(NamedTuple):
     num_steps: int | None = None
     epsilon: float | None = None
     patience: int | None = None
+    halt_on: str | None = None
     keep_states: bool = False
     """Whether to return the states of every step."""
 
@@ -150,20 +151,21 @@ class _Side(nn.Module):
         In training they do only where the call gives an epsilon, whatever the config says.
         """
         config = self.config
-        num_steps, epsilon, patience, keep_states = options
+        num_steps, epsilon, patience, halt_on, keep_states = options
         if self.training and epsilon is None:
             epsilon = 0.0
         num_steps = getattr(config, self.steps_option) if num_steps is None else num_steps
         epsilon = getattr(config, self.epsilon_option) if epsilon is None else epsilon
         config.check_epsilon(epsilon, self.epsilon_option)
+        config.check_halt_on(halt_on)
         steps = (self.stack, state, positions, context, num_steps)
         if epsilon == 0.0:
             output: StackOutput = self.stack(*steps[1:], keep_states)
             return output
         patience = config.patience if patience is None else patience
         if self.training:
-            return run_in_full(*steps, epsilon, patience)
-        return run_with_halting(*steps, epsilon, patience, real_BT, keep_states)
+            return run_in_full(*steps, epsilon, patience, halt_on)
+        return run_with_halting(*steps, epsilon, patience, real_BT, keep_states, halt_on)
 
 
 class LazyEncoder(_Side):
@@ -179,15 +181,16 @@ class LazyEncoder(_Side):
         encoder_steps: int | None = None,
         epsilon: float | None = None,
         patience: int | None = None,
+        halt_on: str | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
     ) -> LazyEncoderOutput | tuple[Any, ...]:
-        """Encode a batch; steps, `epsilon` and `patience` are the config's unless given."""
+        """Encode a batch; steps and what decides halting are the config's unless given."""
         state = self.embed(input_ids)
         positions = self.stack.encoding.positions(0, state, attention_mask)
         context = PaddedContext(self.config.num_heads, padding_mask(attention_mask))
-        options = StepOptions(encoder_steps, epsilon, patience, bool(output_hidden_states))
+        options = StepOptions(encoder_steps, epsilon, patience, halt_on, bool(output_hidden_states))
         steps = self.run(state, positions, context, options, attention_mask)
         trace = None
         if not self.training:
@@ -388,6 +391,7 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
         epsilon: float | None = None,
         decoder_epsilon: float | None = None,
         patience: int | None = None,
+        halt_on: str | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
@@ -397,7 +401,7 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
 
         `labels` (-100 where there is none) give the loss and all logits; `targets`, in the same
         form, give the loss alone, which is cheaper: logits are computed only where there is a
-        target. Steps, epsilons and `patience` are the config's unless given.
+        target. Steps, epsilons, `patience` and `halt_on` are the config's unless given.
         """
         wanted = labels if targets is None else targets
         if decoder_input_ids is None:
@@ -411,6 +415,7 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
                 encoder_steps=encoder_steps,
                 epsilon=epsilon,
                 patience=patience,
+                halt_on=halt_on,
                 output_hidden_states=output_hidden_states,
             )
         states = encoder_outputs[0]
@@ -421,7 +426,8 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
         if cache is not None:
             own, cross = cache.self_attention_cache, cache.cross_attention_cache
         memory = EncoderMemory(states, padding_mask(attention_mask), self.config.num_heads, cross)
-        options = StepOptions(decoder_steps, decoder_epsilon, patience, bool(output_hidden_states))
+        keep_states = bool(output_hidden_states)
+        options = StepOptions(decoder_steps, decoder_epsilon, patience, halt_on, keep_states)
         decoded = self.decoder(
             decoder_input_ids, decoder_attention_mask, memory, own, options, logits_to_keep
         )
@@ -472,6 +478,7 @@ class LazyTransformerForCausalLM(LazyPreTrainedModel, CheckedGenerationMixin):
         decoder_steps: int | None = None,
         decoder_epsilon: float | None = None,
         patience: int | None = None,
+        halt_on: str | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
@@ -485,7 +492,8 @@ class LazyTransformerForCausalLM(LazyPreTrainedModel, CheckedGenerationMixin):
         cache = past_key_values
         if cache is None and use_cache:
             cache = DynamicCache()
-        options = StepOptions(decoder_steps, decoder_epsilon, patience, bool(output_hidden_states))
+        keep_states = bool(output_hidden_states)
+        options = StepOptions(decoder_steps, decoder_epsilon, patience, halt_on, keep_states)
         decoded = self.decoder(input_ids, attention_mask, None, cache, options, logits_to_keep)
         wanted = targets
         if labels is not None:

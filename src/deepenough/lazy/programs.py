@@ -40,30 +40,14 @@ from deepenough.data.translation import EncodedPairs, Pair, encode_pairs
 from deepenough.errors import UserError
 from deepenough.lazy.config import (
     MAX_NESTING,
-    PROGRAMS,
     BeamSearchConfig,
     LazyEvalConfig,
     ProgramConfig,
     ProgramTrainConfig,
 )
-from deepenough.lazy.evaluation import (
-    COMPARED_SENTENCES,
-    TranslationCandidate,
-    keep_record,
-    load_translator,
-    plain_loss,
-    trained_with,
-    translate_pairs,
-)
+from deepenough.lazy.inference import plain_loss, trained_with, translate_pairs
 from deepenough.lazy.modeling import LazyTransformerForConditionalGeneration
-from deepenough.lazy.training import PairsTask, model_identity, new_translator
-from deepenough.measurement import (
-    ComparedData,
-    ComparedTask,
-    Interval,
-    intervals_of,
-    share_interval,
-)
+from deepenough.lazy.training import PairsTask, model_identity, new_translator, start_from
 from deepenough.runs import RunFolder
 from deepenough.training.config import seed_at
 from deepenough.training.distributed import make_accelerator
@@ -254,6 +238,7 @@ def train_programs(config: ProgramTrainConfig) -> RunFolder:
     tokenizer = character_tokenizer()
     torch.manual_seed(config.train.seed)
     model = new_translator(config.model, tokenizer, config.dataset.max_length)
+    start_from(model, config.start)
     task = ProgramTask(config, model, tokenizer, accelerator)
     with training(config, task, accelerator) as trainer:
         trainer.fit()
@@ -271,7 +256,7 @@ class ProgramTask(PairsTask):
         accelerator: Accelerator,
     ) -> None:
         super().__init__(model, tokenizer, config.train, accelerator)
-        self.dataset = config.dataset
+        self.dataset, self.is_warm = config.dataset, config.start is not None
         seed = config.train.seed
         self.held_out = {split: held_out_programs(self.dataset, split, seed) for split in HELD_OUT}
         self.pool = functools.lru_cache(1)(
@@ -295,6 +280,7 @@ class ProgramTask(PairsTask):
         dataset = asdict(self.dataset)
         del dataset["eval_size"]
         return {
+            "start": {"warm": self.is_warm},
             "model": model_identity(self.model.config),
             "data": dataset,
             "train": self.train.identity(),
@@ -302,23 +288,6 @@ class ProgramTask(PairsTask):
 
 
 # -- evaluation ------------------------------------------------------------------------------------
-
-
-def evaluate_programs(config: LazyEvalConfig) -> dict[str, Any]:
-    """Measure exact match on held-out programs, also by difficulty; record and return it."""
-    validate(config)
-    translator = load_translator(config.run)
-    programs, dataset = measured_programs(config)
-    # Longer programs than in training need only more of the same position encodings.
-    model_config = translator.model.config
-    model_config.max_positions = max(model_config.max_positions, 2 * dataset.max_length + 16)
-    search = replace(config.search, beams=config.search.beams or 1)
-    values = measure_programs(*translator, programs, search)
-    values |= {"split": config.split, "length": dataset.length, "nesting": dataset.nesting}
-    values |= {"programs": len(programs), "mechanism": model_config.mechanism}
-    keep_record(config.run, PROGRAMS, values)
-    right = round(values["exact"] * len(programs))
-    return values | intervals_of(exact=share_interval(right, len(programs)))
 
 
 def measured_programs(config: LazyEvalConfig) -> tuple[list[Program], ProgramConfig]:
@@ -339,7 +308,7 @@ def measure_programs(
     search: BeamSearchConfig,
     accelerator: Accelerator | None = None,
 ) -> dict[str, Any]:
-    """Return loss, exact match of all and of each kind, and `exact_by`: that of each difficulty."""
+    """Return loss, exact match of all and of each kind, that of each difficulty, and answers."""
     pairs = encode_programs(programs, tokenizer)
     longest = max(int(side.lengths.max()) for side in (pairs.source, pairs.target))
     values: dict[str, Any] = plain_loss(model, pairs, max(EVAL_TOKENS, longest), accelerator)
@@ -349,7 +318,7 @@ def measure_programs(
     for kind in sorted({program.kind for program in programs}):
         own = [hit for hit, program in zip(right, programs, strict=True) if program.kind == kind]
         values[f"exact_{kind}"] = fmean(own)
-    return values | {"exact_by": exact_by_difficulty(programs, right)}
+    return values | {"exact_by": exact_by_difficulty(programs, right), "hypotheses": answers}
 
 
 def exact_by_difficulty(programs: Iterable[Program], right: Iterable[bool]) -> list[dict[str, Any]]:
@@ -362,23 +331,3 @@ def exact_by_difficulty(programs: Iterable[Program], right: Iterable[bool]) -> l
         dict(zip(names, (*difficulty, fmean(hits), len(hits)), strict=True))
         for difficulty, hits in sorted(groups.items())
     ]
-
-
-class ProgramCandidate(TranslationCandidate):
-    """A program executor in a comparison: an answer is right to the last digit, or wrong."""
-
-    def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, ComparedTask]:
-        split = data.split or "test"
-        trained = trained_with(ProgramTrainConfig, run)
-        programs = held_out_programs(trained.dataset, split, trained.train.seed)
-        pairs = encode_programs(
-            programs[: data.limit or COMPARED_SENTENCES], self.translator.tokenizer
-        )
-        # There is no file of programs: what they are drawn from identifies them.
-        detail = {"programs": len(pairs), "seed": trained.train.seed, **asdict(trained.dataset)}
-        task = ComparedTask("execution", PROGRAMS, split, "program", "exact match", True, detail)
-        return pairs, task
-
-    def _quality(self, texts: list[str]) -> Interval:
-        right = sum(made == told for made, told in zip(texts, self.references, strict=True))
-        return share_interval(right, len(texts))

@@ -1,5 +1,8 @@
 """Train a Lazy Transformer, or one of its baselines, to translate or to model language.
 
+A training may begin with the weights of another run (`start`), such as a translator's with those of
+a language model: what both models have under one name is taken, and so is the tokenizer.
+
 The loss that is minimised has smoothed labels where the config says so; what is recorded is the
 plain one, since a smoothed loss has no meaning as a measure. Validation measures the plain loss and
 BLEU of greedy translations, the test BLEU with beams. Training on programs is in `programs.py`.
@@ -10,6 +13,7 @@ A language model carries nothing from one batch to the next, so it predicts with
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import random
@@ -17,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -44,20 +48,29 @@ from deepenough.lazy.config import (
     LazyTransformerConfig,
     TranslationTrainConfig,
 )
-from deepenough.lazy.evaluation import bleu, plain_loss, translate_pairs
+from deepenough.lazy.inference import (
+    bleu,
+    load_model,
+    plain_loss,
+    trained_with,
+    translate_pairs,
+)
 from deepenough.lazy.modeling import (
+    LazyPreTrainedModel,
     LazyTransformerForCausalLM,
     LazyTransformerForConditionalGeneration,
 )
-from deepenough.runs import RunFolder
+from deepenough.runs import RunFolder, model_folder, read_config
 from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import make_accelerator, on_main
 from deepenough.training.language import LanguageTask
-from deepenough.training.logging import without_bars
+from deepenough.training.logging import announce, without_bars
 from deepenough.training.task import BatchLoss, Task
 from deepenough.training.trainer import check_folder, training
 
 logger = logging.getLogger("deepenough")
+
+T = TypeVar("T", TranslationTrainConfig, LanguageTrainConfig)
 
 HALTING_OPTIONS = {"epsilon", "decoder_epsilon", "patience", "halt_on"}
 """Options that do not affect the weights of a model and can be changed at any time."""
@@ -68,11 +81,13 @@ def train_translation(config: TranslationTrainConfig) -> RunFolder:
     validate(config)
     accelerator = make_accelerator(config.train, may_skip=False)
     check_folder(config, accelerator)
+    config = with_tokenizer_of_start(config)
     text = open_parallel(config.data, config.dataset)
     tokenizer = joint_tokenizer(text, config.dataset)
     pairs = encode_splits(text, tokenizer, config.dataset.max_length)
     torch.manual_seed(config.train.seed)
     model = new_translator(config.model, tokenizer, config.dataset.max_length)
+    start_from(model, config.start)
     config.search.check_for(model)
     task = TranslationTask(config, model, tokenizer, pairs, accelerator)
     with training(config, task, accelerator) as trainer:
@@ -108,6 +123,55 @@ def _model_config(
     return LazyTransformerConfig(len(tokenizer), max_positions, **special, **asdict(model))
 
 
+def with_tokenizer_of_start(config: T) -> T:
+    """Return the settings with the tokenizer of the run to start from, if there is one."""
+    if config.start is None:
+        return config
+    own = str(model_folder(config.start))
+    if config.dataset.tokenizer not in (None, own):
+        raise UserError(
+            f"The weights of {config.start} are for its own tokenizer: leave out dataset.tokenizer "
+            "or start."
+        )
+    changes: dict[str, Any] = {"tokenizer": own}
+    if isinstance(config, LanguageTrainConfig) and config.dataset.end_of_line is None:
+        settings = read_config(str(model_folder(config.start).parent))
+        is_language = settings.get("task") == config.task
+        before = trained_with(LanguageTrainConfig, config.start).dataset if is_language else None
+        changes["end_of_line"] = before is None or before.ends_lines
+    dataset: Any = dataclasses.replace(config.dataset, **changes)
+    return dataclasses.replace(config, dataset=dataset)
+
+
+def start_from(model: LazyPreTrainedModel, run: str | None) -> None:
+    """Give a new model the weights of a run's, those that both have under one name; say so.
+
+    Raises:
+        UserError: The run's model is of another shape, or has another vocabulary.
+    """
+    if run is None:
+        return
+    start, _ = load_model(run)
+    for name in ("d_model", "num_heads", "d_ff", "norm", "step_encoding"):
+        old, new = getattr(start.config, name), getattr(model.config, name)
+        if old != new:
+            raise UserError(
+                f"The model in {run} has {name} {old}, but {new} is asked for: give "
+                f"--model.{name} {old}."
+            )
+    if start.config.vocab_size != model.config.vocab_size:
+        raise UserError(
+            f"The model in {run} knows {start.config.vocab_size} tokens, but the tokenizer here "
+            f"has {model.config.vocab_size}: start from a run of the same task."
+        )
+    own, found = dict(model.named_parameters()), dict(start.named_parameters())
+    taken = {name: weight for name, weight in found.items() if name in own}
+    if wrong := [name for name, weight in taken.items() if weight.shape != own[name].shape]:
+        raise UserError(f"{wrong[0]} has another shape in {run}: give the options of its model.")
+    model.load_state_dict(taken, strict=False)
+    announce(f"{len(taken)} of {len(own)} weights start as in {run}; any others are new.")
+
+
 def model_identity(config: LazyTransformerConfig) -> dict[str, Any]:
     """Return what a model must share with the checkpoint that it continues from."""
     names = {option.name for option in fields(LazyModelConfig)} - HALTING_OPTIONS
@@ -125,6 +189,8 @@ class PairsTask(Task, ABC):
     model: LazyTransformerForConditionalGeneration
     drawn_steps: tuple[int, int] | None = None
     most_epsilon: float = 0.0
+    is_warm = False
+    """Whether the model began with the weights of another."""
 
     def __init__(
         self,
@@ -189,7 +255,7 @@ class TranslationTask(PairsTask):
         fewest, most = config.fewest_encoder_steps, config.most_encoder_steps
         if fewest is not None:
             self.drawn_steps = fewest, most or config.model.encoder_steps
-        self.most_epsilon = config.most_epsilon
+        self.most_epsilon, self.is_warm = config.most_epsilon, config.start is not None
         self.pairs, self.dataset, self.search = pairs, config.dataset, config.search
         training_pairs = pairs["train"]
         lengths = training_pairs.source.lengths, training_pairs.target.lengths
@@ -226,6 +292,7 @@ class TranslationTask(PairsTask):
         steps = {"drawn_steps": list(self.drawn_steps or ()), "most_epsilon": self.most_epsilon}
         limits = {"batch_tokens": self.dataset.batch_tokens, "max_length": self.dataset.max_length}
         return {
+            "start": {"warm": self.is_warm},
             "model": model_identity(self.model.config) | steps,
             "data": limits | {split: _fingerprint(pairs) for split, pairs in self.pairs.items()},
             "train": self.train.identity(),
@@ -249,6 +316,7 @@ def train_language(config: LanguageTrainConfig) -> RunFolder:
     validate(config)
     accelerator = make_accelerator(config.train, may_skip=False)
     check_folder(config, accelerator)
+    config = with_tokenizer_of_start(config)
     found: list[Prepared] = []
     # The main process fills the cache for all.
     on_main(accelerator, lambda: found.append(prepare(config.data, config.dataset)))
@@ -257,7 +325,9 @@ def train_language(config: LanguageTrainConfig) -> RunFolder:
     max_positions = max(1024, config.dataset.length)
     model_config = _model_config(config.model, prepared.tokenizer, max_positions)
     model = LazyTransformerForCausalLM(model_config)
+    start_from(model, config.start)
     task = LazyLanguageTask(model, prepared, config.dataset, config.train, accelerator)
+    task.is_warm = config.start is not None
     with training(config, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run

@@ -172,6 +172,18 @@ def step_similarity(states: Sequence[Tensor]) -> Tensor:
     return torch.stack([squared_cosine(*pair) for pair in pairwise(states)], -1)
 
 
+def step_cka(states: Sequence[Tensor]) -> Tensor:
+    """Return the linear CKA of a text's states `[T, D]` at any two of N + 1 steps, `[N+1, N+1]`.
+
+    `<K, L> / sqrt(<K, K> * <L, L>)` with `K = x x^T` over the tokens, centred (arXiv 1905.00414,
+    eq. 1 and 3); of a single token over its channels, as in its gate.
+    """
+    samples = [x - x.mean(0) if len(x) > 1 else x.T for x in states]
+    grams = torch.stack([(x @ x.T).flatten() for x in samples])
+    grams = grams / grams.norm(dim=1, keepdim=True).clamp(min=torch.finfo(grams.dtype).tiny)
+    return (grams @ grams.T).clamp(0.0, 1.0)
+
+
 def linear_cka_ref(x: Tensor, y: Tensor) -> Tensor:
     """Return the CKA of one token's two vectors by the literal formula, as a reference for tests.
 

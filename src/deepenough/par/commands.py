@@ -7,13 +7,12 @@ import json
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from deepenough.config import Command
+from deepenough.config import Command, GenerateConfig
 
 if TYPE_CHECKING:
     from deepenough.par.config import (
         ParDeriveConfig,
         ParEvalConfig,
-        ParGenerateConfig,
         ParSearchConfig,
         ParTrainConfig,
     )
@@ -78,7 +77,7 @@ def run_eval(config: ParEvalConfig) -> None:
     print(*figure_lines(values), sep="\n")
 
 
-def run_generate(config: ParGenerateConfig) -> None:
+def run_generate(config: GenerateConfig) -> None:
     """Print a prompt and what the model writes after it."""
     from deepenough.par.evaluation import continue_text
 
@@ -126,7 +125,7 @@ COMMANDS = (
     Command(
         name="generate",
         help="write text with a trained model",
-        config="deepenough.par.config:ParGenerateConfig",
+        config="deepenough.config:GenerateConfig",
         run=run_generate,
         description="Continue a prompt with a trained model.",
         example="deepenough par generate runs/mine --prompt 'The function returns'",

@@ -284,29 +284,6 @@ class ParEvalConfig:
 
 
 @dataclass
-class ParGenerateConfig:
-    """Text from a trained model."""
-
-    run: str
-    """Folder of a finished run, or of a model."""
-
-    prompt: str = "The"
-    """Text to continue."""
-
-    tokens: int = bounded(60, ge=1)
-    """Number of tokens to write."""
-
-    temperature: float = bounded(0.8, ge=0)
-    """Temperature of the sampling; 0 takes the likeliest token every time."""
-
-    top_k: int = bounded(50, ge=0)
-    """Sample from this many of the likeliest tokens; 0 for all of them."""
-
-    seed: int = 0
-    """Seed of the sampling."""
-
-
-@dataclass
 class ParGrid:
     """Operating points of a comparison."""
 

@@ -14,11 +14,12 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from deepenough.config import resolve, validate
+from deepenough.config import GenerateConfig, resolve, validate
 from deepenough.data.config import DatasetConfig
-from deepenough.data.tokenizer import check_text, load_tokenizer
+from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.tokens import ContextBatches, split_tokens, tokenizer_fingerprint
 from deepenough.errors import UserError
+from deepenough.hf import generation
 from deepenough.hf.loading import load
 from deepenough.measurement import (
     ComparedData,
@@ -28,14 +29,12 @@ from deepenough.measurement import (
     content_of,
     perplexity_interval,
 )
-from deepenough.par.config import ParEvalConfig, ParGenerateConfig
+from deepenough.par.config import ParEvalConfig
 from deepenough.par.modeling import Memories, ParForCausalLM, ParPreTrainedModel
 from deepenough.runs import RunFolder, find_run, model_folder, read_config, read_section
 from deepenough.trace import DepthTrace
 from deepenough.training.language import evaluate_language, masking_for, num_evaluation_streams
 
-#: Below this temperature sampling is taking the likeliest.
-COLDEST = 1e-6
 #: Segments that a comparison reads by default.
 SEGMENTS = 64
 
@@ -89,34 +88,16 @@ def _trained_on(folder: str) -> DatasetConfig:
     return DatasetConfig()
 
 
-def continue_text(config: ParGenerateConfig) -> str:
+def continue_text(config: GenerateConfig) -> str:
     """Return the prompt and what the model writes after it."""
-    validate(config)
-    if not check_text(config.prompt).strip():
-        raise UserError("The prompt is empty: give at least one word to go on from.")
+    options = asdict(validate(config))
     instead = "give one that was trained with --objective causal"
-    model = check_causal(load_model(config.run), config.run, instead)
-    tokenizer = load_tokenizer(model_folder(config.run))
-    # Where the model has learned line ends as a token of their own, prompts have them too.
-    end = tokenizer.eos_token_id if _trained_on(config.run).ends_lines else None
-    lines = [config.prompt] if end is None else config.prompt.split("\n")
-    first, *others = [tokenizer.encode(line, add_special_tokens=False) for line in lines]
-    ids = [*first, *(token for line in others for token in (end, *line))]
-    torch.manual_seed(config.seed)
-    sampling = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k}
-    written = model.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-        max_new_tokens=config.tokens,
-        **(sampling if config.temperature > COLDEST else {"do_sample": False}),
+    model = check_causal(load_model(options.pop("run")), config.run, instead)
+    tokenizer, ends_lines = (
+        load_tokenizer(model_folder(config.run)),
+        _trained_on(config.run).ends_lines,
     )
-    written_lines: list[list[int]] = [[]]
-    for token in written[0].tolist():
-        if token == end:
-            written_lines.append([])
-        else:
-            written_lines[-1].append(token)
-    return "\n".join(tokenizer.batch_decode(written_lines, skip_special_tokens=True))
+    return generation.continue_text(model, tokenizer, ends_lines=ends_lines, **options)
 
 
 # -- comparison ------------------------------------------------------------------------------------
