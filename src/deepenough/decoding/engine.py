@@ -23,6 +23,7 @@ Shapes: B sequences, T tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -177,13 +178,9 @@ def make_engine(model: Any, backend: str | None = None) -> Engine:
 
 def _new_engine(adapter: Adapter, backends: Sequence[str]) -> Engine:
     """Return an engine of the first backend that fits the model."""
-    from deepenough.decoding.general_backend import GeneralEngine
-    from deepenough.decoding.native_backend import make_native
-    from deepenough.decoding.torch_backend import make_fused
-
-    makers = {"native": make_native, "torch": make_fused, "general": GeneralEngine}
     for name in backends:
-        engine: Engine | None = makers[name](adapter)
+        backend = importlib.import_module(f"deepenough.decoding.{name}_backend")
+        engine: Engine | None = backend.make(adapter)
         if engine is not None:
             return engine
     raise UserError(

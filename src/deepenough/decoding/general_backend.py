@@ -24,6 +24,11 @@ from deepenough.hf.adapter import Adapter
 from deepenough.hf.intercept import StopForward, first_call, run_until_stopped
 
 
+def make(adapter: Adapter) -> GeneralEngine:
+    """Return a general engine, which takes every model that the adapter does."""
+    return GeneralEngine(adapter)
+
+
 class GeneralEngine(Engine):
     """Decodes any causal Hugging Face model through its own layers.
 

@@ -82,7 +82,7 @@ def kernel_names() -> list[str]:
     return [name for name in names if library and library.de_kernels(name.encode())]
 
 
-def make_native(adapter: Adapter) -> NativeEngine | None:
+def make(adapter: Adapter) -> NativeEngine | None:
     """Return a native engine for a model, or None if it does not fit."""
     return NativeEngine(adapter) if _fits(adapter) else None
 

@@ -29,7 +29,7 @@ from deepenough.decoding.kv_cache import KVCache, StepContext, attend
 from deepenough.hf.adapter import Adapter
 
 
-def make_fused(adapter: Adapter) -> FusedEngine | None:
+def make(adapter: Adapter) -> FusedEngine | None:
     """Return a fused engine for a model, or None if its layout is not one of those known here."""
     for layout in (LlamaEngine, GPT2Engine):
         if layout.fits(adapter):
