@@ -45,6 +45,10 @@ class Window(NamedTuple):
     length: int
     """Tokens of the window before it was cut at the position."""
     text: int
+    """Number of its text."""
+    targets: list[int]
+    """What is to be predicted at each position wanted: of a causal model the next token, else the
+    token itself, before it was masked; -1 where the window ends."""
 
 
 class TokenBatch(NamedTuple):
@@ -64,6 +68,10 @@ class TokenBatch(NamedTuple):
             return torch.arange(len(self.windows)), torch.tensor([w.position for w in self.windows])
         row, position = self.mask.nonzero(as_tuple=True)
         return row, position
+
+    def targets(self) -> Tensor:
+        """Return the token to be predicted at every place of `wanted`, -1 where there is none."""
+        return torch.tensor([target for window in self.windows for target in window.targets])
 
     def inputs(self, adapter: Adapter) -> tuple[Tensor, Tensor | None]:
         """Return ids and attention mask on the device of a model.
@@ -224,13 +232,14 @@ def _windows(
             chosen = [first + draw.randrange(len(part) - extra) for part in parts]
         for part, position in zip(parts, chosen, strict=True):
             length = len(part)
+            targets = [*part[1:], -1] if reading.kind == "causal" else list(part)
             if reading.kind == "masked":
                 part[position] = tokenizer.mask_token_id
             if reading.positions == "all":
-                yield Window(part, None, length, index)
+                yield Window(part, None, length, index, targets)
             else:
                 seen = part[: position + 1] if reading.kind == "causal" else part
-                yield Window(seen, position, length, index)
+                yield Window(seen, position, length, index, [targets[position]])
 
 
 def _pad(windows: list[Window], padding: int, texts: int) -> TokenBatch:
