@@ -29,6 +29,7 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.runs import Record
 from deepenough.shortcut import evaluation
+from deepenough.shortcut.config import PAPER_LAMBDAS, ExitConfig
 from deepenough.shortcut.evaluation import (
     AGREEMENTS,
     LAMBDAS,
@@ -40,11 +41,10 @@ from deepenough.shortcut.evaluation import (
     layers_saved,
     thresholds,
 )
-from deepenough.shortcut.config import PAPER_LAMBDAS, ExitConfig
 from deepenough.shortcut.lens import TokenScores, lens
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.reading import ReadingConfig, batches
-from deepenough.shortcut.submodules import KINDS, Replacement, Submodules
+from deepenough.shortcut.submodules import KINDS, Replacement
 
 Make = Callable[[str], PreTrainedModel]
 SHAPE: dict[str, Any] = {
@@ -118,7 +118,7 @@ def test_one_pass_equals_a_loop_over_texts(
     affine.tuned = {
         layer: (torch.eye(16) * 1.1, torch.ones(16) / 10) for layer in range(adapter.num_layers)
     }
-    submodules = Submodules.fit(model, words, texts, positions="all")
+    submodules = fit(model, words, texts, submodules=True).submodules
     some = texts[:6]
     found = by_place(
         evaluate(
@@ -162,7 +162,7 @@ def test_one_pass_equals_a_loop_over_texts(
             for field in ("rank", "surprisal", "kl", "entropy")
         )
         known = torch.cat([piece.target_rank > 0 for piece in pieces])
-        assert 0 < known.sum() and (name == "bert" or known.sum() < len(known))
+        assert known.sum() > 0 and (name == "bert" or known.sum() < len(known))
         for field in ("cross_entropy", "target_rank"):
             own = torch.cat([getattr(piece, field) for piece in pieces]).double()[known]
             assert found[place][field] == pytest.approx(own.mean().item(), rel=1e-4)
@@ -184,7 +184,7 @@ def test_batches_and_blocks_do_not_matter(
 ) -> None:
     model = make_model("llama")
     shortcuts = fit(model, words, texts)
-    submodules = Submodules.fit(model, words, texts, positions="all")
+    submodules = fit(model, words, texts, submodules=True).submodules
     texts = texts[:30]
     whole = evaluate(model, words, shortcuts, texts, submodules=submodules)
     monkeypatch.setattr(evaluation, "_LOGIT_BYTES", 4 * 60 * 20)
@@ -383,15 +383,16 @@ def test_early_exit_is_that_of_the_papers_code(
 
 def test_other_conventions_of_early_exit_have_names() -> None:
     """Layer 0 allowed, N by the length of the texts or given, one position for all tokens."""
-    evaluation = Evaluation(1, position=[torch.tensor([0, 9])], lengths=[20, 20])
     nothing = torch.zeros(2)
-    layers = [
-        TokenScores(gap, *[nothing] * 6, torch.empty(2, 0))
-        for gap in (torch.tensor([0.06, 0.06]), nothing)
-    ]
+    gaps = torch.tensor([0.06, 0.06]), nothing
+    scores = {
+        ("id", layer): TokenScores(gap, *[nothing] * 6, torch.empty(2, 0))
+        for layer, gap in enumerate(gaps)
+    }
+    evaluation = Evaluation(1, torch.tensor([0, 9]), torch.tensor([0, 1]), 20.0, scores)
 
     def exits(**options: Any) -> list[int]:
-        ((_, found),) = evaluation.exits(layers, ExitConfig(lambdas=[0.0], **options))
+        ((_, found),) = evaluation.exits("id", ExitConfig(lambdas=[0.0], **options))
         return found.tolist()
 
     assert exits() == [1, 1]
@@ -546,7 +547,7 @@ def test_a_model_that_is_being_trained_is_measured_without_dropout(
     """And is in training again afterwards, but for the parts that were not."""
     model = make_model("gpt2")
     fitted = Shortcuts.fit(model, words, texts)
-    parts = Submodules.fit(model, words, texts, positions="all")
+    parts = fit(model, words, texts, submodules=True).submodules
     prompt = "w3 w4 w5 w6"
 
     def measured() -> list[Record]:
@@ -555,7 +556,7 @@ def test_a_model_that_is_being_trained_is_measured_without_dropout(
 
     def refit() -> list[Record]:
         again = Shortcuts.fit(model, words, texts)
-        inside = Submodules.fit(model, words, texts, positions="all")
+        inside = fit(model, words, texts, submodules=True).submodules
         sums = {str(place): float(m.weight.sum()) for place, m in inside.maps.items()}
         return [Record(0, "sums", sums | {"map": float(again.matrix(0, 3).sum())})]
 
@@ -571,7 +572,7 @@ def test_sub_modules_of_other_text_are_refused(
 ) -> None:
     model = make_model("llama")
     fitted = Shortcuts.fit(model, words, texts)
-    parts = Submodules.fit(model, words, texts[1:], positions="all")
+    parts = fit(model, words, texts[1:], submodules=True).submodules
     with pytest.raises(UserError, match="fitted on other text than the maps"):
         evaluate(model, words, fitted, texts, submodules=parts)
 
@@ -585,7 +586,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(
     other.add_tokens(["w60"])
     for use in (
         lambda: Shortcuts.fit(model, other, [*texts, "w3 w60"]),
-        lambda: Submodules.fit(model, other, [*texts, "w3 w60"], positions="all"),
+        lambda: fit(model, other, [*texts, "w3 w60"], submodules=True),
         lambda: evaluate(model, other, fitted, ["w3 w60"], positions="all"),
         lambda: lens(model, other, fitted, "w3 w60"),
     ):
@@ -601,7 +602,7 @@ def test_a_diverged_model_is_refused_by_its_first_bad_layer(
     fitted = Shortcuts(3, 16, {(i, 3): torch.eye(16) for i in range(3)}, targets="last")
     for use in (
         lambda: Shortcuts.fit(model, words, texts),
-        lambda: Submodules.fit(model, words, texts),
+        lambda: fit(model, words, texts, submodules=True),
         lambda: evaluate(model, words, fitted, texts),
         lambda: lens(model, words, fitted, "w3 w4"),
     ):

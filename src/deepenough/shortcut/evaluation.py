@@ -104,21 +104,29 @@ def evaluate(
             "The sub-modules were fitted on other text than the maps, so that they cannot be "
             "compared: fit both on the same text."
         )
-    evaluation = Evaluation(adapter.num_layers, num_top)
     reading = make_reading(adapter, positions, seed, batch_tokens, window)
     total = len(texts) if isinstance(texts, Sequence) else None
     with eval_mode(adapter.model), fused_gelu(adapter.model):
-        measuring = _Measuring(adapter, modes, submodules, evaluation)
+        measuring = _Measuring(adapter, modes, submodules, num_top)
         for batch in batches(tokenizer, texts, reading):
             measuring.add(batch)
             if progress is not None:
                 progress(batch.texts, total)
         measuring.flush()
-    if not evaluation.positions:
+    if not measuring.positions:
         raise UserError("There is nothing to measure on: give texts of two tokens or more.")
-    evaluation.r2 = {mode: stream.table() for mode, stream in measuring.streams.items()}
-    evaluation.cka = given[0].table
-    return evaluation
+    return Evaluation(
+        adapter.num_layers,
+        torch.cat(measuring.positions),
+        torch.cat(measuring.texts),
+        sum(measuring.lengths) / len(measuring.lengths),
+        {
+            place: TokenScores(*map(torch.cat, zip(*pieces, strict=True)))
+            for place, pieces in measuring.scores.items()
+        },
+        {mode: stream.table() for mode, stream in measuring.streams.items()},
+        given[0].table,
+    )
 
 
 def _by_mode(given: Sequence[Shortcuts]) -> dict[str, Shortcuts]:
@@ -145,9 +153,13 @@ class _Measuring:
         adapter: Adapter,
         shortcuts: dict[str, Shortcuts],
         submodules: Submodules | None,
-        evaluation: Evaluation,
+        num_top: int,
     ) -> None:
-        self.adapter, self.shortcuts, self.evaluation = adapter, shortcuts, evaluation
+        self.adapter, self.shortcuts, self.num_top = adapter, shortcuts, num_top
+        self.scores: dict[tuple[str, int], list[TokenScores]] = defaultdict(list)
+        self.positions: list[Tensor] = []
+        self.texts: list[Tensor] = []
+        self.lengths: list[int] = []
         self.has_head = adapter.kind != "encoder"
         self.kinds: tuple[str, ...] = ()
         if submodules and self.has_head:
@@ -175,9 +187,9 @@ class _Measuring:
                 last = self.replacement.last_state(kind, layer, state, ids, mask)
                 self._waiting[kind, layer].append(last[row, position])
         self._targets.append(batch.targets())
-        self.evaluation.position.append(position.cpu())
-        self.evaluation.text.append(torch.tensor([w.text for w in batch.windows])[row.cpu()])
-        self.evaluation.lengths += [window.length for window in batch.windows]
+        self.positions.append(position.cpu())
+        self.texts.append(torch.tensor([window.text for window in batch.windows])[row.cpu()])
+        self.lengths += [window.length for window in batch.windows]
         self._num_waiting += len(row)
         if self._num_waiting >= self._rows:
             self.flush()
@@ -199,9 +211,12 @@ class _Measuring:
                 self._measure(block, targets[start : start + self._rows])
 
     def _measure(self, block: dict[tuple[str, int], Tensor], targets: Tensor) -> None:
-        last, keep = self.adapter.num_layers, self.evaluation.add
-        logits = self.adapter.logits(block["", last])
-        reference = Reference(logits, targets, self.evaluation.num_top)
+        last = self.adapter.num_layers
+
+        def keep(mode: str, layer: int, scores: TokenScores) -> None:
+            self.scores[mode, layer].append(TokenScores(*(column.cpu() for column in scores)))
+
+        reference = Reference(self.adapter.logits(block["", last]), targets, self.num_top)
         own = reference.scores()
         for mode in (*self.shortcuts, *self.kinds):
             keep(mode, last, own)
@@ -227,53 +242,40 @@ class Evaluation:
     """All that was measured in one pass over texts."""
 
     num_layers: int
-    num_top: int = 0
-    scores: dict[tuple[str, int], list[TokenScores]] = field(default_factory=dict)
-    """Scores of every token by mode and layer, in pieces."""
-    position: list[Tensor] = field(default_factory=list)
-    text: list[Tensor] = field(default_factory=list)
-    """Number of every token's text."""
-    lengths: list[int] = field(default_factory=list)
-    """Number of tokens of every text."""
+    position: Tensor
+    """Position of every token in its text, `[N]`."""
+    text: Tensor
+    """Number of every token's text, `[N]`."""
+    mean_length: float
+    """Tokens in a text."""
+    scores: dict[tuple[str, int], TokenScores] = field(default_factory=dict)
+    """Scores of all tokens by mode and layer."""
     r2: dict[str, Tensor] = field(default_factory=dict)
     cka: Tensor | None = None
 
     @property
     def positions(self) -> int:
         """Number of tokens that were measured."""
-        return sum(len(piece) for piece in self.position)
-
-    def add(self, mode: str, layer: int, scores: TokenScores) -> None:
-        """Keep the scores of more tokens."""
-        kept = TokenScores(*(column.cpu() for column in scores))
-        self.scores.setdefault((mode, layer), []).append(kept)
-
-    def whole(self) -> dict[tuple[str, int], TokenScores]:
-        """Return the scores of all tokens by mode and layer."""
-        return {
-            place: TokenScores(*map(torch.cat, zip(*pieces, strict=True)))
-            for place, pieces in self.scores.items()
-        }
+        return len(self.position)
 
     def records(self, exit: ExitConfig | None = None) -> list[Record]:
         """Return one record for each table, each mode and layer, and each threshold."""
         found = [Record(0, "r2", {"mode": m, "table": _rows(t)}) for m, t in self.r2.items()]
         if self.cka is not None:
             found.append(Record(0, "cka", {"table": _rows(self.cka)}))
-        scores = self.whole()
-        for (mode, layer), own in sorted(scores.items(), key=lambda item: item[0][1]):
+        for (mode, layer), own in sorted(self.scores.items(), key=lambda item: item[0][1]):
             found.append(Record(0, "layer", {"mode": mode, "layer": layer, **_means(own)}))
         for mode in self.exit_modes():
-            layers = [scores[mode, layer] for layer in range(self.num_layers + 1)]
+            layers = [self.scores[mode, layer] for layer in range(self.num_layers + 1)]
             agrees_LN = torch.stack([scores.rank == 0 for scores in layers])
-            points = [
-                {"lambda": lambda_, **exit_point(layer_N, agrees_LN)}
-                for lambda_, layer_N in self.exits(layers, exit)
-            ]
-            for point in points:
-                ends = share_interval(point["agreement"] * self.positions, self.positions)
-                intervals = {"agreement": [ends.low, ends.high]}
-                found.append(Record(0, "exit", {"mode": mode, **point, "intervals": intervals}))
+            points = []
+            for lambda_, layer_N in self.exits(mode, exit):
+                points.append({"lambda": lambda_, **exit_point(layer_N, agrees_LN)})
+                # What each token is predicted where it exits.
+                columns = (torch.stack(column) for column in zip(*layers, strict=True))
+                own = TokenScores(*(c[layer_N, torch.arange(self.positions)] for c in columns))
+                values = {"mode": mode, **points[-1], **_means(own)}
+                found.append(Record(0, "exit", values))
             for row in layers_saved(points, fixed_exits(agrees_LN)):
                 found.append(Record(0, "saved", {"mode": mode, **row}))
         return found
@@ -284,20 +286,17 @@ class Evaluation:
         modes = dict.fromkeys(mode for mode, _ in self.scores if mode not in KINDS)
         return [m for m in modes if all((m, layer) in self.scores for layer in every)]
 
-    def exits(
-        self, layers: Sequence[TokenScores], exit: ExitConfig | None = None
-    ) -> Iterator[tuple[float, Tensor]]:
-        """Yield every lambda and the layers at which tokens exit, of the scores by layer."""
+    def exits(self, mode: str, exit: ExitConfig | None = None) -> Iterator[tuple[float, Tensor]]:
+        """Yield every lambda and the layers `[N]` at which tokens exit."""
         exit = exit or ExitConfig()
-        position_N = torch.cat(self.position)
         mean_length = exit.mean_length
         if mean_length is None:
-            of_texts = sum(self.lengths) / len(self.lengths)
-            of_positions = float((position_N + 1).double().mean())
-            mean_length = of_texts if exit.length == "text" else of_positions
+            of_positions = float((self.position + 1).double().mean())
+            mean_length = self.mean_length if exit.length == "text" else of_positions
+        position_N = self.position
         if exit.at_position is not None:
             position_N = torch.full_like(position_N, exit.at_position)
-        gap_LN = torch.stack([scores.gap for scores in layers])
+        gap_LN = torch.stack([self.scores[mode, n].gap for n in range(self.num_layers + 1)])
         for lambda_ in LAMBDAS if exit.lambdas is None else exit.lambdas:
             limit_N = thresholds(lambda_, position_N, mean_length)
             yield lambda_, exit_layers(gap_LN, limit_N, exit.min_layer)
@@ -309,10 +308,8 @@ def _means(scores: TokenScores) -> dict[str, Any]:
     means: dict[str, Any] = {}
     intervals: dict[str, list[float]] = {}
     for k in PRECISIONS:
-        right = int((scores.rank < k).sum())
-        means[f"precision_{k}"] = right / num
-        ends = share_interval(right, num)
-        intervals[f"precision_{k}"] = [ends.low, ends.high]
+        share = share_interval(int((scores.rank < k).sum()), num)
+        means[f"precision_{k}"], *intervals[f"precision_{k}"] = share
     for name in ("surprisal", "kl", *TARGET_SCORES):
         values = getattr(scores, name).double()
         if name in ("cross_entropy", "target_rank"):
@@ -349,7 +346,9 @@ def exit_layers(gap_LN: Tensor, limit_N: Tensor, min_layer: int = 1) -> Tensor:
 def fixed_exits(agrees_LN: Tensor) -> list[dict[str, float]]:
     """Return what it gives if every token exits at layer 0, or 1, ... or `L`."""
     num_tokens = agrees_LN.shape[1]
-    return [exit_point(torch.full((num_tokens,), layer), agrees_LN) for layer in range(len(agrees_LN))]
+    return [
+        exit_point(torch.full((num_tokens,), layer), agrees_LN) for layer in range(len(agrees_LN))
+    ]
 
 
 def exit_point(layer_N: Tensor, agrees_LN: Tensor) -> dict[str, float]:
