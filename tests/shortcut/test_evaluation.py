@@ -283,6 +283,23 @@ def test_lens(name: str, make_model: Make, words: Any, texts: list[str]) -> None
     assert found["words"][3] == [words.decode([i]) for i in expected.argmax(-1).tolist()]
     assert found["probability"][3] == pytest.approx(expected.amax(-1).tolist(), rel=1e-5)
     assert found["agrees"][3] == [True] * 4
+    logits = model(ids).logits[0].double()
+    if name == "gpt2":
+        real = [*ids[0, 1:].tolist(), None]
+    else:
+        real = ids[0].tolist()
+    losses = [
+        None if t is None else -float(logits[n].log_softmax(-1)[t]) for n, t in enumerate(real)
+    ]
+    ranks = [
+        None if t is None else 1 + int((logits[n] > logits[n, t]).sum()) for n, t in enumerate(real)
+    ]
+    assert [v is None for v in found["cross_entropy"][3]] == [t is None for t in real]
+    known = [v for v in found["cross_entropy"][3] if v is not None]
+    assert known == pytest.approx([loss for loss in losses if loss is not None], rel=1e-4)
+    assert found["target_rank"][3] == ranks
+    entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
+    assert found["entropy"][3] == pytest.approx(entropy.tolist(), rel=1e-4)
     for layer in range(4):
         same = [a == b for a, b in zip(found["words"][layer], found["words"][3], strict=True)]
         assert found["agrees"][layer] == same
