@@ -1,9 +1,9 @@
 """All experiments of "Jump to Conclusions" at the shape of GPT-2 small run in about ten minutes.
 
-What `deepenough shortcut paper` does with 9,000 + 3,000 sentences of WikiText-2: one random position
-each; all maps between layers and of the six parts of every block; then r^2 of all pairs, the ten
-likeliest tokens and their scores of the five mappings at every layer, and early exit over 21 values
-of lambda; and all plots. The weights are random: only the time is of interest.
+What `deepenough shortcut paper` does with 9,000 + 3,000 sentences of WikiText-2: one random
+position each; all maps between layers and of the six parts of every block; then r^2 of all pairs,
+the ten likeliest tokens and their scores of the five mappings at every layer, and early exit over
+22 values of lambda; and all plots. The weights are random: only the time is of interest.
 """
 
 from __future__ import annotations

@@ -165,9 +165,7 @@ class Chunks:
         per_epoch = len(self.chunks) // self.batch
         while True:
             epoch, turn = divmod(self.number, per_epoch)
-            order = torch.randperm(
-                len(self.chunks), generator=torch.Generator().manual_seed(epoch)
-            )
+            order = torch.randperm(len(self.chunks), generator=torch.Generator().manual_seed(epoch))
             self.number += 1
             chosen = order[turn * self.batch : (turn + 1) * self.batch]
             yield {"input_ids": self.chunks[chosen]}

@@ -284,10 +284,7 @@ def test_lens(name: str, make_model: Make, words: Any, texts: list[str]) -> None
     assert found["probability"][3] == pytest.approx(expected.amax(-1).tolist(), rel=1e-5)
     assert found["agrees"][3] == [True] * 4
     logits = model(ids).logits[0].double()
-    if name == "gpt2":
-        real = [*ids[0, 1:].tolist(), None]
-    else:
-        real = ids[0].tolist()
+    real = [*ids[0, 1:].tolist(), None] if name == "gpt2" else ids[0].tolist()
     losses = [
         None if t is None else -float(logits[n].log_softmax(-1)[t]) for n, t in enumerate(real)
     ]

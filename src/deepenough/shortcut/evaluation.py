@@ -44,7 +44,7 @@ from deepenough.shortcut.config import ExitConfig
 from deepenough.shortcut.fitting import Progress
 from deepenough.shortcut.lens import PRECISIONS, TARGET_SCORES, Reference, TokenScores
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.reading import Positions, TokenBatch, batches, make_reading
+from deepenough.shortcut.reading import Positions, TokenBatch, batches, make_reading, only_wanted
 from deepenough.shortcut.statistics import check_finite
 from deepenough.shortcut.submodules import KINDS, Replacement, Submodules
 
@@ -109,7 +109,9 @@ def evaluate(
     with eval_mode(adapter.model), fused_gelu(adapter.model):
         measuring = _Measuring(adapter, modes, submodules, num_top)
         for batch in batches(tokenizer, texts, reading):
-            measuring.add(batch)
+            with only_wanted(adapter, batch):
+                measuring.add(batch)
+            measuring.flush_if_full()
             if progress is not None:
                 progress(batch.texts, total)
         measuring.flush()
@@ -191,6 +193,9 @@ class _Measuring:
         self.texts.append(torch.tensor([window.text for window in batch.windows])[row.cpu()])
         self.lengths += [window.length for window in batch.windows]
         self._num_waiting += len(row)
+
+    def flush_if_full(self) -> None:
+        """Measure what is waiting if it is enough for the head."""
         if self._num_waiting >= self._rows:
             self.flush()
 

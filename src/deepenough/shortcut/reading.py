@@ -15,16 +15,17 @@ import hashlib
 import logging
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepenough.config import bounded, validate
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
-from deepenough.hf.intercept import eval_mode
+from deepenough.hf.intercept import eval_mode, patched_forward
 from deepenough.shortcut.statistics import check_finite
 
 Positions = Literal["all", "random"]
@@ -260,11 +261,39 @@ def check_vocabulary(adapter: Adapter, largest: int) -> None:
         )
 
 
+@contextmanager
+def only_wanted(adapter: Adapter, batch: TokenBatch) -> Iterator[None]:
+    """Run the last layer's feed-forward for the tokens alone whose states are wanted.
+
+    Nothing reads what it returns for others: with one token of a text wanted, a twentieth of the
+    work of a pass is saved. Where the feed-forward is not a module of its own, all of it is run.
+    """
+    part = adapter.submodules(adapter.num_layers - 1).get("feed_forward")
+    is_shared = adapter.layers.count(adapter.layers[-1]) > 1
+    if batch.windows[0].position is None or not isinstance(part, nn.Module) or is_shared:
+        yield
+        return
+    run = part.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and args[0].shape[:2] == batch.ids.shape:
+            row, position = (place.to(args[0].device) for place in batch.wanted())
+            output = run(args[0][row, position][:, None])
+            if isinstance(output, Tensor):
+                found = torch.zeros_like(args[0])
+                found[row, position] = output[:, 0]
+                return found
+        return run(*args, **kwargs)
+
+    with patched_forward({part: forward}):
+        yield
+
+
 @torch.no_grad()
 def run_batch(adapter: Adapter, batch: TokenBatch) -> list[Tensor]:
     """Run the model on a batch; return `h_0 ... h_L`, `[n, d]` each, at the positions wanted."""
     ids, mask = batch.inputs(adapter)
-    with eval_mode(adapter.model):
+    with eval_mode(adapter.model), only_wanted(adapter, batch):
         states = adapter.states(ids, attention_mask=mask)
     row, position = (place.to(ids.device) for place in batch.wanted())
     for layer, state in enumerate(states):  # one by one: the full state is freed at once
