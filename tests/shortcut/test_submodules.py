@@ -299,6 +299,9 @@ def test_sub_modules_are_fitted_with_the_maps_and_saved(
     for place, part in parts.maps.items():
         assert torch.equal(found.submodules.maps[place].weight, part.weight)
     Replacement(found.submodules, adapt(model))
+    del found.submodules.maps["norms", 1, 1]
+    with pytest.raises(UserError, match="no map of"):
+        Replacement(found.submodules, adapt(model))
     torch.nn.init.normal_(model.transformer.h[0].mlp.c_fc.weight)
     with pytest.raises(UserError, match="were made for"):
         Replacement(found.submodules, adapt(model))

@@ -272,7 +272,7 @@ def _lens_cell(content: str | float | None) -> str:
         return "–"
     if isinstance(content, str):
         return repr(content)[1:-1]
-    return f"{content:.0f}" if content == int(content) else f"{content:.3g}"
+    return f"{content:.0f}" if content.is_integer() else f"{content:.3g}"
 
 
 # -- paper and import ----------------------------------------------------------------------------
