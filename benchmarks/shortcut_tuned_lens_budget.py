@@ -1,6 +1,7 @@
-r"""At tuned-lens's own budget, 250 steps of 262,144 tokens, how far do both ways of training come?
+r"""tuned-lens trains at its own budget of 250 steps of 262,144 tokens; both curves are shown.
 
-    PYTHONPATH=/tmp/tuned-lens python -m benchmarks shortcut_tuned_lens_budget model=stories260K
+    PYTHONPATH=/tmp/tuned-lens python -m benchmarks shortcut_tuned_lens_budget \
+        model=$MODELS/stories260K
 
 The top of `shortcut_tuned_lens.py` says what to install. The model is one that a CPU affords. Its
 training text is cut into stretches of 512 tokens, as tuned-lens does, and tuned-lens trains in its

@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.hf.intercept import eval_mode, fused_gelu
+from deepenough.hf.intercept import OneDnnProducts, eval_mode, fused_gelu
 from deepenough.measurement import share_interval
 from deepenough.runs import Record
 from deepenough.shortcut.config import ExitConfig
@@ -106,7 +106,7 @@ def evaluate(
         )
     reading = make_reading(adapter, positions, seed, batch_tokens, window)
     total = len(texts) if isinstance(texts, Sequence) else None
-    with eval_mode(adapter.model), fused_gelu(adapter.model):
+    with eval_mode(adapter.model), fused_gelu(adapter.model), OneDnnProducts():
         measuring = _Measuring(adapter, modes, submodules, num_top)
         for batch in batches(tokenizer, texts, reading):
             with only_wanted(adapter, batch):

@@ -31,6 +31,7 @@ from deepenough.artifacts import load_artifact, save_artifact
 from deepenough.config import bounded, from_fields
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.intercept import OneDnnProducts
 from deepenough.hf.loading import is_only_local
 from deepenough.runs import Record
 from deepenough.shortcut.fitting import FitOptions, Progress, collect
@@ -269,7 +270,8 @@ class Shortcuts:
         """Return the `(L + 1, L + 1)` table of r^2 on given states; NaN where there is no map."""
         self._check_shape(len(states) - 1, states[0].shape[-1] if len(states) else 0)
         stream = self.r2_stream(mode)
-        stream.update(states)
+        with torch.no_grad(), OneDnnProducts():
+            stream.update(states)
         return stream.table()
 
     def r2_stream(self, mode: str | None = None) -> R2:

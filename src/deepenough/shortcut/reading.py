@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from deepenough.config import bounded, validate
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
-from deepenough.hf.intercept import eval_mode, patched_forward
+from deepenough.hf.intercept import OneDnnProducts, eval_mode, patched_forward
 from deepenough.shortcut.statistics import check_finite
 
 Positions = Literal["all", "random"]
@@ -293,7 +293,7 @@ def only_wanted(adapter: Adapter, batch: TokenBatch) -> Iterator[None]:
 def run_batch(adapter: Adapter, batch: TokenBatch) -> list[Tensor]:
     """Run the model on a batch; return `h_0 ... h_L`, `[n, d]` each, at the positions wanted."""
     ids, mask = batch.inputs(adapter)
-    with eval_mode(adapter.model), only_wanted(adapter, batch):
+    with eval_mode(adapter.model), only_wanted(adapter, batch), OneDnnProducts():
         states = adapter.states(ids, attention_mask=mask)
     row, position = (place.to(ids.device) for place in batch.wanted())
     for layer, state in enumerate(states):  # one by one: the full state is freed at once
