@@ -209,7 +209,8 @@ def execute(command: Command, config: Any) -> int:
     """Check the settings of a command, run it and return its exit code."""
     code = int(command.run(validate(config)) or 0)
     if command.draws and code == 0:
-        plot(PlotConfig([getattr(config, command.draws)], config.out))
+        folder = None if command.draws == "out" else config.out  # else plots in the run itself
+        plot(PlotConfig([getattr(config, command.draws)], folder))
     return code
 
 

@@ -88,7 +88,8 @@ class Command:
     positional: tuple[str, ...] = ()
     """Options whose values may stand first, without their names; `name*` takes all that follow."""
     draws: str = ""
-    """The option that names a run whose figures are drawn afterwards, into `out`."""
+    """The option that names a run whose figures are drawn afterwards, into `out`; where that is the
+    run itself, into its plots."""
     goes_on: bool = False
     """Whether it has no `--resume`, but goes on where it was stopped when it is repeated."""
 

@@ -54,7 +54,7 @@ _WRITTEN = re.compile(
     r"|hypotheses\.txt|sweep\.csv"
     r"|frontier\w*(\.data)?\.(json|png|pdf|svg)|events/events\.out\.tfevents\.[^/]+"
     r"|(checkpoints|model|shortcuts|affine)/.*\.(safetensors|json|txt|model|jinja)"
-    r"|plots/[^/]+\.(png|pdf|svg|gif|json)"
+    r"|plots/[^/]+\.(png|pdf|svg|gif|json)|results\.(safetensors|csv)|sentences\.txt"
     r"|(events|checkpoints|model|shortcuts|affine|plots)/)"
 )
 

@@ -747,10 +747,22 @@ def shortcut_eval() -> Any:
     for kind in ("llama", "gpt2"):
         folder = fitted(kind)
         given = {"data": word_lines(), "dataset__lines": 12, "dataset__min_chars": 10}
+        given |= {"exit__min_layer": 0, "exit__length": "text"}
         command("shortcut", "eval", str(folder), submodules="true", positions="all", **given)
         for name in ("layer", "r2", "cka", "exit", "saved"):
-            found[f"{kind} {name}"] = values_of(folder, name)
+            kept = KEPT_FIGURES.get(name)
+            found[f"{kind} {name}"] = [
+                {key: value for key, value in values.items() if kept is None or key in kept}
+                for values in values_of(folder, name)
+            ]
     return found
+
+
+KEPT_FIGURES = {
+    "layer": {"mode", "layer", "surprisal", "kl", "positions"}
+    | {f"precision_{k}" for k in (1, 5, 10)},
+    "exit": {"mode", "lambda", "layers_mean", "saved", "agreement"},
+}
 
 
 # -- drafts and exits -----------------------------------------------------------------------------

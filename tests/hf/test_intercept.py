@@ -1,6 +1,7 @@
 """Hooks, patches and stopped passes: what they see, and that nothing of them stays."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AlbertConfig, AlbertModel, GPT2Config, GPT2LMHeadModel,
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import (
     LayerCounter,
+    OneDnnProducts,
     OutputForms,
     StopForward,
     first_call,
@@ -133,3 +135,26 @@ def test_the_fused_activation_is_the_same_to_rounding() -> None:
     with fused_gelu(model):
         assert "forward" in vars(model.transformer.h[0].mlp.act)  # it does replace something
         torch.testing.assert_close(model(IDS).logits, expected)
+
+
+def test_products_of_onednn_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepenough.hf.intercept._onednn_is_faster", lambda: True)
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(3, 5, 16), torch.randn(24, 16), torch.randn(24)
+    calls: list[Any] = []
+    real = torch.ops.mkldnn._linear_pointwise
+    fake = SimpleNamespace(_linear_pointwise=lambda *args: calls.append(args) or real(*args))
+    monkeypatch.setattr(torch.ops, "mkldnn", fake)
+    for given in ((hidden, weight, bias), (hidden, weight), (hidden[:, 1], weight)):
+        expected = nn.functional.linear(*given)
+        with torch.no_grad(), OneDnnProducts():
+            torch.testing.assert_close(nn.functional.linear(*given), expected)
+    expected = torch.addmm(bias, hidden[0], weight.T)
+    with torch.no_grad(), OneDnnProducts():
+        torch.testing.assert_close(torch.addmm(bias, hidden[0], weight.T), expected)
+        assert len(calls) == 4
+        nn.functional.linear(hidden.double(), weight.double())
+        nn.functional.linear(hidden[:0], weight)
+    with OneDnnProducts():  # what is to be trained
+        assert nn.functional.linear(hidden, weight.requires_grad_()).requires_grad
+    assert len(calls) == 4

@@ -8,6 +8,7 @@ whose `--out` it is. Commands for several processes run in one: tests/distribute
 
 import dataclasses
 import io
+import pickle
 import re
 import shlex
 import shutil
@@ -43,6 +44,8 @@ CAPS = {
     "lines": 60,
     "texts": 70,
     "sentences": 8,
+    "train": 60,
+    "test": 8,
     "eval_size": 20,
     "held_out": 8,
     "max_new_tokens": 8,
@@ -181,6 +184,11 @@ def world(
     (tmp_path / "counts.txt").write_text("90 50 30 20 9 5 3 2 1 1")
     rows = (reviews / "train.tsv").read_text().replace("\t", ",")
     (tmp_path / "reviews.csv").write_text(rows)
+
+    matrices = tmp_path / "linreg" / "gpt2" / "wikipedia"
+    matrices.mkdir(parents=True)
+    for name in ("0_1", "0_2", "1_2"):
+        (matrices / f"{name}.pickle").write_bytes(pickle.dumps(torch.eye(4)))
 
     corpora = tmp_path / "corpora"
     monkeypatch.setenv("DEEPENOUGH_DATA", str(corpora))

@@ -96,20 +96,31 @@ def states() -> list[Tensor]:
 
 
 @pytest.fixture(scope="session")
-def score_ref() -> Callable[[Tensor, Tensor], TokenScores]:
+def score_ref() -> Callable[..., TokenScores]:
     """Scores of predictions straight from their definitions, token by token."""
 
-    def score(logits_NV: Tensor, last_logits_NV: Tensor) -> TokenScores:
+    def score(
+        logits_NV: Tensor, last_logits_NV: Tensor, targets: Tensor | None = None
+    ) -> TokenScores:
         """The definitions, token by token."""
         rows: list[tuple[float, ...]] = []
-        for logits, last in zip(logits_NV.double(), last_logits_NV.double(), strict=True):
+        for n, (logits, last) in enumerate(
+            zip(logits_NV.double(), last_logits_NV.double(), strict=True)
+        ):
             p, q = last.softmax(0), logits.softmax(0)
             token = int(q.argmax())
             one, two = q.sort(descending=True).values[:2].tolist()
             rank = min(int((p > p[token]).sum()), PRECISIONS[-1])
             kl = float((p * (p.log() - q.log())).sum())
-            rows.append((one - two, rank, -float(p[token].log()), kl))
-        return TokenScores(*(torch.tensor(column) for column in zip(*rows, strict=True)))
+            entropy = float(-(q * q.log()).nansum())
+            real = -1 if targets is None else int(targets[n])
+            cross_entropy = -float(q[real].log()) if real >= 0 else float("nan")
+            place = 1 + int((q > q[real]).sum()) if real >= 0 else -1
+            rows.append(
+                (one - two, rank, -float(p[token].log()), kl, entropy, cross_entropy, place)
+            )
+        columns = (torch.tensor(column) for column in zip(*rows, strict=True))
+        return TokenScores(*columns, torch.empty(len(rows), 0, dtype=torch.long))
 
     return score
 

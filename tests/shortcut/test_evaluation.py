@@ -29,19 +29,22 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.runs import Record
 from deepenough.shortcut import evaluation
+from deepenough.shortcut.config import PAPER_LAMBDAS, ExitConfig
 from deepenough.shortcut.evaluation import (
     AGREEMENTS,
     LAMBDAS,
+    Evaluation,
     evaluate,
+    exit_layers,
+    exit_point,
     fixed_exits,
     layers_saved,
-    sweep,
     thresholds,
 )
-from deepenough.shortcut.lens import lens
+from deepenough.shortcut.lens import TokenScores, lens
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.reading import ReadingConfig, batches
-from deepenough.shortcut.submodules import KINDS, Replacement, Submodules
+from deepenough.shortcut.submodules import KINDS, Replacement
 
 Make = Callable[[str], PreTrainedModel]
 SHAPE: dict[str, Any] = {
@@ -115,7 +118,7 @@ def test_one_pass_equals_a_loop_over_texts(
     affine.tuned = {
         layer: (torch.eye(16) * 1.1, torch.ones(16) / 10) for layer in range(adapter.num_layers)
     }
-    submodules = Submodules.fit(model, words, texts, positions="all")
+    submodules = fit(model, words, texts, submodules=True).submodules
     some = texts[:6]
     found = by_place(
         evaluate(
@@ -135,6 +138,8 @@ def test_one_pass_equals_a_loop_over_texts(
         (window,) = batch.windows
         where = slice(None) if window.position is None else [window.position]
         last = model(batch.ids).logits[0, where]
+        text = words(some[window.text])["input_ids"]
+        targets = torch.tensor([*text[1:], -1] if name != "bert" else text)[where]
         states = adapter.states(batch.ids)
         for layer in range(adapter.num_layers + 1):
             hidden = states[layer][0, where]
@@ -149,12 +154,23 @@ def test_one_pass_equals_a_loop_over_texts(
                 with replacement.replaced(kind, layer):
                     logits[kind] = model(batch.ids).logits[0, where]
             for mode, each in logits.items():
-                expected.setdefault((mode, layer), []).append(score_ref(each, last))
+                expected.setdefault((mode, layer), []).append(score_ref(each, last, targets))
     assert found.keys() == expected.keys()
     for place, pieces in expected.items():
-        rank, surprisal, kl = (
+        rank, surprisal, kl, entropy = (
             torch.cat([getattr(piece, field) for piece in pieces]).double()
-            for field in ("rank", "surprisal", "kl")
+            for field in ("rank", "surprisal", "kl", "entropy")
+        )
+        known = torch.cat([piece.target_rank > 0 for piece in pieces])
+        assert known.sum() > 0 and (name == "bert" or known.sum() < len(known))
+        for field in ("cross_entropy", "target_rank"):
+            own = torch.cat([getattr(piece, field) for piece in pieces]).double()[known]
+            assert found[place][field] == pytest.approx(own.mean().item(), rel=1e-4)
+        assert found[place]["entropy"] == pytest.approx(entropy.mean().item(), rel=1e-4)
+        low, high = found[place]["intervals"]["surprisal"]
+        half = 1.96 * surprisal.std(correction=0).item() / len(surprisal) ** 0.5
+        assert [low, high] == pytest.approx(
+            [surprisal.mean().item() - half, surprisal.mean().item() + half], rel=1e-4, abs=1e-5
         )
         assert found[place]["positions"] == len(rank)
         for k in (1, 5, 10):
@@ -168,7 +184,7 @@ def test_batches_and_blocks_do_not_matter(
 ) -> None:
     model = make_model("llama")
     shortcuts = fit(model, words, texts)
-    submodules = Submodules.fit(model, words, texts, positions="all")
+    submodules = fit(model, words, texts, submodules=True).submodules
     texts = texts[:30]
     whole = evaluate(model, words, shortcuts, texts, submodules=submodules)
     monkeypatch.setattr(evaluation, "_LOGIT_BYTES", 4 * 60 * 20)
@@ -177,7 +193,7 @@ def test_batches_and_blocks_do_not_matter(
     few, many = by_place(whole.records()), by_place(pieces.records())
     assert few.keys() == many.keys()
     for place, values in few.items():
-        numbers = {name: value for name, value in values.items() if name != "mode"}
+        numbers = {k: value for k, value in values.items() if k not in ("mode", "intervals")}
         found = {name: many[place][name] for name in numbers}
         assert found == pytest.approx(numbers, rel=1e-4, abs=1e-5)
 
@@ -267,6 +283,20 @@ def test_lens(name: str, make_model: Make, words: Any, texts: list[str]) -> None
     assert found["words"][3] == [words.decode([i]) for i in expected.argmax(-1).tolist()]
     assert found["probability"][3] == pytest.approx(expected.amax(-1).tolist(), rel=1e-5)
     assert found["agrees"][3] == [True] * 4
+    logits = model(ids).logits[0].double()
+    real = [*ids[0, 1:].tolist(), None] if name == "gpt2" else ids[0].tolist()
+    losses = [
+        None if t is None else -float(logits[n].log_softmax(-1)[t]) for n, t in enumerate(real)
+    ]
+    ranks = [
+        None if t is None else 1 + int((logits[n] > logits[n, t]).sum()) for n, t in enumerate(real)
+    ]
+    assert [v is None for v in found["cross_entropy"][3]] == [t is None for t in real]
+    known = [v for v in found["cross_entropy"][3] if v is not None]
+    assert known == pytest.approx([loss for loss in losses if loss is not None], rel=1e-4)
+    assert found["target_rank"][3] == ranks
+    entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
+    assert found["entropy"][3] == pytest.approx(entropy.tolist(), rel=1e-4)
     for layer in range(4):
         same = [a == b for a, b in zip(found["words"][layer], found["words"][3], strict=True)]
         assert found["agrees"][layer] == same
@@ -300,8 +330,112 @@ def test_maps_of_some_layers_alone_are_measured_there(
     assert found["layers"] == [1, 3] and len(found["words"]) == 2
 
 
+def source_early_exit(
+    logits_LNV: Tensor, token_positions: Sequence[int], lmbda: float, minimal_layer: int = 1
+) -> tuple[float, float]:
+    """Mean layers processed and precision@1, in the way of the paper's code.
+
+    Sentence by sentence, layer by layer: below the minimal layer the threshold is 2, which no gap
+    exceeds; N is the mean of the positions plus one; at the last layer there is no test.
+    """
+    num_of_layers = len(logits_LNV) - 1
+    lengths = [position + 1 for position in token_positions]
+    N = float(sum(lengths) / len(lengths))
+    layers_processed, hits = 0.0, 0
+    for idx, token_position in enumerate(token_positions):
+        final_top = logits_LNV[num_of_layers, idx].softmax(dim=-1).topk(k=10)[1]
+        layer = 0
+        while layer < num_of_layers:
+            top2 = logits_LNV[layer, idx].softmax(dim=-1).topk(k=2)[0]
+            threshold = 2.0
+            if layer >= minimal_layer:
+                threshold = 0.9 * lmbda + 0.1 * math.exp(-4.0 * token_position / N)
+            if (top2[0] - top2[1]).item() > threshold:
+                break
+            layer += 1
+        layers_processed += layer
+        hits += int(logits_LNV[layer, idx].softmax(dim=-1).topk(k=10)[1][0] == final_top[0])
+    return layers_processed / len(token_positions), hits / len(token_positions)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_early_exit_is_that_of_the_papers_code(
+    name: str, make_model: Make, words: Any, texts: list[str]
+) -> None:
+    """To 1e-9 on the same logits, for its values of lambda, the negative one too."""
+    model = make_model(name)
+    model.get_output_embeddings().weight.mul_(4)  # gaps of all sizes
+    adapter = adapt(model)
+    shortcuts = fit(model, words, texts)
+    rule = ExitConfig(lambdas=list(PAPER_LAMBDAS))
+    records = evaluate(model, words, shortcuts, texts, seed=5).records(rule)
+    states: list[list[Tensor]] = []
+    positions: list[int] = []
+    for batch in batches(words, texts, ReadingConfig(adapter.kind, "random", 5, 1, 40)):
+        (window,) = batch.windows
+        assert window.position is not None
+        positions.append(window.position)
+        states.append([state[0, window.position] for state in adapter.states(batch.ids)])
+    spread = set()
+    for mode in ("id", "mat"):
+        logits = torch.stack(
+            [
+                adapter.logits(shortcuts.apply(torch.stack(column), layer, 3, mode))
+                for layer, column in enumerate(zip(*states, strict=True))
+            ]
+        )
+        points = [r.values for r in records if r.kind == "exit" and r.values["mode"] == mode]
+        assert [point["lambda"] for point in points] == list(PAPER_LAMBDAS)
+        for point in points:
+            layers, precision = source_early_exit(logits, positions, point["lambda"])
+            assert point["layers_mean"] == pytest.approx(layers, abs=1e-9)
+            assert point["agreement"] == pytest.approx(precision, abs=1e-9)
+            spread.add(layers)
+        assert points[0]["layers_mean"] == 1.0 and points[-1]["layers_mean"] == 3.0
+    assert len(spread) > 5
+
+
+def test_other_conventions_of_early_exit_have_names() -> None:
+    """Layer 0 allowed, N by the length of the texts or given, one position for all tokens."""
+    nothing = torch.zeros(2)
+    gaps = torch.tensor([0.06, 0.06]), nothing
+    scores = {
+        ("id", layer): TokenScores(gap, *[nothing] * 6, torch.empty(2, 0))
+        for layer, gap in enumerate(gaps)
+    }
+    evaluation = Evaluation(1, torch.tensor([0, 9]), torch.tensor([0, 1]), 20.0, scores)
+
+    def exits(**options: Any) -> list[int]:
+        ((_, found),) = evaluation.exits("id", ExitConfig(lambdas=[0.0], **options))
+        return found.tolist()
+
+    assert exits() == [1, 1]
+    assert exits(min_layer=0) == [1, 0]  # thresholds 0.1 and 0.1 exp(-36 / 5.5)
+    assert exits(min_layer=0, length="text") == [1, 0]  # 0.1 exp(-36 / 20) = 0.017
+    assert exits(min_layer=0, mean_length=100.0) == [1, 1]  # 0.1 exp(-0.36) = 0.070
+    assert exits(min_layer=0, at_position=9) == [0, 0]
+    assert exits(min_layer=0, at_position=3, length="text") == [0, 0]  # 0.1 exp(-0.6) = 0.055
+    assert exits(min_layer=0, at_position=2, length="text") == [1, 1]  # 0.1 exp(-0.4) = 0.067
+
+
 NAMES = ("lambda", "layers_mean", "saved", "agreement")
 SAVED = ("agreement", "saved", "lambda", "fixed_layer_saved")
+
+
+def sweep(
+    gap_LN: Tensor,
+    agrees_LN: Tensor,
+    position_N: Tensor,
+    mean_length: float,
+    lambdas: Sequence[float] = LAMBDAS,
+    min_layer: int = 0,
+) -> list[dict[str, float]]:
+    points = []
+    for lambda_ in lambdas:
+        limits = thresholds(lambda_, position_N, mean_length)
+        layers = exit_layers(gap_LN, limits, min_layer)
+        points.append({"lambda": lambda_, **exit_point(layers, agrees_LN)})
+    return points
 
 
 def sweep_ref(
@@ -310,6 +444,7 @@ def sweep_ref(
     position_N: Tensor,
     mean_length: float,
     lambdas: Sequence[float] = LAMBDAS,
+    min_layer: int = 0,
 ) -> list[dict[str, float]]:
     """The rule as it is written, token by token and layer by layer."""
     num_layers, num_tokens = len(gap_LN) - 1, gap_LN.shape[1]
@@ -320,7 +455,9 @@ def sweep_ref(
             t = position_N[token].item()
             layer = 0
             while layer < num_layers and not (
-                gap_LN[layer, token].item() > 0.9 * lambda_ + 0.1 * math.exp(-4.0 * t / mean_length)
+                layer >= min_layer
+                and gap_LN[layer, token].item()
+                > 0.9 * lambda_ + 0.1 * math.exp(-4.0 * t / mean_length)
             ):
                 layer += 1
             layers += layer
@@ -384,14 +521,16 @@ def test_no_threshold_is_good_enough():
         assert (row["saved"], row["lambda"], row["fixed_layer_saved"]) == (0.0, None, 0.0)
 
 
-@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 9))
-def test_fast_equals_loop(seed: int, num_layers: int, num_tokens: int):
+@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 9), st.integers(0, 8))
+def test_fast_equals_loop(seed: int, num_layers: int, num_tokens: int, min_layer: int):
     generator = torch.Generator().manual_seed(seed)
     gap = torch.rand(num_layers + 1, num_tokens, generator=generator)
     agrees = torch.rand(num_layers + 1, num_tokens, generator=generator) < 0.6
     agrees[-1] = True
     position = torch.randint(0, 40, (num_tokens,), generator=generator)
-    assert sweep(gap, agrees, position, 17.5) == sweep_ref(gap, agrees, position, 17.5)
+    lambdas = (-1.112, *LAMBDAS)
+    found = sweep(gap, agrees, position, 17.5, lambdas, min_layer)
+    assert found == sweep_ref(gap, agrees, position, 17.5, lambdas, min_layer)
 
 
 @given(st.integers(0, 10_000))
@@ -422,7 +561,7 @@ def test_a_model_that_is_being_trained_is_measured_without_dropout(
     """And is in training again afterwards, but for the parts that were not."""
     model = make_model("gpt2")
     fitted = Shortcuts.fit(model, words, texts)
-    parts = Submodules.fit(model, words, texts, positions="all")
+    parts = fit(model, words, texts, submodules=True).submodules
     prompt = "w3 w4 w5 w6"
 
     def measured() -> list[Record]:
@@ -431,7 +570,7 @@ def test_a_model_that_is_being_trained_is_measured_without_dropout(
 
     def refit() -> list[Record]:
         again = Shortcuts.fit(model, words, texts)
-        inside = Submodules.fit(model, words, texts, positions="all")
+        inside = fit(model, words, texts, submodules=True).submodules
         sums = {str(place): float(m.weight.sum()) for place, m in inside.maps.items()}
         return [Record(0, "sums", sums | {"map": float(again.matrix(0, 3).sum())})]
 
@@ -447,7 +586,7 @@ def test_sub_modules_of_other_text_are_refused(
 ) -> None:
     model = make_model("llama")
     fitted = Shortcuts.fit(model, words, texts)
-    parts = Submodules.fit(model, words, texts[1:], positions="all")
+    parts = fit(model, words, texts[1:], submodules=True).submodules
     with pytest.raises(UserError, match="fitted on other text than the maps"):
         evaluate(model, words, fitted, texts, submodules=parts)
 
@@ -461,7 +600,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(
     other.add_tokens(["w60"])
     for use in (
         lambda: Shortcuts.fit(model, other, [*texts, "w3 w60"]),
-        lambda: Submodules.fit(model, other, [*texts, "w3 w60"], positions="all"),
+        lambda: fit(model, other, [*texts, "w3 w60"], submodules=True),
         lambda: evaluate(model, other, fitted, ["w3 w60"], positions="all"),
         lambda: lens(model, other, fitted, "w3 w60"),
     ):
@@ -477,7 +616,7 @@ def test_a_diverged_model_is_refused_by_its_first_bad_layer(
     fitted = Shortcuts(3, 16, {(i, 3): torch.eye(16) for i in range(3)}, targets="last")
     for use in (
         lambda: Shortcuts.fit(model, words, texts),
-        lambda: Submodules.fit(model, words, texts),
+        lambda: fit(model, words, texts, submodules=True),
         lambda: evaluate(model, words, fitted, texts),
         lambda: lens(model, words, fitted, "w3 w4"),
     ):

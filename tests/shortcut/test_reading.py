@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
+from deepenough.hf.intercept import patched_forward
 from deepenough.shortcut import reading as module
 from deepenough.shortcut.reading import (
     ReadingConfig,
@@ -201,3 +203,26 @@ def test_the_layer_that_breaks_is_named(
         gpt2.transformer.h[1].mlp.c_proj.bias[3] = value
     with pytest.raises(UserError, match=said):
         list(iterate_states(adapt(gpt2), plain, texts))
+
+
+@pytest.mark.parametrize("positions", ["random", "all"])
+def test_the_last_feed_forward_runs_for_wanted_tokens_alone(
+    positions: Any, gpt2: GPT2LMHeadModel, plain: Any, texts: list[str]
+) -> None:
+    """And the states at these are those of the whole pass."""
+    adapter = adapt(gpt2)
+    seen: list[int] = []
+    run = gpt2.transformer.h[-1].mlp.forward
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden[..., 0].numel())
+        return run(hidden)
+
+    for batch in batches(plain, texts, make_reading(adapter, positions, batch_tokens=200)):
+        expected = adapter.states(batch.ids)
+        with patched_forward({gpt2.transformer.h[-1].mlp: counted}):
+            found = run_batch(adapter, batch)
+        row, position = batch.wanted()
+        assert seen.pop() == (len(row) if positions == "random" else batch.ids.numel())
+        for ours, whole in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, whole[row, position])

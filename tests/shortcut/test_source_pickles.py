@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deepenough.errors import UserError
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.source_pickles import import_source, load_tensors_only
 
 
@@ -29,7 +30,7 @@ def matrices() -> dict[tuple[int, int], torch.Tensor]:
 def test_matrices_of_the_source(matrices: dict[Any, torch.Tensor], tmp_path: Path) -> None:
     for (i, j), matrix in matrices.items():
         dump(tmp_path / f"{i}_{j}.pickle", matrix)
-    dump(tmp_path / "p0_1_2.pickle", torch.randn(4, 4))  # the source's fits of sub-modules
+    dump(tmp_path / "p0_1_2.pickle", torch.randn(4, 4))  # of a sub-module, of one block alone
     shortcuts = import_source(tmp_path)
     assert (shortcuts.num_layers, shortcuts.width, shortcuts.targets) == (3, 4, "all")
     assert not shortcuts.affine
@@ -43,6 +44,33 @@ def test_matrices_of_the_source(matrices: dict[Any, torch.Tensor], tmp_path: Pat
         shortcuts.cka()
     (tmp_path / "1_2.pickle").unlink()
     with pytest.raises(UserError, match=r"lacks 1_2\.pickle"):
+        import_source(tmp_path)
+
+
+def test_maps_of_sub_modules(
+    matrices: dict[Any, torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`pi_a_b.pickle`, b = 1 ... 6: norm, attention, residual, norm, feed-forward, residual."""
+    for (i, j), matrix in matrices.items():
+        dump(tmp_path / f"{i}_{j}.pickle", matrix)
+    parts = {(i, b): torch.randn(4, 4) for i in range(3) for b in range(1, 7)}
+    for (i, b), matrix in parts.items():
+        dump(tmp_path / f"p{i}_{b - 1}_{b}.pickle", matrix)
+    import_source(tmp_path).save_pretrained(tmp_path / "saved")
+    found = Shortcuts.from_pretrained(tmp_path / "saved").submodules
+    assert found is not None and found.kinds == ("attention", "feed_forward", "norms")
+    names = {1: ("norms", 0), 2: ("attention", 0), 3: ("residuals", 0)}
+    names |= {4: ("norms", 1), 5: ("feed_forward", 0), 6: ("residuals", 1)}
+    assert len(found.maps) == 18
+    for (i, b), matrix in parts.items():
+        kind, number = names[b]
+        assert torch.equal(found.maps[kind, i, number].weight, matrix)
+    (tmp_path / "p1_3_4.pickle").unlink()
+    found = import_source(tmp_path).submodules
+    assert found is not None and found.kinds == ("attention", "feed_forward")
+    assert "lacks some maps of norms" in caplog.text
+    dump(tmp_path / "p0_1_2.pickle", torch.randn(3, 4))
+    with pytest.raises(UserError, match=r"p0_1_2\.pickle is not a matrix of 4 x 4"):
         import_source(tmp_path)
 
 

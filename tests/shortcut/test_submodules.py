@@ -1,6 +1,7 @@
 """Parts of blocks replaced by linear maps: exact where they are linear, absent where replaced."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +36,9 @@ from deepenough.hf.intercept import (
     start_at,
 )
 from deepenough.par.modeling import ParConfig, ParForCausalLM
+from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.submodules import (
+    SOURCE_PLACES,
     Replacement,
     Submodules,
     SubmoduleStatistics,
@@ -248,6 +251,60 @@ def test_the_model_is_left_as_it_was_when_a_pass_fails() -> None:
     for module in adapter.model.modules():
         assert "forward" not in vars(module)
         assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_six_parts_of_a_block_as_in_the_papers_code() -> None:
+    """ln_1, attn, + , ln_2, mlp, +: each from what the one before returned, by `lstsq`."""
+    adapter = make("gpt2")
+    submodules = fit(adapter, num_texts=60)
+    ids, _ = batch(60)
+    states = adapter.states(ids, torch.ones_like(ids))
+    for layer, block in enumerate(adapter.layers):
+        places = [states[layer].flatten(0, 1)]
+        normed = block.ln_1(states[layer])
+        attended = block.attn(normed)[0]  # causal, whole texts
+        between = states[layer] + attended
+        added = block.mlp(block.ln_2(between))
+        for each in (normed, attended, between, block.ln_2(between), added, between + added):
+            places.append(each.detach().flatten(0, 1))
+        torch.testing.assert_close(places[6], states[layer + 1].flatten(0, 1))
+        for b, (kind, number) in SOURCE_PLACES.items():
+            expected = torch.linalg.lstsq(places[b - 1].double(), places[b].double()).solution.T
+            found = submodules.maps[kind, layer, number].weight.double()
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-3)
+
+
+def test_where_a_block_does_not_add_both_there_are_no_residuals() -> None:
+    assert not any(place[0] == "residuals" for place in fit(make("bert")).maps)
+    assert not any(place[0] == "residuals" for place in fit(make("gemma2")).maps)
+    assert sum(place[0] == "residuals" for place in fit(make("llama")).maps) == 6
+
+
+def test_sub_modules_are_fitted_with_the_maps_and_saved(
+    plain: Any, texts: list[str], tmp_path: Path
+) -> None:
+    """In one pass over the text; the maps between layers stay what they are without."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=95, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    model = GPT2LMHeadModel(config).eval()
+    fitted = Shortcuts.fit(model, plain, texts, submodules=True, ridge=1e-6)
+    fitted.save_pretrained(tmp_path)
+    found = Shortcuts.from_pretrained(tmp_path)
+    alone = Shortcuts.fit(model, plain, texts, ridge=1e-6)
+    assert torch.equal(found.matrix(0, 2), alone.matrix(0, 2)) and alone.submodules is None
+    parts = fitted.submodules
+    assert parts is not None and found.submodules is not None
+    assert found.submodules.texts == parts.texts == fitted.meta["data"]["fingerprint"]
+    assert found.submodules.maps.keys() == parts.maps.keys() and len(parts.maps) == 12
+    for place, part in parts.maps.items():
+        assert torch.equal(found.submodules.maps[place].weight, part.weight)
+    Replacement(found.submodules, adapt(model))
+    del found.submodules.maps["norms", 1, 1]
+    with pytest.raises(UserError, match="no map of"):
+        Replacement(found.submodules, adapt(model))
+    torch.nn.init.normal_(model.transformer.h[0].mlp.c_fc.weight)
+    with pytest.raises(UserError, match="were made for"):
+        Replacement(found.submodules, adapt(model))
 
 
 def test_fits_are_least_squares(adapter: Adapter) -> None:

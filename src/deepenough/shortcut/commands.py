@@ -1,13 +1,14 @@
-"""`deepenough shortcut fit`, `eval` and `lens`: a study of one model's layers in one run folder.
+"""`deepenough shortcut fit`, `eval`, `lens`, `paper` and `import`: studies of one model's layers.
 
-The folder holds `shortcuts/` (the maps; `affine/` beside them where both kinds were asked for) and
-`metrics.jsonl`, from which every figure is drawn. Torch is imported inside the functions, so that
-`--help` need not wait for it.
+A run folder holds `shortcuts/` (the maps; `affine/` beside them where both kinds were asked for)
+and `metrics.jsonl`, from which every figure is drawn. Torch is imported inside the functions, so
+that `--help` need not wait for it.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -18,9 +19,12 @@ from deepenough.config import Command, dump, resolve
 from deepenough.errors import UserError
 from deepenough.runs import Record, RunFolder, read_config, replace_records
 from deepenough.shortcut.config import (
+    MapsConfig,
     ShortcutEvalConfig,
     ShortcutFitConfig,
+    ShortcutImportConfig,
     ShortcutLensConfig,
+    ShortcutPaperConfig,
     TuneTrainingConfig,
 )
 
@@ -33,8 +37,13 @@ _COLUMNS = {
     "in top 5": "precision_5",
     "surprisal": "surprisal",
     "kl": "kl",
+    "entropy": "entropy",
+    "loss": "cross_entropy",
+    "rank": "target_rank",
 }
 _LENS_ROWS = 10
+#: What `--show` of the lens is called in its record, where it is not the same.
+_LENS_SHOWS = {"token": "words", "rank": "target_rank"}
 
 
 # -- fit -----------------------------------------------------------------------------------------
@@ -103,13 +112,14 @@ def _fit_all(
 
 
 def _fit(
-    config: ShortcutFitConfig,
+    config: ShortcutFitConfig | ShortcutPaperConfig,
     run: RunFolder,
     model: Any,
     tokenizer: Any,
     texts: list[str],
     name: str,
     affine: bool,
+    seed: int = 0,
 ) -> Shortcuts:
     """Fit the maps `shortcuts` or `affine` of a run, or read those it has fitted already."""
     from deepenough.hf.adapter import adapt
@@ -131,6 +141,8 @@ def _fit(
             "ridge": chosen.ridge,
             "window": chosen.window or fitted.get("window"),
         }
+        if chosen.submodules and name == "shortcuts":
+            fitted, wanted["submodules"] = fitted | {"submodules": bool(finished.submodules)}, True
         check_same_fit(folder, fitted, wanted)
         return finished
     with reading("texts") as progress:
@@ -142,9 +154,11 @@ def _fit(
             targets,
             affine,
             chosen.ridge,
+            seed,
             resume=run.checkpoints / name,
             progress=progress,
             window=chosen.window,
+            submodules=chosen.submodules and name == "shortcuts",
         )
 
 
@@ -155,7 +169,7 @@ def evaluate(config: ShortcutEvalConfig) -> None:
     """Run `deepenough shortcut eval`; its records take the place of earlier ones."""
     from deepenough.measurement import share_interval
     from deepenough.shortcut.evaluation import evaluate as measure
-    from deepenough.shortcut.submodules import Submodules
+    from deepenough.shortcut.modeling import Shortcuts
     from deepenough.training.logging import reading
     from deepenough.training.trainer import keep_freed_memory
 
@@ -165,16 +179,22 @@ def evaluate(config: ShortcutEvalConfig) -> None:
     texts = config.dataset.read(config.data)
     model, tokenizer = fitted.model.load(config.trust)
     started = time.perf_counter()
-    parts = None
-    if config.submodules:
-        parts = Submodules.fit(
+    parts = shortcuts[0].submodules if config.submodules else None
+    if config.submodules and parts is None:
+        if not isinstance(fitted, ShortcutFitConfig) or "imported" in shortcuts[0].meta:
+            raise UserError(
+                f"The maps of {config.run} have no sub-modules: leave out --submodules."
+            )
+        parts = Shortcuts.fit(
             model,
             tokenizer,
             fitted.dataset.read(fitted.data),
-            positions=fitted.fit.positions,
+            fitted.fit.positions,
+            "last",
             ridge=fitted.fit.ridge,
             window=fitted.fit.window,
-        )
+            submodules=True,
+        ).submodules
     with reading("texts") as progress:
         evaluation = measure(
             model,
@@ -191,7 +211,7 @@ def evaluate(config: ShortcutEvalConfig) -> None:
         "positions": evaluation.positions,
         "seconds": time.perf_counter() - started,
     }
-    records = evaluation.records()
+    records = evaluation.records(config.exit)
     with run.lock():
         replace_records(run.metrics, [Record(0, "evaluation", about), *records])
     number = evaluation.positions
@@ -199,13 +219,15 @@ def evaluate(config: ShortcutEvalConfig) -> None:
     digits = max(1, -math.floor(math.log10(half)))
     print(f"{'mode':>14} {'layer':>5}" + "".join(f"{name:>11}" for name in _COLUMNS))
     for values in (record.values for record in records if record.kind == "layer"):
-        numbers = "".join(f"{values[key]:>11.{digits}f}" for key in _COLUMNS.values())
+        shown = (values.get(key) for key in _COLUMNS.values())
+        numbers = "".join(f"{'–' if x is None else f'{x:.{digits}f}':>11}" for x in shown)
         print(f"{values['mode']:>14} {values['layer']:>5}{numbers}")
     for values in (record.values for record in records if record.kind == "saved"):
         print(
             f"early exit, {values['mode']}, {values['agreement']:.0%} agreement: "
             f"{values['saved']:.1%} of layers saved"
         )
+    print("loss and rank (from 1): of the token that really comes next")
     print(f"on {number:,} tokens, so that a share of them is certain to about {half:.1g}")
     print(f"next: deepenough shortcut plot {config.run}")
 
@@ -234,25 +256,149 @@ def lens(config: ShortcutLensConfig) -> None:
     heads = [Column(Text(repr(token)[1:-1])) for token in values["tokens"]]
     table = Table("layer", *heads, box=None)
     for row in sorted({*range(0, last + 1, max(1, last // _LENS_ROWS)), last}):
+        shown = values[_LENS_SHOWS.get(config.show, config.show)][row]
         predictions = [
-            Text(repr(token)[1:-1], style="bold" if agrees else "dim")
-            for token, agrees in zip(values["words"][row], values["agrees"][row], strict=True)
+            Text(_lens_cell(content), style="bold" if agrees else "dim")
+            for content, agrees in zip(shown, values["agrees"][row], strict=True)
         ]
         table.add_row(str(values["layers"][row]), *predictions)
     Console().print(table)
-    print(f"bold: the last layer's token; next: deepenough shortcut plot {config.run}")
+    what = "" if config.show == "token" else f"; shown: {config.show.replace('_', '-')}"
+    print(f"bold: the last layer's token{what}; next: deepenough shortcut plot {config.run}")
+
+
+def _lens_cell(content: str | float | None) -> str:
+    if content is None:
+        return "–"
+    if isinstance(content, str):
+        return repr(content)[1:-1]
+    return f"{content:.0f}" if content.is_integer() else f"{content:.3g}"
+
+
+# -- paper and import ----------------------------------------------------------------------------
+
+
+def paper(config: ShortcutPaperConfig) -> None:
+    """Run `deepenough shortcut paper`; interrupted, it goes on with `resume`."""
+    from deepenough.hf.adapter import adapt
+    from deepenough.shortcut.fitting import check_same_fit
+    from deepenough.shortcut.paper import MEANS, RESULTS, draw_sentences
+    from deepenough.shortcut.reading import check_mask
+
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("deepenough shortcut paper runs in one process: start it without torchrun.")
+    run = RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
+    options = {"resume": config.resume, "overwrite": config.overwrite}
+    config = replace(config, resume=False, overwrite=False)
+    if options["resume"] and run.config.is_file():
+        check_same_fit(run.path, asdict(_open(config.out)[1]), asdict(config))
+        if (run.path / RESULTS).is_file():
+            print(f"{config.out} is finished; its figures are drawn again:")
+            return
+    sentences = draw_sentences(config.data, config.sentences)
+    model, tokenizer = config.model.load()
+    kind = adapt(model).kind
+    check_mask(tokenizer, kind)
+    if kind == "encoder":
+        raise UserError(f"{config.model.name} has no language-model head: give a model with one.")
+    RunFolder.create(config.out, **options)
+    with run.lock():
+        seconds = repeat_paper(config, model, tokenizer, *sentences)
+    print(", ".join(f"{name}: {value:.0f} s" for name, value in seconds.items()))
+    print(f"every sample: {run.path / RESULTS}; means: {run.path / MEANS}; figures:")
+
+
+def repeat_paper(
+    config: ShortcutPaperConfig, model: Any, tokenizer: Any, train: list[str], test: list[str]
+) -> dict[str, float]:
+    """Fit on sentences, measure on others, write all into `config.out`; return the seconds."""
+    from deepenough.artifacts import write_text
+    from deepenough.shortcut.evaluation import evaluate as measure
+    from deepenough.shortcut.paper import (
+        MEANS,
+        NUM_TOP,
+        RESULTS,
+        SENTENCES,
+        save_means,
+        save_samples,
+    )
+    from deepenough.training.logging import reading
+    from deepenough.training.trainer import keep_freed_memory
+
+    keep_freed_memory()
+    run, seed, began = RunFolder(Path(config.out)), config.sentences.seed, time.perf_counter()
+    dump(config, run.config)
+    write_text(run.path / SENTENCES, "".join(f"{sentence}\n" for sentence in (*train, *test)))
+    names = {"shortcuts": config.fit.maps == "affine"}
+    names |= {"affine": True} if config.fit.maps == "both" else {}
+    maps = []
+    for name, affine in names.items():
+        maps.append(_fit(config, run, model, tokenizer, train, name, affine, seed))
+        maps[-1].save_pretrained(run.path / name)
+        shutil.rmtree(run.checkpoints / name, ignore_errors=True)
+    fitted = time.perf_counter()
+    with reading("sentences", "measuring") as progress:
+        evaluation = measure(
+            model,
+            tokenizer,
+            maps,
+            test,
+            submodules=maps[0].submodules,
+            seed=seed + 1,
+            window=config.fit.window,
+            num_top=NUM_TOP,
+            progress=progress,
+        )
+    records = evaluation.records(config.exit)
+    seconds = {"fit": fitted - began, "measure": time.perf_counter() - fitted}
+    save_means(records, run.path / MEANS)
+    about = {"settings": asdict(config), "positions": evaluation.positions, "seconds": seconds}
+    records += [maps[0].record(), Record(0, "evaluation", about), Record(0, "paper", {})]
+    replace_records(run.metrics, records)
+    save_samples(evaluation, config.exit, run.path / RESULTS)  # last: it says that all is there
+    return seconds
+
+
+def import_maps(config: ShortcutImportConfig) -> None:
+    """Run `deepenough shortcut import`: published matrices become a run like one of `fit`."""
+    from deepenough.shortcut.source_pickles import import_source
+
+    RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
+    shortcuts = import_source(config.folder)
+    run = RunFolder.create(config.out, resume=config.resume, overwrite=config.overwrite)
+    fit = MapsConfig(
+        maps="affine" if shortcuts.affine else "linear",
+        positions="random",
+        targets=shortcuts.targets,
+        submodules=shortcuts.submodules is not None,
+    )
+    with run.lock():
+        dump(
+            ShortcutFitConfig(config.out, data=config.folder, model=config.model, fit=fit),
+            run.config,
+        )
+        shortcuts.save_pretrained(run.path / "shortcuts")
+        replace_records(run.metrics, [shortcuts.record()])
+    parts = 0 if shortcuts.submodules is None else len(shortcuts.submodules.maps)
+    print(
+        f"{len(shortcuts.maps)} maps between layers and {parts} of sub-modules, of "
+        f"{shortcuts.num_layers} layers of width {shortcuts.width}, in {config.out}/shortcuts; "
+        f"next: deepenough shortcut eval {config.out} --data TEXT"
+    )
 
 
 # -- the run folder ------------------------------------------------------------------------------
 
 
-def _open(folder: str) -> tuple[RunFolder, ShortcutFitConfig]:
+def _open(folder: str) -> tuple[RunFolder, ShortcutFitConfig | ShortcutPaperConfig]:
     content = read_config(folder)
     if content.get("method") != ShortcutFitConfig.METHOD or "fit" not in content:
         raise UserError(
             f"{folder} is not a run of deepenough shortcut fit: give the folder of one."
         )
     run = RunFolder.open(folder)
+    if "sentences" in content:
+        return run, resolve(ShortcutPaperConfig, run.settings())
     return run, resolve(ShortcutFitConfig, run.settings())
 
 
@@ -277,6 +423,28 @@ COMMANDS: tuple[Command, ...] = (
         "one, in one pass over a text.",
         example="deepenough shortcut fit smollm2 --data mytext.txt --out runs/shortcut",
         positional=("model.name",),
+    ),
+    Command(
+        name="paper",
+        help="repeat the paper for a model: maps, sub-modules, results per sample, all its plots",
+        config=ShortcutPaperConfig,
+        run=paper,
+        description="Do all that the scripts of Jump to Conclusions do, for any model: draw\n"
+        "sentences from a text, fit the maps of all pairs of layers and of the parts inside the\n"
+        "blocks, measure them on other sentences, keep the results of every sample and draw.",
+        example="deepenough shortcut paper smollm2 --data mytext.txt --out runs/paper",
+        positional=("model.name",),
+        draws="out",
+    ),
+    Command(
+        name="import",
+        help="import the matrices that the authors of the paper have published",
+        config=ShortcutImportConfig,
+        run=import_maps,
+        description="Import a folder of i_j.pickle and pi_a_b.pickle files, of which tensors are\n"
+        "taken and nothing else, as a run for shortcut eval, lens and plot.",
+        example="deepenough shortcut import matrices --name gpt2 --out runs/imported",
+        positional=("folder",),
     ),
     Command(
         name="eval",

@@ -103,6 +103,63 @@ class MapsConfig:
     window: int | None = bounded(None, ge=2)
     """Longest piece of text in tokens; by default what the model allows, up to 1024."""
 
+    submodules: bool = False
+    """Also fit and save linear maps of the parts inside every block: norms, attention,
+    feed-forward and residual connections."""
+
+
+@dataclass
+class SentencesConfig:
+    """Sentences."""
+
+    train: int = bounded(9000, ge=1)
+    """How many sentences to fit on."""
+
+    test: int = bounded(3000, ge=1)
+    """How many other sentences to measure on."""
+
+    min_words: int = bounded(4, ge=1)
+    """Sentences of fewer words, such as headings, are passed over."""
+
+    split: str = "train"
+    """Part of the text that they are drawn from."""
+
+    lines: int | None = bounded(None, ge=1)
+    """How many lines of it to read; by default all."""
+
+    seed: int = 0
+    """Seed of the sample of sentences and of the position in each."""
+
+
+@dataclass
+class ExitConfig:
+    """Early exit: a token exits where the gap exceeds 0.9 lambda + 0.1 exp(-4 t / N)."""
+
+    min_layer: int = bounded(1, ge=0)
+    """First layer at which a token may exit; 0 is the embeddings."""
+
+    length: Literal["position", "text"] = "position"
+    """What N is: the mean position plus one of the tokens measured, as in the code of the paper, or
+    the mean length of the texts."""
+
+    mean_length: float | None = bounded(None, gt=0)
+    """N itself, in the place of a mean."""
+
+    at_position: int | None = bounded(None, ge=0)
+    """t of every token, in the place of its own position; the paper's code for BERT has 3."""
+
+    lambdas: list[float] | None = None
+    """Values of lambda, below 0 too; by default 35 from 0 to 10/9."""
+
+
+#: Those of the paper's code, which has the nine between 1 and 1.112 for `id` alone.
+PAPER_LAMBDAS = (
+    -1.112,
+    *(step / 10 for step in range(11)),
+    *(1 + 0.0112 * step for step in range(1, 10)),
+    1.112,
+)
+
 
 @dataclass
 class TuneConfig:
@@ -181,6 +238,38 @@ class ShortcutFitConfig(RunConfig):
 
 
 @dataclass
+class ShortcutPaperConfig(RunConfig):
+    """Repeat the paper."""
+
+    METHOD: ClassVar[str] = "shortcut"
+
+    out: str = "runs/shortcut-paper"
+
+    data: str = "python"
+    """Text whose sentences are drawn: python (built in), a file, folder or glob, a folder of
+    $DEEPENOUGH_DATA, or a name on the hub."""
+
+    model: PretrainedModelConfig = field(default_factory=PretrainedModelConfig)
+    sentences: SentencesConfig = field(default_factory=SentencesConfig)
+    fit: MapsConfig = field(default_factory=lambda: MapsConfig(positions="random", submodules=True))
+    exit: ExitConfig = field(default_factory=lambda: ExitConfig(lambdas=list(PAPER_LAMBDAS)))
+
+
+@dataclass
+class ShortcutImportConfig(RunConfig):
+    """Import published matrices."""
+
+    METHOD: ClassVar[str] = "shortcut"
+
+    folder: str = ""
+    """Folder of i_j.pickle (and pi_a_b.pickle) files, as the code of the paper writes them."""
+
+    out: str = "runs/imported"
+
+    model: PretrainedModelConfig = field(default_factory=lambda: PretrainedModelConfig("gpt2"))
+
+
+@dataclass
 class ShortcutEvalConfig:
     """Measure shortcuts."""
 
@@ -197,6 +286,7 @@ class ShortcutEvalConfig:
     submodules: bool = False
     """Also replace attention, feed-forward or norms by their own linear fits."""
 
+    exit: ExitConfig = field(default_factory=ExitConfig)
     dataset: TextConfig = field(default_factory=lambda: TextConfig(split="valid", lines=500))
     trust: TrustConfig = field(default_factory=TrustConfig)
 
@@ -213,5 +303,9 @@ class ShortcutLensConfig:
 
     mode: str | None = None
     """Maps to use: id, mat, affine or tuned; by default those of the run."""
+
+    show: Literal["token", "probability", "rank", "entropy", "cross_entropy"] = "token"
+    """What the table shows of every layer: its token and that token's probability, the entropy of
+    its distribution in nats, or the rank (from 1) and the cross-entropy of the real next token."""
 
     trust: TrustConfig = field(default_factory=TrustConfig)

@@ -13,9 +13,10 @@ probabilities of more than (Confident Adaptive Language Modeling, arXiv 2207.070
 
     0.9 * lambda + 0.1 * exp(-4 * t / N)
 
-with `t` the token's position and `N` the mean length of the texts; at the last layer it exits in
-any case. Layer 0 is the embeddings, so what exits at layer `l` of `L` has run `l` layers and saved
-the share `1 - l / L`. A token agrees if what is predicted where it exits is the last layer's top
+with `t` the token's position and `N` the mean of these positions plus one; from layer 1 on, and at
+the last layer in any case. That is what the code of the paper does; `ExitConfig` has other choices.
+Layer 0 is the embeddings, so what exits at layer `l` of `L` has run `l` layers and saved the share
+`1 - l / L`. A token agrees if what is predicted where it exits is the last layer's top
 token. The gaps do not depend on `lambda`, so one pass of the model serves the whole sweep. Exiting
 always at one and the same layer is the baseline: what does watching each token add?
 
@@ -36,12 +37,14 @@ from transformers import PreTrainedModel
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
-from deepenough.hf.intercept import eval_mode, fused_gelu
+from deepenough.hf.intercept import OneDnnProducts, eval_mode, fused_gelu
+from deepenough.measurement import share_interval
 from deepenough.runs import Record
+from deepenough.shortcut.config import ExitConfig
 from deepenough.shortcut.fitting import Progress
-from deepenough.shortcut.lens import PRECISIONS, Reference, TokenScores
+from deepenough.shortcut.lens import PRECISIONS, TARGET_SCORES, Reference, TokenScores
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.reading import Positions, TokenBatch, batches, make_reading
+from deepenough.shortcut.reading import Positions, TokenBatch, batches, make_reading, only_wanted
 from deepenough.shortcut.statistics import check_finite
 from deepenough.shortcut.submodules import KINDS, Replacement, Submodules
 
@@ -70,6 +73,7 @@ def evaluate(
     seed: int = 0,
     batch_tokens: int = 1024,
     window: int | None = None,
+    num_top: int = 0,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Measure shortcuts of a model on texts.
@@ -86,6 +90,7 @@ def evaluate(
         seed: Seed of the random positions.
         batch_tokens: Most tokens in a batch, padding included.
         window: Longest stretch of text that is run at once.
+        num_top: How many of the likeliest tokens of every layer are kept, at most 10.
         progress: Called with the number of texts read, and of all texts or None.
     """
     adapter = model if isinstance(model, Adapter) else adapt(model)
@@ -99,21 +104,31 @@ def evaluate(
             "The sub-modules were fitted on other text than the maps, so that they cannot be "
             "compared: fit both on the same text."
         )
-    evaluation = Evaluation(adapter.num_layers)
     reading = make_reading(adapter, positions, seed, batch_tokens, window)
     total = len(texts) if isinstance(texts, Sequence) else None
-    with eval_mode(adapter.model), fused_gelu(adapter.model):
-        measuring = _Measuring(adapter, modes, submodules, evaluation)
+    with eval_mode(adapter.model), fused_gelu(adapter.model), OneDnnProducts():
+        measuring = _Measuring(adapter, modes, submodules, num_top)
         for batch in batches(tokenizer, texts, reading):
-            measuring.add(batch)
+            with only_wanted(adapter, batch):
+                measuring.add(batch)
+            measuring.flush_if_full()
             if progress is not None:
                 progress(batch.texts, total)
         measuring.flush()
-    if not evaluation.positions:
+    if not measuring.positions:
         raise UserError("There is nothing to measure on: give texts of two tokens or more.")
-    evaluation.r2 = {mode: stream.table() for mode, stream in measuring.streams.items()}
-    evaluation.cka = given[0].table
-    return evaluation
+    return Evaluation(
+        adapter.num_layers,
+        torch.cat(measuring.positions),
+        torch.cat(measuring.texts),
+        sum(measuring.lengths) / len(measuring.lengths),
+        {
+            place: TokenScores(*map(torch.cat, zip(*pieces, strict=True)))
+            for place, pieces in measuring.scores.items()
+        },
+        {mode: stream.table() for mode, stream in measuring.streams.items()},
+        given[0].table,
+    )
 
 
 def _by_mode(given: Sequence[Shortcuts]) -> dict[str, Shortcuts]:
@@ -140,9 +155,13 @@ class _Measuring:
         adapter: Adapter,
         shortcuts: dict[str, Shortcuts],
         submodules: Submodules | None,
-        evaluation: Evaluation,
+        num_top: int,
     ) -> None:
-        self.adapter, self.shortcuts, self.evaluation = adapter, shortcuts, evaluation
+        self.adapter, self.shortcuts, self.num_top = adapter, shortcuts, num_top
+        self.scores: dict[tuple[str, int], list[TokenScores]] = defaultdict(list)
+        self.positions: list[Tensor] = []
+        self.texts: list[Tensor] = []
+        self.lengths: list[int] = []
         self.has_head = adapter.kind != "encoder"
         self.kinds: tuple[str, ...] = ()
         if submodules and self.has_head:
@@ -151,6 +170,7 @@ class _Measuring:
         vocabulary = adapter.model.config.get_text_config().vocab_size
         self._rows = max(16, _LOGIT_BYTES // (4 * vocabulary))
         self._waiting: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        self._targets: list[Tensor] = []
         self._num_waiting = 0
 
     def add(self, batch: TokenBatch) -> None:
@@ -168,9 +188,14 @@ class _Measuring:
             for layer, state in enumerate(states[:-1]):
                 last = self.replacement.last_state(kind, layer, state, ids, mask)
                 self._waiting[kind, layer].append(last[row, position])
-        self.evaluation.position.append(position.cpu())
-        self.evaluation.lengths += [window.length for window in batch.windows]
+        self._targets.append(batch.targets())
+        self.positions.append(position.cpu())
+        self.texts.append(torch.tensor([window.text for window in batch.windows])[row.cpu()])
+        self.lengths += [window.length for window in batch.windows]
         self._num_waiting += len(row)
+
+    def flush_if_full(self) -> None:
+        """Measure what is waiting if it is enough for the head."""
         if self._num_waiting >= self._rows:
             self.flush()
 
@@ -179,18 +204,24 @@ class _Measuring:
         if not self._num_waiting:
             return
         waiting = {place: torch.cat(pieces) for place, pieces in self._waiting.items()}
+        targets = torch.cat(self._targets)
         self._waiting.clear()
+        self._targets.clear()
         num, self._num_waiting = self._num_waiting, 0
         for stream in self.streams.values():
             stream.update([waiting["", layer] for layer in range(self.adapter.num_layers + 1)])
         if self.has_head:
             for start in range(0, num, self._rows):
                 block = {p: t[start : start + self._rows] for p, t in waiting.items()}
-                self._measure(block)
+                self._measure(block, targets[start : start + self._rows])
 
-    def _measure(self, block: dict[tuple[str, int], Tensor]) -> None:
-        last, keep = self.adapter.num_layers, self.evaluation.add
-        reference = Reference(self.adapter.logits(block["", last]))
+    def _measure(self, block: dict[tuple[str, int], Tensor], targets: Tensor) -> None:
+        last = self.adapter.num_layers
+
+        def keep(mode: str, layer: int, scores: TokenScores) -> None:
+            self.scores[mode, layer].append(TokenScores(*(column.cpu() for column in scores)))
+
+        reference = Reference(self.adapter.logits(block["", last]), targets, self.num_top)
         own = reference.scores()
         for mode in (*self.shortcuts, *self.kinds):
             keep(mode, last, own)
@@ -216,61 +247,84 @@ class Evaluation:
     """All that was measured in one pass over texts."""
 
     num_layers: int
-    scores: dict[tuple[str, int], list[TokenScores]] = field(default_factory=dict)
-    """Scores of every token by mode and layer, in pieces."""
-    position: list[Tensor] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    """Number of tokens of every text."""
+    position: Tensor
+    """Position of every token in its text, `[N]`."""
+    text: Tensor
+    """Number of every token's text, `[N]`."""
+    mean_length: float
+    """Tokens in a text."""
+    scores: dict[tuple[str, int], TokenScores] = field(default_factory=dict)
+    """Scores of all tokens by mode and layer."""
     r2: dict[str, Tensor] = field(default_factory=dict)
     cka: Tensor | None = None
 
     @property
     def positions(self) -> int:
         """Number of tokens that were measured."""
-        return sum(len(piece) for piece in self.position)
+        return len(self.position)
 
-    def add(self, mode: str, layer: int, scores: TokenScores) -> None:
-        """Keep the scores of more tokens."""
-        kept = TokenScores(*(column.cpu() for column in scores))
-        self.scores.setdefault((mode, layer), []).append(kept)
-
-    def records(self) -> list[Record]:
+    def records(self, exit: ExitConfig | None = None) -> list[Record]:
         """Return one record for each table, each mode and layer, and each threshold."""
         found = [Record(0, "r2", {"mode": m, "table": _rows(t)}) for m, t in self.r2.items()]
         if self.cka is not None:
             found.append(Record(0, "cka", {"table": _rows(self.cka)}))
-        scores = {
-            place: TokenScores(*map(torch.cat, zip(*pieces, strict=True)))
-            for place, pieces in self.scores.items()
-        }
-        for (mode, layer), own in sorted(scores.items(), key=lambda item: item[0][1]):
+        for (mode, layer), own in sorted(self.scores.items(), key=lambda item: item[0][1]):
             found.append(Record(0, "layer", {"mode": mode, "layer": layer, **_means(own)}))
-        for mode in dict.fromkeys(mode for mode, _ in scores if mode not in KINDS):
-            places = [(mode, layer) for layer in range(self.num_layers + 1)]
-            if all(place in scores for place in places):
-                found += self._exit_records(mode, [scores[place] for place in places])
+        for mode in self.exit_modes():
+            layers = [self.scores[mode, layer] for layer in range(self.num_layers + 1)]
+            agrees_LN = torch.stack([scores.rank == 0 for scores in layers])
+            points = []
+            for lambda_, layer_N in self.exits(mode, exit):
+                points.append({"lambda": lambda_, **exit_point(layer_N, agrees_LN)})
+                # What each token is predicted where it exits.
+                columns = (torch.stack(column) for column in zip(*layers, strict=True))
+                own = TokenScores(*(c[layer_N, torch.arange(self.positions)] for c in columns))
+                values = {"mode": mode, **points[-1], **_means(own)}
+                found.append(Record(0, "exit", values))
+            for row in layers_saved(points, fixed_exits(agrees_LN)):
+                found.append(Record(0, "saved", {"mode": mode, **row}))
         return found
 
-    def _exit_records(self, mode: str, layers: Sequence[TokenScores]) -> Iterator[Record]:
-        gap_LN = torch.stack([scores.gap for scores in layers])
-        agrees_LN = torch.stack([scores.rank == 0 for scores in layers])
-        mean_length = sum(self.lengths) / len(self.lengths)
-        points = sweep(gap_LN, agrees_LN, torch.cat(self.position), mean_length)
-        for point in points:
-            yield Record(0, "exit", {"mode": mode, **point})
-        for row in layers_saved(points, fixed_exits(agrees_LN)):
-            yield Record(0, "saved", {"mode": mode, **row})
+    def exit_modes(self) -> list[str]:
+        """Return the modes that have a prediction at every layer, and replace no sub-module."""
+        every = range(self.num_layers + 1)
+        modes = dict.fromkeys(mode for mode, _ in self.scores if mode not in KINDS)
+        return [m for m in modes if all((m, layer) in self.scores for layer in every)]
+
+    def exits(self, mode: str, exit: ExitConfig | None = None) -> Iterator[tuple[float, Tensor]]:
+        """Yield every lambda and the layers `[N]` at which tokens exit."""
+        exit = exit or ExitConfig()
+        mean_length = exit.mean_length
+        if mean_length is None:
+            of_positions = float((self.position + 1).double().mean())
+            mean_length = self.mean_length if exit.length == "text" else of_positions
+        position_N = self.position
+        if exit.at_position is not None:
+            position_N = torch.full_like(position_N, exit.at_position)
+        gap_LN = torch.stack([self.scores[mode, n].gap for n in range(self.num_layers + 1)])
+        for lambda_ in LAMBDAS if exit.lambdas is None else exit.lambdas:
+            limit_N = thresholds(lambda_, position_N, mean_length)
+            yield lambda_, exit_layers(gap_LN, limit_N, exit.min_layer)
 
 
 def _means(scores: TokenScores) -> dict[str, Any]:
-    """Return precisions, mean surprisal and KL, and the number of tokens."""
-    shares = {f"precision_{k}": float((scores.rank < k).double().mean()) for k in PRECISIONS}
-    return {
-        **shares,
-        "surprisal": float(scores.surprisal.double().mean()),
-        "kl": float(scores.kl.double().mean()),
-        "positions": len(scores.rank),
-    }
+    """Return means over tokens and their number, with 95 % intervals for tokens drawn anew."""
+    num = len(scores.rank)
+    means: dict[str, Any] = {}
+    intervals: dict[str, list[float]] = {}
+    for k in PRECISIONS:
+        share = share_interval(int((scores.rank < k).sum()), num)
+        means[f"precision_{k}"], *intervals[f"precision_{k}"] = share
+    for name in ("surprisal", "kl", *TARGET_SCORES):
+        values = getattr(scores, name).double()
+        if name in ("cross_entropy", "target_rank"):
+            values = values[scores.target_rank > 0]
+            if not len(values):  # no text goes on behind the tokens measured
+                continue
+        mean = float(values.mean())
+        half = 1.96 * float(values.std(correction=0)) / len(values) ** 0.5
+        means[name], intervals[name] = mean, [mean - half, mean + half]
+    return {**means, "positions": num, "intervals": intervals}
 
 
 def _rows(table: Tensor) -> list[list[float | None]]:
@@ -285,31 +339,25 @@ def thresholds(lambda_: float, position_N: Tensor, mean_length: float) -> Tensor
     return 0.9 * lambda_ + 0.1 * torch.exp(-4.0 * position_N.double() / mean_length)
 
 
-def sweep(
-    gap_LN: Tensor,
-    agrees_LN: Tensor,
-    position_N: Tensor,
-    mean_length: float,
-    lambdas: Sequence[float] = LAMBDAS,
-) -> list[dict[str, float]]:
-    """Return the values of one point per threshold; the tables have a row for layers 0 ... L."""
-    points = []
-    for lambda_ in lambdas:
-        exits_LN = gap_LN > thresholds(lambda_, position_N, mean_length)
-        exits_LN[-1] = True
-        # The first layer that is sure: `argmax` of a 0/1 table gives the first 1.
-        layer_N = exits_LN.to(torch.uint8).argmax(0)
-        points.append({"lambda": lambda_, **_point(layer_N, agrees_LN)})
-    return points
+def exit_layers(gap_LN: Tensor, limit_N: Tensor, min_layer: int = 1) -> Tensor:
+    """Return the first layer from `min_layer` on whose gap exceeds the limit, else the last."""
+    exits_LN = gap_LN > limit_N
+    exits_LN[: min(min_layer, len(gap_LN) - 1)] = False
+    exits_LN[-1] = True
+    # `argmax` of a 0/1 table gives the first 1.
+    return exits_LN.to(torch.uint8).argmax(0)
 
 
 def fixed_exits(agrees_LN: Tensor) -> list[dict[str, float]]:
     """Return what it gives if every token exits at layer 0, or 1, ... or `L`."""
     num_tokens = agrees_LN.shape[1]
-    return [_point(torch.full((num_tokens,), layer), agrees_LN) for layer in range(len(agrees_LN))]
+    return [
+        exit_point(torch.full((num_tokens,), layer), agrees_LN) for layer in range(len(agrees_LN))
+    ]
 
 
-def _point(layer_N: Tensor, agrees_LN: Tensor) -> dict[str, float]:
+def exit_point(layer_N: Tensor, agrees_LN: Tensor) -> dict[str, float]:
+    """Return mean layer, share of layers saved and agreement of tokens that exit at layers."""
     mean = layer_N.sum().item() / layer_N.numel()
     agreeing = agrees_LN.gather(0, layer_N[None]).sum().item()
     return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,15 +64,17 @@ QUANTITIES = {
     "precision_10": "precision@10",
     "surprisal": "surprisal (nats)",
     "kl": "KL to the last layer (nats)",
+    "cross_entropy": "loss on the next token (nats)",
 }
-UNBOUNDED = ("layer", "surprisal", "kl")
+UNBOUNDED = ("layer", "layers_mean", "surprisal", "kl", "cross_entropy")
 """Values that are not shares of 1."""
 LOG_SCALE_FACTOR = 10.0
 """A quantity that reaches this many times its median needs a logarithmic scale."""
 LEAST_NATS = 0.01
 """Fewer nats than this are as good as none and would stretch that scale down without end."""
 
-Curve = tuple[np.ndarray, np.ndarray]
+Curve = tuple[np.ndarray, ...]
+"""x, y and, where intervals are known of all points, the ends of a band around y."""
 
 
 # -- records ----------------------------------------------------------------------------------
@@ -117,13 +120,20 @@ def curves(run: Run, kind: str, key: str, x: str, y: str) -> dict[str, Curve]:
     def value(values: Mapping[str, Any], name: str) -> float | None:
         return (number if name in UNBOUNDED else share)(values.get(name))
 
-    found = {}
+    found: dict[str, Curve] = {}
     for mode, by_key in measured(run, kind, key).items():
-        points = [(value(values, x), value(values, y)) for values in by_key.values()]
-        known = [point for point in points if None not in point]
+        points = []
+        for values in by_key.values():
+            intervals = values.get("intervals")
+            ends = intervals.get(y) if isinstance(intervals, dict) else None
+            low, high = (
+                map(number, ends) if isinstance(ends, list) and len(ends) == 2 else (None,) * 2
+            )
+            points.append((value(values, x), value(values, y), low, high))
+        known = [point for point in points if None not in point[:2]]
         if known:
-            first, second = np.array(known, dtype=float).T
-            found[mode] = (first, second)
+            columns = tuple(np.array(known, dtype=float).T)
+            found[mode] = columns if np.isfinite(columns).all() else columns[:2]
     return found
 
 
@@ -193,10 +203,8 @@ def mode_name(mode: str) -> str:
 
 def _line(mode: str, curve: Curve, **options: Any) -> Line:
     name, color, style = MODES.get(mode, (mode_name(mode), None, "solid"))
-    x, y = curve
-    return Line(
-        **({"name": name, "color": color, "style": style} | options), x=x.tolist(), y=y.tolist()
-    )
+    columns = dict(zip(("x", "y", "low", "high"), (c.tolist() for c in curve), strict=False))
+    return Line(**({"name": name, "color": color, "style": style} | options | columns))
 
 
 def r2_figure(run: Run) -> FigureSpec | None:
@@ -274,7 +282,7 @@ def _layer_panels(run: Run, left_out: Sequence[str], label: str) -> list[Panel]:
         shown = {m: curve for m, curve in layer_curves(run, name).items() if m not in left_out}
         if not shown:
             continue
-        values = np.concatenate([values for _, values in shown.values()])
+        values = np.concatenate([curve[1] for curve in shown.values()])
         if name.startswith("precision"):
             y = Axis(title, percent=True, low=0.0, high=1.03)
         elif values.max() > LOG_SCALE_FACTOR * max(np.median(values), LEAST_NATS):
@@ -293,7 +301,7 @@ def exit_figure(run: Run) -> FigureSpec | None:
     if not swept:
         return None
     lines = [_line(mode, curve, style="solid") for mode, curve in swept.items()]
-    for mode, (layers, agreement) in layer_curves(run, "precision_1").items():
+    for mode, (layers, agreement, *_) in layer_curves(run, "precision_1").items():
         if mode in swept and layers.max() > 0:
             name = f"{mode_name(mode)}, one layer for all"
             fixed = (1 - layers / layers.max(), agreement)
@@ -333,6 +341,50 @@ def _saved_bars(by_mode: Mapping[str, Mapping[float, Mapping[str, Any]]]) -> Cha
     )
 
 
+def paper_figure(run: Run) -> FigureSpec | None:
+    """Return the plots of the paper's code, one picture each, under the names that they have there.
+
+    Those of r^2 stand together in `r2_figure`.
+    """
+    by_quantity = {name: layer_curves(run, name) for name in QUANTITIES}
+    precision = by_quantity["precision_1"]
+    if not run.of_kind("paper") or not precision:
+        return None
+    last = int(max(curve[0].max() for curve in precision.values()))
+    panels: list[Panel] = []
+
+    def add(key: str, label: str, lines: Sequence[Line], x: str = "layer") -> None:
+        axis = Axis(x, whole=True, low=0.0, high=float(last))
+        y = Axis(label, low=0.0, high=1.03 if label.startswith("Precision") else None)
+        panels.append(Chart(axis, y, lines, title=label, key=f"{key}_{last}"))
+
+    def lines(name: str, modes: Sequence[str], **options: Any) -> list[Line]:
+        curves_ = by_quantity[name]
+        return [_line(mode, curves_[mode], **options) for mode in modes if mode in curves_]
+
+    jumps, parts = ("mat", "id"), ("attention", "norms", "feed_forward", "mat")
+    styles = {1: "solid", 5: "dashed", 10: "dotted"}
+    every = [
+        replace(line, name=f"{line.name}, k={k}")
+        for k, style in styles.items()
+        for line in lines(f"precision_{k}", jumps, style=style)
+    ]
+    add("pre", "Precision@k", every)
+    add("surp", "Surprisal", lines("surprisal", jumps))
+    if precision.keys() & set(SUBMODULES):
+        for k in styles:
+            add(f"parts_pre{k}", f"Precision@{k}", lines(f"precision_{k}", parts))
+        add("parts_surp", "Surprisal", lines("surprisal", parts))
+    exits = curves(run, "exit", "lambda", "layers_mean", "precision_1")
+    both = [_line(m, exits[m], style="solid") for m in jumps if m in exits]
+    both = [replace(line, name=f"{line.name}, early exit") for line in both]
+    fixed = lines("precision_1", jumps, style="dotted")
+    both += [replace(line, name=f"{line.name}, fixed exit") for line in fixed]
+    add("ee_pre1", "Precision@1", both, "layers processed")
+    caption = "The plots of Jump to Conclusions; bands are 95 % intervals over samples."
+    return _figure(run, "paper", "The paper's plots", caption, panels, choice="plot")
+
+
 def lens_figure(run: Run) -> FigureSpec | None:
     """Return the latest prompt, with what every layer predicts at each of its tokens."""
     values = _latest(run, "lens")
@@ -361,6 +413,7 @@ FIGURES: tuple[FigureBuilder, ...] = (
     r2_figure,
     cka_figure,
     submodules_figure,
+    paper_figure,
     lens_figure,
 )
 

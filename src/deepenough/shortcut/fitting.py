@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from deepenough.shortcut.reading import (
     run_batch,
 )
 from deepenough.shortcut.statistics import LayerStatistics, Targets, statistics_bytes
+from deepenough.shortcut.submodules import SubmoduleStatistics
 from deepenough.training.distributed import agree
 
 log = logging.getLogger("deepenough")
@@ -65,12 +67,17 @@ def collect(
     folder: Path | None = None,
     save_every: float = 120.0,
     progress: Progress | None = None,
+    parts: SubmoduleStatistics | None = None,
 ) -> tuple[LayerStatistics, dict[str, Any]]:
-    """Return the statistics of texts, and how they were made.
+    """Return the statistics of texts, and how they were made; those of `parts` are filled in.
 
     Arguments are those of `Shortcuts.fit`. All processes get the statistics of all of them.
     """
     rank, world = init_distributed()
+    if parts is not None:
+        folder = None  # what is saved on the way are sums of layers alone
+        if world > 1:
+            raise UserError("Sub-modules are fitted in one process: start it without torchrun.")
     reading = make_reading(
         adapter, options.positions, options.seed, options.batch_tokens, options.window
     )
@@ -82,7 +89,7 @@ def collect(
     about = {"model": identity["fingerprint"], **asdict(options), "processes": world}
     checkpoint = FitCheckpoint(folder, about, rank, save_every) if folder else None
     statistics = LayerStatistics(adapter.num_layers, adapter.width, options.targets, device)
-    tally = _accumulate(adapter, tokenizer, texts, reading, statistics, checkpoint, progress)
+    tally = _accumulate(adapter, tokenizer, texts, reading, statistics, checkpoint, progress, parts)
     if world > 1:
         statistics.all_reduce()
     chosen = asdict(options)
@@ -104,6 +111,7 @@ def _accumulate(
     statistics: LayerStatistics,
     checkpoint: FitCheckpoint | None,
     progress: Progress | None,
+    parts: SubmoduleStatistics | None,
 ) -> Tally:
     """Add up this process's share of the texts, from where a checkpoint stands."""
     rank, world = init_distributed()
@@ -117,7 +125,9 @@ def _accumulate(
                 break
             continue
         if index % world == rank:
-            statistics.update(run_batch(adapter, batch))
+            with parts.observing(*batch.wanted()) if parts else nullcontext():
+                states = run_batch(adapter, batch)
+            statistics.update(states)
         if checkpoint:
             checkpoint.save_if_due(index, tally.fingerprint, statistics)
         if progress is not None and rank == 0:

@@ -10,8 +10,10 @@ the early layer finds likeliest:
 - precision@k: is `v` among the `k` likeliest of the last layer?
 - surprisal: `-log p_L(v)` in nats, with `p_L` the last layer's distribution.
 
-And of the early distribution `q` as a whole: `KL(p_L || q)` in nats (as the tuned lens, arXiv
-2303.08112), and the gap between its two largest probabilities, its confidence.
+And of the early distribution `q` as a whole the gap between its two largest probabilities, its
+confidence, and what the tuned lens reports (arXiv 2303.08112), in nats: `KL(p_L || q)`, the entropy
+of `q`, and of the token that really comes next its cross-entropy `-log q(token)` and its rank in
+`q`.
 
 Written out, `KL = sum p log p - sum p x + log sum exp x` with the logits `x` of `q`: `q` itself is
 never made, and all passes over its logits are made while they are in the cache.
@@ -37,6 +39,8 @@ from deepenough.shortcut.reading import check_vocabulary
 from deepenough.shortcut.statistics import check_finite
 
 PRECISIONS = (1, 5, 10)
+#: What the tuned lens reports beside KL: the entropy, and two scores of the real next token.
+TARGET_SCORES = ("entropy", "cross_entropy", "target_rank")
 
 #: Rows of logits that are worked on at once, small enough to stay in a processor's cache.
 _ROWS = 16
@@ -73,15 +77,24 @@ def lens(
     layers = list(range(last + 1))
     if mode == "tuned" and shortcuts.tuned:  # perhaps of some layers alone
         layers = sorted({*shortcuts.tuned, last})
-    tokens, probabilities = [], []
+    targets = ids[0]
+    if adapter.kind == "causal":
+        targets = torch.cat([ids[0, 1:], ids.new_tensor([-1])])
+    tokens: list[Tensor] = []
+    probabilities: list[list[float]] = []
+    statistics: dict[str, list[list[float | None]]] = {}
     with eval_mode(adapter.model):
         states = adapter.states(ids, attention_mask=torch.ones_like(ids))
         check_finite(states)
         for layer in layers:
             hidden = shortcuts.apply(states[layer][0], layer, last, mode)
-            probability, token = adapter.logits(hidden).float().softmax(-1).max(-1)
-            tokens.append(token.cpu())
-            probabilities.append(probability.tolist())
+            reference = Reference(adapter.logits(hidden), targets)
+            own = reference.scores()
+            tokens.append(reference.order_NK[:, 0].cpu())
+            probabilities.append((-own.surprisal).exp().tolist())
+            for name in TARGET_SCORES:
+                row = getattr(own, name).double().tolist()
+                statistics.setdefault(name, []).append([v if v >= 0 else None for v in row])
     return Record(
         0,
         "lens",
@@ -93,6 +106,7 @@ def lens(
             "words": [_decoded(tokenizer, row.tolist()) for row in tokens],
             "probability": probabilities,
             "agrees": [(row == tokens[-1]).tolist() for row in tokens],
+            **statistics,
         },
     )
 
@@ -126,13 +140,31 @@ class TokenScores(NamedTuple):
     if it comes later."""
     surprisal: Tensor
     kl: Tensor
+    entropy: Tensor
+    cross_entropy: Tensor
+    """Of the real next token; NaN where none is known."""
+    target_rank: Tensor
+    """Place of the real next token in the layer's own order, from 1; -1 where none is known."""
+    top: Tensor
+    """Its likeliest tokens, `[N, K]`, as many as are kept."""
 
 
 class Reference:
     """The last layer's predictions, to which all others are compared."""
 
-    def __init__(self, logits_NV: Tensor) -> None:
+    def __init__(self, logits_NV: Tensor, targets_N: Tensor | None = None, num_top: int = 0):
+        """Take the last layer's logits.
+
+        Args:
+            logits_NV: The logits.
+            targets_N: The tokens that really come next, -1 where none is known.
+            num_top: How many of the likeliest tokens `TokenScores` keep, at most 10.
+        """
         log_probs = torch.log_softmax(logits_NV.float(), dim=-1)
+        if targets_N is None:
+            targets_N = torch.full((len(log_probs),), -1)
+        self.targets_N = targets_N.to(log_probs.device)
+        self.num_top = num_top
         self.log_probs_NV = log_probs
         self.probs_NV = log_probs.exp()
         self.negentropy_N = torch.linalg.vecdot(self.probs_NV, log_probs.clamp_min(_RULED_OUT))
@@ -144,7 +176,15 @@ class Reference:
         two = self.log_probs_NV.gather(1, self.order_NK[:, :2]).exp()
         zero = torch.zeros_like(self.negentropy_N)
         surprisal = -self.log_probs_NV.gather(1, token[:, None])[:, 0]
-        return TokenScores(two[:, 0] - two[:, 1], torch.zeros_like(token), surprisal, zero)
+        return TokenScores(
+            two[:, 0] - two[:, 1],
+            torch.zeros_like(token),
+            surprisal,
+            zero,
+            -self.negentropy_N,
+            *_of_targets(self.log_probs_NV, zero, self.targets_N),
+            self.order_NK[:, : self.num_top],
+        )
 
     def score(self, logits_NV: Tensor) -> TokenScores:
         """Return the scores of an early layer's logits for the same tokens."""
@@ -156,15 +196,37 @@ class Reference:
 
     def _score(self, logits: Tensor, rows: slice) -> TokenScores:
         logits = logits.float()
-        values, tokens = logits.topk(2)
-        (largest, second), token = values.unbind(1), tokens[:, 0]
-        expected = torch.linalg.vecdot(logits, self.probs_NV[rows])
+        values, tokens = logits.topk(max(2, min(self.num_top, logits.shape[-1])))
+        largest, second, token = values[:, 0], values[:, 1], tokens[:, 0]
+        shifted = logits - largest[:, None]
+        expected = torch.linalg.vecdot(shifted, self.probs_NV[rows])
         if bool(expected.isnan().any()):  # tokens that are ruled out: -inf at a probability of 0
-            expected = torch.linalg.vecdot(logits.clamp_min(_RULED_OUT), self.probs_NV[rows])
-        total = (logits - largest[:, None]).exp_().sum(-1)  # of probabilities over the largest
-        kl = self.negentropy_N[rows] - expected + largest + total.log()
+            shifted.clamp_min_(_RULED_OUT)
+            expected = torch.linalg.vecdot(shifted, self.probs_NV[rows])
+        ratios = shifted.exp()  # of probabilities over the largest
+        total = ratios.sum(-1)
+        entropy = total.log() - torch.linalg.vecdot(ratios, shifted) / total
+        kl = self.negentropy_N[rows] - expected + total.log()
         surprisal = -self.log_probs_NV[rows].gather(1, token[:, None])[:, 0]
         hits = self.order_NK[rows] == token[:, None]
         rank = torch.where(hits.any(1), hits.to(torch.uint8).argmax(1), PRECISIONS[-1])
         gap = (1 - (second - largest).exp()) / total
-        return TokenScores(gap, rank, surprisal, kl.clamp_min(0))
+        return TokenScores(
+            gap,
+            rank,
+            surprisal,
+            kl.clamp_min(0),
+            entropy.clamp_min(0),
+            *_of_targets(shifted, total.log(), self.targets_N[rows]),
+            tokens[:, : self.num_top],
+        )
+
+
+def _of_targets(logits_NV: Tensor, total_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cross-entropy and rank of targets, of logits whose exponentials' log-sum is given."""
+    known = (targets_N >= 0) & (targets_N < logits_NV.shape[-1])
+    if not bool(known.any()):
+        return torch.full_like(total_N, torch.nan), torch.full_like(targets_N, -1)
+    own_N1 = logits_NV.gather(1, targets_N.where(known, 0)[:, None])
+    rank = 1 + (logits_NV > own_N1).sum(-1)
+    return torch.where(known, total_N - own_N1[:, 0], torch.nan), torch.where(known, rank, -1)

@@ -6,8 +6,9 @@ may be tuned further (`tuned`) so that the prediction, and not the state, comes 
 
 On disk they are `shortcuts.safetensors`, and `shortcuts.json` beside it, which says what the maps
 are of and holds a checksum, so that a truncated or altered file is noticed before it is used. Maps
-are tensors `A.i.j`, biases `b.i.j`, tuned maps `tuned.A.i` and `tuned.b.i`. Tensors read back are
-mapped from disk and come into memory when they are used.
+are tensors `A.i.j`, biases `b.i.j`, tuned maps `tuned.A.i` and `tuned.b.i`, maps of
+sub-modules `part.A. ...`. Tensors read back are mapped from disk and come into memory when they are
+used.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from deepenough.artifacts import load_artifact, save_artifact
 from deepenough.config import bounded, from_fields
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.intercept import OneDnnProducts
 from deepenough.hf.loading import is_only_local
 from deepenough.runs import Record
 from deepenough.shortcut.fitting import FitOptions, Progress, collect
@@ -43,6 +45,7 @@ from deepenough.shortcut.statistics import (
     check_states,
     layer_pairs,
 )
+from deepenough.shortcut.submodules import Submodules, SubmoduleStatistics
 
 INDEX, TENSORS = "shortcuts.json", "shortcuts.safetensors"
 FORMAT, VERSION = "deepenough-shortcuts", 2
@@ -73,6 +76,7 @@ class Shortcuts:
         biases: `b_ij` by pair; empty for linear maps.
         tuned: From a layer to the last: maps whose predictions were trained, with their biases.
         table: Linear CKA of all pairs, or None where it is not known.
+        submodules: Linear maps of the parts inside the blocks, or None where they were not fitted.
         meta: How the maps were made: the model's identity, the texts, the options of the fit.
     """
 
@@ -87,12 +91,13 @@ class Shortcuts:
         cka: Tensor | None = None,
         meta: Mapping[str, Any] | None = None,
         tuned: Tuned | None = None,
+        submodules: Submodules | None = None,
     ) -> None:
         self.num_layers, self.width, self.targets = num_layers, width, targets
         self.maps, self.biases = maps, biases or {}
         self.meta = dict(meta or {})
         self.tuned: Tuned = dict(tuned or {})
-        self.table = cka
+        self.table, self.submodules = cka, submodules
 
     @property
     def affine(self) -> bool:
@@ -128,6 +133,7 @@ class Shortcuts:
         progress: Progress | None = None,
         batch_tokens: int = 2048,
         window: int | None = None,
+        submodules: bool = False,
     ) -> Shortcuts:
         """Run the model over texts and fit the maps in one pass.
 
@@ -150,13 +156,20 @@ class Shortcuts:
             batch_tokens: Most tokens in a batch, padding included.
             window: Longest stretch of text that is run at once; by default what the model allows,
                 up to 1024 tokens.
+            submodules: Also fit the parts inside the blocks, in the same pass.
         """
         began = time.perf_counter()
         adapter = model if isinstance(model, Adapter) else adapt(model)
         options = FitOptions(positions, targets, affine, ridge, seed, batch_tokens, window)
         folder = Path(resume) if resume else None
-        statistics, meta = collect(adapter, tokenizer, texts, options, folder, save_every, progress)
+        parts = SubmoduleStatistics(adapter) if submodules else None
+        statistics, meta = collect(
+            adapter, tokenizer, texts, options, folder, save_every, progress, parts
+        )
         shortcuts = cls._from_statistics(statistics, affine, ridge, adapter.model.dtype, meta)
+        if parts is not None:
+            shortcuts.submodules = Submodules.from_statistics(parts, adapter, affine, ridge)
+            shortcuts.submodules.texts = meta["data"]["fingerprint"]
         shortcuts.meta["fit"]["seconds"] = round(time.perf_counter() - began, 3)
         return shortcuts
 
@@ -257,7 +270,8 @@ class Shortcuts:
         """Return the `(L + 1, L + 1)` table of r^2 on given states; NaN where there is no map."""
         self._check_shape(len(states) - 1, states[0].shape[-1] if len(states) else 0)
         stream = self.r2_stream(mode)
-        stream.update(states)
+        with torch.no_grad(), OneDnnProducts():
+            stream.update(states)
         return stream.table()
 
     def r2_stream(self, mode: str | None = None) -> R2:
@@ -299,6 +313,8 @@ class Shortcuts:
         tensors |= {f"b.{i}.{j}": bias for (i, j), bias in sorted(self.biases.items())}
         for i, (matrix, bias) in sorted(self.tuned.items()):
             tensors |= {f"tuned.A.{i}": matrix, f"tuned.b.{i}": bias}
+        if self.submodules is not None:
+            tensors |= self.submodules.tensors()
         if self.table is not None:
             tensors["cka"] = self.table
         own = {field.name: getattr(self, field.name) for field in fields(_Index)}
@@ -375,9 +391,13 @@ def _from_files(tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> Sh
         if f"tuned.A.{i}" in left
     }
     cka = take("cka", last + 1, last + 1) if "cka" in left else None
+    parts = Submodules.take_from(left, {})
     if left:
         raise ValueError(f"{min(left)!r:.40} is no map of these layers")
     about: dict[str, Any] = {"targets": index.targets, "meta": index.meta}
     found = Shortcuts(last, width, maps, biases, cka=cka, tuned=tuned, **about)
     found.record()  # refuses a meta that is none
+    if parts is not None:
+        parts.identity, parts.texts = found.made_for, found.meta.get("data", {}).get("fingerprint")
+        found.submodules = parts
     return found

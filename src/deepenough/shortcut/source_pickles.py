@@ -1,15 +1,18 @@
-"""Import the matrices that the code of "Jump to Conclusions" publishes: `i_j.pickle`.
+"""Import the matrices that the code of "Jump to Conclusions" publishes.
 
-Each file is one pickled tensor, the `coef_` of scikit-learn's LinearRegression and so `A_ij` itself
-(or a list of it and the intercept). A pickle can run any code when it is opened, hence a reader
-that knows three names: two that build a tensor, and one that reads its numbers, for which torch's
-own restricted reader stands in. Any other name ends the import before anything has run. A tensor is
-refused that shows more numbers than are in the file.
+`i_j.pickle` maps layer `i` to layer `j`; `pi_a_b.pickle` maps one part inside block `i`, from what
+it reads to what it returns (`submodules.SOURCE_PLACES` says which). Each file is one pickled
+tensor, the `coef_` of scikit-learn's LinearRegression and so `A_ij` itself (or a list of it and the
+intercept). A pickle can run any code when it is opened, hence a reader that knows three names: two
+that build a tensor, and one that reads its numbers, for which torch's own restricted reader stands
+in. Any other name ends the import before anything has run. A tensor is refused that shows more
+numbers than are in the file.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import pickle
@@ -24,30 +27,49 @@ from torch import Tensor
 
 from deepenough.errors import UserError
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.statistics import Maps, Targets, layer_pairs
+from deepenough.shortcut.statistics import AffineMap, Maps, Targets, layer_pairs
+from deepenough.shortcut.submodules import SOURCE_PLACES, Place, Submodules
 
-_NAME = re.compile(r"(\d{1,4})_(\d{1,4})\.pickle", re.ASCII)
+log = logging.getLogger("deepenough")
+
+_NAME = re.compile(
+    r"(?:(?P<i>\d{1,4})_(?P<j>\d{1,4})|p(?P<block>\d{1,4})_(?:0_1|1_2|2_3|3_4|4_5|5_6)(?<=(?P<b>\d)))"
+    r"\.pickle",
+    re.ASCII,
+)
 
 
 def import_source(folder: str | os.PathLike[str]) -> Shortcuts:
-    """Shortcuts from a folder of `i_j.pickle`: all pairs, or all layers to the last."""
+    """Return shortcuts from a folder of `i_j.pickle`: all pairs, or all layers to the last.
+
+    With them come the maps of sub-modules, of each kind of which all blocks have a `pi_a_b.pickle`.
+    """
     maps: Maps = {}
     biases: Maps = {}
+    parts: dict[Place, AffineMap] = {}
+    width = 0
     names = sorted(Path(folder).glob("*_*.pickle")) if Path(folder).is_dir() else []
     for path in filter(Path.is_file, names):
-        if match := _NAME.fullmatch(path.name):  # the source's `pi_a_b.pickle` are of sub-modules
-            pair = int(match[1]), int(match[2])
-            maps[pair], bias = _map(path)
-            if bias is not None:
-                biases[pair] = bias
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        matrix, bias = _map(path)
+        width = width or len(matrix)
+        if matrix.shape != (width, width):
+            raise UserError(
+                f"{path} is not a matrix of {width} x {width} like the first: give a folder of one "
+                "model."
+            )
+        if match["block"]:
+            kind, number = SOURCE_PLACES[int(match["b"])]
+            parts[kind, int(match["block"]), number] = AffineMap(matrix, bias)
+            continue
+        pair = int(match["i"]), int(match["j"])
+        maps[pair] = matrix
+        if bias is not None:
+            biases[pair] = bias
     if not maps:
         raise UserError(f"{folder} has no file such as 0_12.pickle: give the folder of matrices.")
-    width = len(next(iter(maps.values())))
-    if odd := [pair for pair, matrix in maps.items() if matrix.shape != (width, width)]:
-        raise UserError(
-            f"{folder}/{odd[0][0]}_{odd[0][1]}.pickle is not a matrix of {width} x {width} like "
-            "the first: give a folder of one model."
-        )
     num_layers = max(target for _, target in maps)
     targets: Targets = "all" if maps.keys() == layer_pairs(num_layers) else "last"
     if maps.keys() != layer_pairs(num_layers, targets):
@@ -58,9 +80,15 @@ def import_source(folder: str | os.PathLike[str]) -> Shortcuts:
         )
     if biases and biases.keys() != maps.keys():
         raise UserError(f"Some maps of {folder} have an intercept and some have none.")
-    return Shortcuts(
+    every = {(kind, i, n) for i in range(num_layers) for kind, n in SOURCE_PLACES.values()}
+    if incomplete := {kind for kind, *_ in every - parts.keys()} & {kind for kind, *_ in parts}:
+        log.warning("%s lacks some maps of %s: none is taken.", folder, ", ".join(incomplete))
+        parts = {place: part for place, part in parts.items() if place[0] not in incomplete}
+    found = Shortcuts(
         num_layers, width, maps, biases, targets=targets, meta={"imported": Path(folder).name}
     )
+    found.submodules = Submodules(parts, found.made_for) if parts else None
+    return found
 
 
 def _map(path: Path) -> tuple[Tensor, Tensor | None]:

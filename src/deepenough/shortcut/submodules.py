@@ -7,6 +7,11 @@ a part reads to what it returns at the same token, `A = argmin ||y - A x||^2`, w
 computed. Where a model keeps residual and norm inside the module of a part (ALBERT's attention),
 that module still runs and only its last product is replaced.
 
+Fitted and saved, but never replaced, are the two residual connections as well, from what attention
+or the feed-forward returns to the stream after it was added, where a block does just that. So all
+six matrices of a block are there that the paper's code writes as `pi_0_1.pickle` to `pi_5_6.pickle`
+(`SOURCE_PLACES`).
+
 What a part is, is said in `deepenough.hf.layouts`: it stands between residual connections, which
 are not part of it. Attention replaced by such a map mixes no tokens any more, so each token can be
 run by itself.
@@ -16,7 +21,7 @@ Shapes: B texts, T tokens, N chosen tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from deepenough.errors import UserError
-from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.adapter import Adapter
 from deepenough.hf.intercept import (
     AfterHook,
     BeforeHook,
@@ -37,10 +42,19 @@ from deepenough.hf.intercept import (
     patched_forward,
     start_at,
 )
-from deepenough.shortcut.reading import Positions, Tally, batches, make_reading, run_batch
 from deepenough.shortcut.statistics import AffineMap, NormalEquations
 
 KINDS = ("attention", "feed_forward", "norms")
+RESIDUALS = "residuals"
+#: Kind and number of the part that leads to place b = 1 ... 6 within a block of the paper's code.
+SOURCE_PLACES = {
+    1: ("norms", 0),
+    2: ("attention", 0),
+    3: (RESIDUALS, 0),
+    4: ("norms", 1),
+    5: ("feed_forward", 0),
+    6: (RESIDUALS, 1),
+}
 
 #: One part: the modules it consists of, from the input of the first to the output of the last.
 Chain = tuple[nn.Module, ...]
@@ -70,7 +84,9 @@ class SubmoduleStatistics:
     def __init__(self, adapter: Adapter) -> None:
         self.parts = parts_of(adapter)
         self.equations: dict[Place, NormalEquations] = {}
+        self._layers = dict.fromkeys(adapter.layers)
         self._counter = LayerCounter(adapter)
+        self.adds_both = True
 
     @contextmanager
     def observing(self, row_N: Tensor, position_N: Tensor) -> Iterator[None]:
@@ -80,6 +96,23 @@ class SubmoduleStatistics:
             uses.setdefault(chain, {})[place[1]] = place
         before: list[tuple[nn.Module, BeforeHook]] = []
         after: list[tuple[nn.Module, AfterHook]] = []
+        stream: dict[str, Tensor] = {}
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            stream.clear()
+            stream["block"] = chosen(hidden_input(args, kwargs))
+
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            if not self.adds_both or not {"attention", "feed_forward"} <= stream.keys():
+                return
+            between, end = stream["block"] + stream["attention"], chosen(hidden_output(output))
+            error, size = (between + stream["feed_forward"] - end).abs(), end.abs()
+            is_close = error <= 0.02 * size + 0.01 * size.median()
+            self.adds_both = bool(is_close.double().mean() > 0.99)  # but for half precision
+            if self.adds_both:
+                layer = self._counter.current
+                self._add((RESIDUALS, layer, 0), stream["attention"], between)
+                self._add((RESIDUALS, layer, 1), stream["feed_forward"], end)
 
         def chosen(hidden: Tensor) -> Tensor:
             batch_and_length = self._counter.shape[:2]
@@ -94,18 +127,23 @@ class SubmoduleStatistics:
             def returned(_: nn.Module, __: Any, output: Any) -> None:
                 x_ND, y_ND = seen.pop(), chosen(hidden_output(output))
                 place = places[self._counter.current]
-                if place not in self.equations:
-                    widths = x_ND.shape[1], y_ND.shape[1]
-                    self.equations[place] = NormalEquations(*widths, x_ND.device)
-                self.equations[place].update(x_ND, y_ND)
+                stream[place[0]] = y_ND
+                self._add(place, x_ND, y_ND)
 
             before.append((chain[0], read))
             after.append((chain[-1], returned))
 
+        before += [(layer, enter) for layer in self._layers]
         for chain, places in uses.items():
             observe(chain, places)
+        after += [(layer, leave) for layer in self._layers]
         with self._counter.counting(), hooked(before, after):
             yield
+
+    def _add(self, place: Place, x_ND: Tensor, y_ND: Tensor) -> None:
+        if place not in self.equations:
+            self.equations[place] = NormalEquations(x_ND.shape[1], y_ND.shape[1], x_ND.device)
+        self.equations[place].update(x_ND, y_ND)
 
 
 class Submodules:
@@ -124,32 +162,6 @@ class Submodules:
         return tuple(kind for kind in KINDS if any(place[0] == kind for place in self.maps))
 
     @classmethod
-    def fit(
-        cls,
-        model: Any,
-        tokenizer: Any,
-        texts: Iterable[str],
-        *,
-        positions: Positions = "random",
-        affine: bool = False,
-        ridge: float = 0.0,
-        seed: int = 0,
-        batch_tokens: int = 2048,
-        window: int | None = None,
-    ) -> Submodules:
-        """Fit all parts in one pass over texts; the options are those of `Shortcuts.fit`."""
-        adapter = model if isinstance(model, Adapter) else adapt(model)
-        statistics = SubmoduleStatistics(adapter)
-        reading = make_reading(adapter, positions, seed, batch_tokens, window)
-        tally = Tally()
-        for batch in batches(tokenizer, texts, reading, tally):
-            with statistics.observing(*batch.wanted()):
-                run_batch(adapter, batch)
-        fitted = cls.from_statistics(statistics, adapter, affine, ridge)
-        fitted.texts = tally.fingerprint
-        return fitted
-
-    @classmethod
     def from_statistics(
         cls,
         statistics: SubmoduleStatistics,
@@ -163,10 +175,34 @@ class Submodules:
             raise UserError("There is no position to fit on: give texts of two tokens or more.")
         maps = {}
         for place, equations in statistics.equations.items():
+            if place[0] == RESIDUALS and not statistics.adds_both:
+                continue
             solved = equations.solve(affine, ridge, dtype=parameter.dtype)
             bias = None if solved.bias is None else solved.bias.to(parameter)
             maps[place] = AffineMap(solved.weight.to(parameter), bias)
         return cls(maps, adapter.identity())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the maps as a file has them: `part.A.KIND.LAYER.NUMBER`, biases `part.b. ...`."""
+        found: dict[str, Tensor] = {}
+        for place, each in sorted(self.maps.items()):
+            name = ".".join(map(str, place))
+            found[f"part.A.{name}"] = each.weight
+            found |= {} if each.bias is None else {f"part.b.{name}": each.bias}
+        return found
+
+    @classmethod
+    def take_from(cls, tensors: dict[str, Tensor], identity: dict[str, Any]) -> Submodules | None:
+        """Take the maps out of the tensors of a file and return them; None where it has none."""
+        maps: dict[Place, AffineMap] = {}
+        for name in [name for name in tensors if name.startswith("part.A.")]:
+            kind, layer, number = name.split(".")[2:]
+            bias = tensors.pop(f"part.b.{kind}.{layer}.{number}", None)
+            weight = tensors.pop(name)
+            if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+                raise ValueError(f"{name} is no map")
+            maps[kind, int(layer), int(number)] = AffineMap(weight, bias)
+        return cls(maps, identity) if maps else None
 
 
 class Replacement:
@@ -178,6 +214,9 @@ class Replacement:
         self.counter = LayerCounter(adapter)
         self.forms = OutputForms(adapter)
         self._parts = parts_of(adapter)
+        wanted = {place for place in self._parts if place[0] in submodules.kinds}
+        if missing := wanted - submodules.maps.keys():
+            raise UserError(f"These sub-modules have no map of {min(missing)}: fit them again.")
 
     @contextmanager
     def replaced(self, kind: str, layer: int) -> Iterator[None]:
