@@ -574,3 +574,37 @@ def test_early_answers_can_be_kept_from_the_encoder(make_model, batch):
         # The last of four answers has four tenths of the weight.
         torch.testing.assert_close(none[name], 0.4 * last[name], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(half[name], (whole[name] + none[name]) / 2, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", ["previous", "answer", "second_cls"])
+def test_each_path_of_an_early_gradient_has_its_share_once(make_model, batch, head):
+    model = make_model(halting_head=head, exit="fixed").train()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    hidden = [torch.randn(9, 7, 16, requires_grad=True) for _ in range(3)]
+
+    def gradients(share: float) -> list[list[torch.Tensor]]:
+        """Of the answers and the halting logits of two passes, to the states that they read."""
+        model.config.early_gradient = share
+        before, found = model.pool(hidden[0], None), []
+        for index in (0, 1):
+            logits, halt, before = model.read(index, hidden[1 + index], None, before)
+            for output in (logits, halt):
+                found.append(
+                    torch.autograd.grad(
+                        output.square().sum(),
+                        hidden,
+                        retain_graph=True,
+                        allow_unused=True,
+                        materialize_grads=True,
+                    )
+                )
+        return found
+
+    whole, part = gradients(1.0), gradients(0.3)
+    reads_previous = [bool(path[index].abs().max()) for path, index in zip(whole, [0, 0, 1, 1])]
+    assert reads_previous == [False, head != "second_cls"] * 2
+    for path, expected in zip(part, whole, strict=True):
+        for gradient, full in zip(path, expected, strict=True):
+            torch.testing.assert_close(gradient, 0.3 * full)

@@ -183,18 +183,25 @@ class PonderClassifier(SealedPreTrainedModel):
         That is logits `[R, C]`; the logit of `lambda_n`, `[R]`, None at the last pass and in models
         that do not halt; and the pooled state `[R, D]`, which is `h_(n-1)` of the next pass.
         """
-        share = self.config.early_gradient
-        if share < 1 and index < self.num_passes - 1 and self.training:
-            hidden_RTD = share * hidden_RTD + (1 - share) * hidden_RTD.detach()
-            before_RD = share * before_RD + (1 - share) * before_RD.detach()
         now = self.pool(hidden_RTD, mask_RT)
-        logits: Tensor = self._classifier(index)(now)
+        seen = self._early(index, now)
+        logits: Tensor = self._classifier(index)(seen)
         head = self._halting_head(index)
         if head is None:
             return logits, None, now
-        second = self.config.halting_head == "second_cls"
-        about = self.adapter.final_norm(hidden_RTD[:, 1]) if second else now
-        return logits, head(about, before_RD, logits), now
+        if self.config.halting_head == "second_cls":
+            seen = self._early(index, self.adapter.final_norm(hidden_RTD[:, 1]))
+        return logits, head(seen, self._early(index, before_RD), logits), now
+
+    def _early(self, index: int, state: Tensor) -> Tensor:
+        """Return a state through which the heads of pass `index` send back `early_gradient`.
+
+        Only what the heads read: the state that the next pass reads must not be scaled twice.
+        """
+        share = self.config.early_gradient
+        if share == 1 or index == self.num_passes - 1 or not self.training:
+            return state
+        return share * state + (1 - share) * state.detach()
 
     def begin_flops(self, length: int) -> int:
         """Return the FLOPs of what the encoder does before its first layer, for one example."""
