@@ -26,6 +26,9 @@ from deepenough.training.config import TrainingConfig
 Exit = Literal["quantile", "sampled", "confidence", "patience", "fixed"]
 QUANTILE, CONFIDENCE = 0.5, 0.9
 """Thresholds of the exits of these names where none is given."""
+SINGLE_LABEL, MULTI_LABEL = "single_label_classification", "multi_label_classification"
+REGRESSION = "regression"
+"""What a model's outputs mean, by the names that transformers has for it (`problem_type`)."""
 
 
 @dataclass
@@ -58,12 +61,21 @@ class PonderConfig:
     """Share of the gradient of the heads before the last pass that reaches the encoder. Below 1 the
     last answer suffers less from the early ones, whose heads learn at full rate all the same."""
 
+    distill: float = bounded(0.0, ge=0, le=1)
+    """Share of the target of passes before the last that is the last pass's own answer in the place
+    of the label (FastBERT): its probabilities say how sure an answer can be."""
+
     exit: Exit | None = None
     """When to stop in evaluation: once the probability of having halted reaches a threshold
     (`quantile`), by a draw from the halting distribution (`sampled`), once the probability of the
     answer reaches a threshold (`confidence`), when `patience` answers in a row agree (PABEE), or
     after a `fixed` number of passes. By default chosen on the validation split when training ends;
     without one by objective: `quantile`, `patience` (weighted) or `fixed` at all passes (last)."""
+
+    exit_budget: float | None = bounded(None, gt=0, le=1)
+    """Most passes on average, as a share of all, that an exit chosen on the validation split may
+    make there; by default as few as keep the best accuracy. If `exit` is named, its setting is
+    chosen."""
 
     exit_threshold: float | None = bounded(None, gt=0, le=1)
     """Threshold of the `quantile` exit, by default 0.5, or of the `confidence` exit, by default
@@ -104,6 +116,13 @@ class PonderConfig:
                 f"A model trained with objective {self.objective!r} has no halting probabilities "
                 f"for the exit {self.exit!r}: choose confidence, patience or fixed."
             )
+        chosen = self.exit_threshold or self.exit_pass or self.exit_patience != 2
+        if self.exit_budget and (chosen or self.objective == "last" or self.exit == "sampled"):
+            raise UserError(
+                "exit_budget lets training choose the setting of an exit, and here is none to "
+                "choose: leave it out, or the exit's setting, and take another objective than last "
+                "and another exit than sampled."
+            )
 
     def check_depth(self, depth: int, shared: bool) -> int:
         """Check all settings for an encoder of `depth` layers; return the number of passes.
@@ -122,6 +141,11 @@ class PonderConfig:
         if self.exit_pass is not None and self.exit_pass > num_passes:
             raise UserError(
                 f"exit_pass must be at most num_passes, {num_passes}: got {self.exit_pass}."
+            )
+        if self.exit_budget is not None and self.exit_budget * num_passes < 1:
+            raise UserError(
+                f"An exit_budget of {self.exit_budget:g} is less than one of {num_passes} passes: "
+                f"give at least {1 / num_passes:.3g}."
             )
         return num_passes
 

@@ -63,6 +63,9 @@ from deepenough.training.logging import without_bars
 THRESHOLDS: tuple[float, ...] = tuple(round(0.05 * step, 2) for step in range(1, 21))
 """Thresholds of a sweep, from stopping at once to never before the last pass."""
 CONFIDENCES: tuple[float, ...] = (0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99)
+FINE_THRESHOLDS = tuple(round(0.005 * step, 3) for step in range(1, 201))
+FINE_CONFIDENCES = tuple(round(1 - 0.5 * 0.95**step, 5) for step in range(150))
+"""Where a budget of passes is to be met closely: up to 0.9998, steps growing finer."""
 EVAL_BATCH = 64
 SPLITS = ("valid", "test", "train")
 """Splits in the order in which one is chosen: labelled, and not trained on, first."""
@@ -137,12 +140,16 @@ def settled_at(answers: AllPasses) -> Tensor:
     return (differs * position).amax(0) + 1
 
 
-def sweep(answers: AllPasses) -> list[dict[str, Any]]:
+def sweep(
+    answers: AllPasses,
+    thresholds: Sequence[float] = THRESHOLDS,
+    confidences: Sequence[float] = CONFIDENCES,
+) -> list[dict[str, Any]]:
     """Return the quality of every threshold, confidence, patience and fixed exit."""
     policies: list[tuple[str, float, HaltingPolicy]] = []
     if answers.halt_logits is not None:
-        policies += [("quantile", value, QuantileExit(value)) for value in THRESHOLDS]
-    policies += [("confidence", value, ConfidenceExit(value)) for value in CONFIDENCES]
+        policies += [("quantile", value, QuantileExit(value)) for value in thresholds]
+    policies += [("confidence", value, ConfidenceExit(value)) for value in confidences]
     policies += [("patience", n, PatienceExit(n)) for n in range(1, answers.num_passes)]
     policies += [("fixed", n, FixedExit(n)) for n in range(1, answers.num_passes + 1)]
     return [
@@ -155,20 +162,31 @@ def choose_exit(answers: AllPasses, options: PonderConfig) -> tuple[PonderConfig
     """Return options with the exit that suits the answers to held-out examples, and why it does.
 
     Of the exits that fit the objective: those that answer best, and of these the one of the fewest
-    passes. Where the last answer alone is trained there is nothing to choose.
+    passes. With a budget of passes: of each kind of exit the most cautious setting within it, and
+    of these the one that answers best. Where the last answer alone is trained there is nothing to
+    choose.
     """
     if options.objective == "last":
         return replace(options, exit="fixed"), "as only the last answer is trained"
-    suited = {"ponder": ("quantile",), "weighted": ("confidence", "patience", "fixed")}
-    points = [point for point in sweep(answers) if point["policy"] in suited[options.objective]]
+    if options.exit_budget is None:
+        suited = {"ponder": ("quantile",), "weighted": ("confidence", "patience", "fixed")}
+        points = [point for point in sweep(answers) if point["policy"] in suited[options.objective]]
+        why = "the fewest passes ({passes:.1f} of {all}) at the best accuracy ({accuracy:.3f})"
+    else:
+        points = sweep(answers, FINE_THRESHOLDS, FINE_CONFIDENCES)
+        within = [point for point in points if point["share"] <= options.exit_budget]
+        named = [point for point in within if options.exit in (None, point["policy"])]
+        named = named or [point for point in within if point["policy"] == "fixed"]
+        named.sort(key=lambda point: point["setting"])
+        points = list({point["policy"]: point for point in named}.values())
+        why = "the best accuracy ({accuracy:.3f}) within the budget ({passes:.1f} of {all} passes)"
     # At a tie the most cautious setting.
     best = max(points, key=lambda p: (p["accuracy"], -p["passes"], p["setting"]))
     names = {"patience": "exit_patience", "fixed": "exit_pass"}
     chosen = {names.get(best["policy"], "exit_threshold"): best["setting"]}
-    return replace(options, exit=best["policy"], **chosen), (
-        f"the fewest passes ({best['passes']:.1f} of {answers.num_passes}) at the best accuracy "
-        f"({best['accuracy']:.3f}) on {len(answers.labels)} validation examples"
-    )
+    reason = why.format(**best, all=answers.num_passes)
+    reason = f"{reason} on {len(answers.labels)} validation examples"
+    return replace(options, exit=best["policy"], exit_budget=None, **chosen), reason
 
 
 def passes_by(groups: Tensor, num_groups: int, passes: Tensor, num_passes: int) -> list[list[int]]:

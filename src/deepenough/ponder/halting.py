@@ -42,7 +42,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepenough.errors import UserError
-from deepenough.ponder.config import CONFIDENCE, QUANTILE, PonderConfig
+from deepenough.ponder.config import (
+    CONFIDENCE,
+    MULTI_LABEL,
+    QUANTILE,
+    REGRESSION,
+    SINGLE_LABEL,
+    PonderConfig,
+)
 
 HALTING_WIDTH = 128
 """Units of the halting head's hidden layers: it decides one number, whatever the model's width."""
@@ -187,38 +194,69 @@ def check_labels(labels: Tensor, num_examples: int, num_labels: int) -> None:
 def ponder_loss(
     step_logits_NBC: Tensor,
     log_p_BN: Tensor,
-    labels_B: Tensor,
+    labels: Tensor,
     halting_target: float,
     kl_weight: float,
+    problem: str = SINGLE_LABEL,
+    distill: float = 0.0,
 ) -> PonderLoss:
     """Return PonderNet's loss from the answers of all passes and the halting distribution."""
-    task = _expected_loss(step_logits_NBC, log_p_BN.exp(), labels_B)
+    losses_NB = _losses(step_logits_NBC, labels, problem, distill)
+    task = (log_p_BN.exp().T * losses_NB).sum(0).mean()
     prior = log_geometric(halting_target, log_p_BN.shape[-1], like=log_p_BN)
     divergence = kl(log_p_BN, prior).mean()
     return PonderLoss(task + kl_weight * divergence, task, divergence)
 
 
-def fixed_loss(step_logits_NBC: Tensor, weights_N: Tensor, labels_B: Tensor) -> PonderLoss:
+def fixed_loss(
+    step_logits_NBC: Tensor,
+    weights_N: Tensor,
+    labels: Tensor,
+    problem: str = SINGLE_LABEL,
+    distill: float = 0.0,
+) -> PonderLoss:
     """Return the baselines' loss; `weights_N` say how much the answer of each pass matters."""
-    weights_BN = weights_N.to(step_logits_NBC).expand(step_logits_NBC.shape[1], -1)
-    task = _expected_loss(step_logits_NBC, weights_BN, labels_B)
+    losses_NB = _losses(step_logits_NBC, labels, problem, distill)
+    task = (weights_N.to(step_logits_NBC)[:, None] * losses_NB).sum(0).mean()
     return PonderLoss(task, task, torch.zeros_like(task))
 
 
-def answer_loss(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
+def answer_loss(logits_BC: Tensor, labels: Tensor, problem: str = SINGLE_LABEL) -> Tensor:
     """Return the loss of the answers that were given, whatever passes they come from."""
-    return _losses(logits_BC[None], labels_B).mean()
+    return _losses(logits_BC[None], labels, problem).mean()
 
 
-def _expected_loss(logits_NBC: Tensor, p_BN: Tensor, labels_B: Tensor) -> Tensor:
-    return (p_BN.T * _losses(logits_NBC, labels_B)).sum(0).mean()
+def _losses(logits_NBC: Tensor, labels: Tensor, problem: str, distill: float = 0.0) -> Tensor:
+    """Return `L(y_n, target)` of every pass and example, `[N, B]`, at least in float32.
 
-
-def _losses(logits_NBC: Tensor, labels_B: Tensor) -> Tensor:
-    """Return `L(y_n, target)` of every pass and example, `[N, B]`, at least in float32."""
+    A share `distill` of the target of passes before the last is what the last pass says, whose
+    probabilities tell more than a label does (FastBERT, arXiv 2004.02178).
+    """
     logits = logits_NBC.to(torch.promote_types(logits_NBC.dtype, torch.float32))
-    labels_NB = labels_B.view(-1).long().expand(len(logits), -1)
-    return F.cross_entropy(logits.movedim(-1, 1), labels_NB, reduction="none")
+    losses_NB = _distance(logits, labels, problem)
+    if not distill:
+        return losses_NB
+    taught = _distance(logits[:-1], probabilities(logits[-1].detach(), problem), problem)
+    return torch.cat([torch.lerp(losses_NB[:-1], taught, distill), losses_NB[-1:]])
+
+
+def _distance(logits_NBC: Tensor, wanted: Tensor, problem: str) -> Tensor:
+    """Return the loss `[N, B]` against numbers of labels `[B]`, or what each output is to be."""
+    if problem == SINGLE_LABEL and not wanted.is_floating_point():
+        wanted_NB = wanted.view(-1).long().expand(len(logits_NBC), -1)
+        return F.cross_entropy(logits_NBC.movedim(-1, 1), wanted_NB, reduction="none")
+    wanted_NBC = wanted.to(logits_NBC).view(logits_NBC.shape[1:]).expand_as(logits_NBC)
+    if problem == SINGLE_LABEL:
+        return -(wanted_NBC * logits_NBC.log_softmax(-1)).sum(-1)
+    loss = F.mse_loss if problem == REGRESSION else F.binary_cross_entropy_with_logits
+    return loss(logits_NBC, wanted_NBC, reduction="none").mean(-1)
+
+
+def probabilities(logits: Tensor, problem: str = SINGLE_LABEL) -> Tensor:
+    """Return what outputs `[..., C]` say: probabilities of labels, or the values themselves."""
+    if problem == REGRESSION:
+        return logits
+    return logits.sigmoid() if problem == MULTI_LABEL else logits.softmax(-1)
 
 
 def ponder_loss_ref(

@@ -46,6 +46,7 @@ from deepenough.ponder.config import (
     ENCODERS,
     LABEL_ARGUMENTS,
     OPTIONS,
+    SINGLE_LABEL,
     PonderAlbertConfig,
     PonderEncoderConfig,
     check_config,
@@ -114,6 +115,7 @@ class PonderClassifier(SealedPreTrainedModel):
         assert config.num_labels is not None and config.num_passes is not None
         self.num_labels: int = config.num_labels
         self.num_passes: int = config.num_passes
+        self.problem: str = config.problem_type or SINGLE_LABEL
         self.halting = nn.ModuleList()
         self._parts: tuple[Adapter, LayerStack] | None = None
 
@@ -350,12 +352,14 @@ class PonderClassifier(SealedPreTrainedModel):
 
     def _loss(self, step_logits: Tensor, log_p: Tensor | None, labels: Tensor) -> PonderLoss:
         config = self.config
+        how: Any = {"problem": self.problem, "distill": config.distill}
         if log_p is not None:
-            return ponder_loss(step_logits, log_p, labels, config.halting_target, config.kl_weight)
+            target, weight = config.halting_target, config.kl_weight
+            return ponder_loss(step_logits, log_p, labels, target, weight, **how)
         weights = torch.arange(1.0, self.num_passes + 1)  # PABEE: later answers weigh more
         if config.objective == "last":
             weights[:-1] = 0.0
-        return fixed_loss(step_logits, weights / weights.sum(), labels)
+        return fixed_loss(step_logits, weights / weights.sum(), labels, **how)
 
     # -- what transformers asks of a model ---------------------------------------------------
 

@@ -147,6 +147,7 @@ class ClassificationTask(Task):
         options, usual = options_of(config), PonderConfig()
         named = [name for name in OPTIONS if name.startswith("exit")]
         is_open = all(getattr(options, name) == getattr(usual, name) for name in named)
+        is_open = is_open or options.exit_budget is not None
         if is_open and examples is not None and len(examples):
             options, reason = choose_exit(all_passes(self.model, examples), options)
             vars(config).update(asdict(options), exit_reason=reason)
