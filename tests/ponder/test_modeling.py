@@ -177,17 +177,21 @@ def test_a_config_changed_afterwards_is_checked_again():
         PonderAlbertForSequenceClassification(config)
 
 
-def test_a_config_that_knows_nothing_of_pondering_is_refused(tmp_path):
-    plain = AlbertConfig(**SIZES)
+def test_the_config_of_an_encoder_becomes_one_of_pondering(tmp_path):
+    plain = AlbertConfig(**SIZES, num_labels=3)
     AlbertModel(plain).save_pretrained(tmp_path)
-    load = PonderAlbertForSequenceClassification.from_pretrained
-    for make in (
-        lambda: PonderAlbertForSequenceClassification(plain),
-        lambda: PonderEncoderForSequenceClassification(plain),
-        lambda: load(tmp_path, config=plain),
+    for model in (
+        PonderAlbertForSequenceClassification(plain, halting_target=0.3),
+        PonderEncoderForSequenceClassification(
+            BertConfig(hidden_size=24, num_attention_heads=2, num_labels=3), halting_target=0.3
+        ),
+        PonderAlbertForSequenceClassification.from_pretrained(tmp_path, config=plain),
     ):
-        with pytest.raises(UserError, match="says nothing of pondering: give a Ponder"):
-            make()
+        assert isinstance(model.config, model.config_class) and model.num_labels == 3
+        assert model.num_passes == model.encoder_model.config.num_hidden_layers
+    assert PonderAlbertForSequenceClassification(plain, exit="sampled").config.exit == "sampled"
+    with pytest.raises(UserError, match="A BertConfig is none of an ALBERT"):
+        PonderAlbertForSequenceClassification(BertConfig())
 
 
 def test_checkpoints_of_others_are_refused(tmp_path, make_encoder):
@@ -473,15 +477,19 @@ def test_baselines_weigh_passes(make_model, batch):
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, reason",
     [
-        {"num_labels": 1},
-        {"problem_type": "regression"},
-        {"problem_type": "multi_label_classification"},
+        ({"problem_type": "regression"}, "A regression has one value: got num_labels 3"),
+        ({"num_labels": 1, "exit": "confidence"}, "A value has no probability: choose"),
+        ({"num_labels": 1, "halting_head": "answer"}, "another halting_head than answer"),
+        (
+            {"problem_type": "multi_label_classification", "halting_head": "answer"},
+            "Only one of several labels leads",
+        ),
     ],
 )
-def test_other_tasks_than_one_label_of_several_are_refused(make_model, options):
-    with pytest.raises(UserError, match="gives one of several labels to each text"):
+def test_labels_that_do_not_fit_the_problem_are_refused(make_model, options, reason):
+    with pytest.raises(UserError, match=reason):
         make_model(**options)
 
 
