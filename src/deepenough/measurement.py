@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -243,6 +243,18 @@ def share_interval(right: float, total: int) -> Interval:
     half = z / shrink * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     # Rounding must not put the value itself outside.
     return Interval(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)))
+
+
+def resampled_interval(measure: Callable[[np.ndarray], float], num: int) -> Interval:
+    """Return a measure of `num` examples, and of as many drawn from them with replacement.
+
+    `measure` takes the numbers of the examples that count, some of them several times.
+    """
+    draws = np.random.default_rng(0).integers(num, size=(RESAMPLES // 10, num))
+    found = [measure(rows) for rows in draws]
+    low, high = np.quantile(found, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
+    value = measure(np.arange(num))
+    return Interval(value, min(float(low), value), max(float(high), value))
 
 
 def perplexity_interval(losses: Sequence[float], tokens: Sequence[int]) -> Interval:

@@ -189,6 +189,7 @@ def world(
     matrices.mkdir(parents=True)
     for name in ("0_1", "0_2", "1_2"):
         (matrices / f"{name}.pickle").write_bytes(pickle.dumps(torch.eye(4)))
+    (tmp_path / "tags.csv").write_text("text,label\n" + 'a good film,"good, film"\nbad,bad\n' * 20)
 
     corpora = tmp_path / "corpora"
     monkeypatch.setenv("DEEPENOUGH_DATA", str(corpora))
@@ -197,6 +198,7 @@ def world(
         for number, split in enumerate(("train", "valid", "test")):
             (corpora / name / f"{split}.txt").write_text("".join(lines[number::3] * 4))
     shutil.copytree(reviews, corpora / "sst2")
+    write_glue(corpora / "glue")
     write_pairs(corpora / "multi30k", lines)
     train_pieces(corpora / "par" / "wiki2_12k.model", user_defined_symbols=["@-@"])
     train_pieces(
@@ -216,6 +218,17 @@ def world(
     own = [{"text": line} for line in lines]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": own})
     return World(tmp_path)
+
+
+def write_glue(folder: Path) -> None:
+    """Write two tasks in the form of GLUE's download."""
+    for name, head, rows in (
+        ("CoLA", "", "gj04\t1\t\ta good film\ngj04\t0\t*\tfilm good a\n"),
+        ("STS-B", "sentence1\tsentence2\tscore\n", "good\tgood\t5.0\nbad\tgood\t0.5\n"),
+    ):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "train.tsv").write_text(head + rows * 10)
+        (folder / name / "dev.tsv").write_text(head + rows * 4)
 
 
 def write_pairs(folder: Path, lines: list[str]) -> None:

@@ -32,7 +32,13 @@ from deepenough.ponder.evaluation import (
     settled_at,
     sweep,
 )
-from deepenough.ponder.halting import ConfidenceExit, FixedExit, PatienceExit, QuantileExit
+from deepenough.ponder.halting import (
+    ConfidenceExit,
+    FixedExit,
+    PatienceExit,
+    QuantileExit,
+    make_policy,
+)
 from deepenough.runs import Record, read_records
 
 # Answers of four examples after three passes; the right one is always 1.
@@ -283,3 +289,29 @@ def test_a_run_as_a_candidate_of_a_comparison(trained: Path, tmp_path: Path) -> 
     with pytest.raises(UserError, match="makes 3 passes, so that 9 cannot be compared"):
         data = ComparedData(grid=PonderGrid(passes=[9]))
         open_candidate(str(trained), "deep", data).points()
+
+
+def test_a_budget_takes_the_most_cautious_exit_within_it(answers: AllPasses) -> None:
+    for kind, budget in (("quantile", 0.6), ("confidence", 0.5), (None, 0.7), (None, 0.34)):
+        asked = PonderConfig(num_passes=3, exit=kind, exit_budget=budget)
+        options, reason = choose_exit(answers, asked)
+        found = quality(answers, make_policy(options))
+        assert found["share"] <= budget and options.exit_budget is None
+        assert kind is None or options.exit == kind
+        assert "within the budget" in reason and "on 4 validation examples" in reason
+        options.check_depth(3, shared=False)  # the saved model is one that loads
+    options, _ = choose_exit(answers, PonderConfig(exit="quantile", exit_budget=0.6))
+    more = quality(answers, QuantileExit(options.exit_threshold + 0.005))
+    assert more["share"] > 0.6
+    options, _ = choose_exit(answers, PonderConfig(exit="patience", exit_budget=0.4))
+    assert options.exit_setting == "fixed at 1"  # no answer is repeated within one pass
+
+
+@pytest.mark.parametrize(
+    "options", [{"objective": "last"}, {"exit": "sampled"}, {"exit_threshold": 0.3}]
+)
+def test_a_budget_with_nothing_to_choose_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="exit_budget lets training choose"):
+        PonderConfig(exit_budget=0.5, **options).check_depth(4, shared=False)
+    with pytest.raises(UserError, match="less than one of 4 passes"):
+        PonderConfig(exit_budget=0.2).check_depth(4, shared=False)

@@ -85,7 +85,7 @@ def test_the_last_evaluation_counts() -> None:
     run = Run("r", exits("ponder", 1) + exits("ponder", 2, shift=-0.1))
     points = exit_points(run)
     assert len(points) == len(exits("ponder"))
-    assert max(point.accuracy for point in points) < 0.85
+    assert max(point.score for point in points) < 0.85
 
 
 def test_passes_by_label_and_difficulty() -> None:

@@ -204,6 +204,22 @@ def test_fixed_weights_are_a_weighted_mean():
     assert loss.kl.item() == 0
 
 
+def test_passes_before_the_last_can_learn_from_it():
+    logits, _, targets = a_case(6)
+    logits.requires_grad_()
+    weights = torch.full((5,), 0.2)
+    last = logits[-1].detach().softmax(-1)
+    losses = [
+        0.7 * F.cross_entropy(step, targets) + 0.3 * F.cross_entropy(step, last)
+        for step in logits[:-1]
+    ]
+    expected = 0.2 * (sum(losses) + F.cross_entropy(logits[-1], targets))
+    loss = fixed_loss(logits, weights, targets, distill=0.3).total
+    assert loss.item() == pytest.approx(expected.item())
+    found, wanted = (torch.autograd.grad(each, logits)[0] for each in (loss, expected))
+    torch.testing.assert_close(found, wanted)  # the last pass does not learn from the others
+
+
 def logit(*lambdas: float) -> torch.Tensor:
     return torch.tensor([lambdas]).logit()
 

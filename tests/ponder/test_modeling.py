@@ -177,17 +177,21 @@ def test_a_config_changed_afterwards_is_checked_again():
         PonderAlbertForSequenceClassification(config)
 
 
-def test_a_config_that_knows_nothing_of_pondering_is_refused(tmp_path):
-    plain = AlbertConfig(**SIZES)
+def test_the_config_of_an_encoder_becomes_one_of_pondering(tmp_path):
+    plain = AlbertConfig(**SIZES, num_labels=3)
     AlbertModel(plain).save_pretrained(tmp_path)
-    load = PonderAlbertForSequenceClassification.from_pretrained
-    for make in (
-        lambda: PonderAlbertForSequenceClassification(plain),
-        lambda: PonderEncoderForSequenceClassification(plain),
-        lambda: load(tmp_path, config=plain),
+    for model in (
+        PonderAlbertForSequenceClassification(plain, halting_target=0.3),
+        PonderEncoderForSequenceClassification(
+            BertConfig(hidden_size=24, num_attention_heads=2, num_labels=3), halting_target=0.3
+        ),
+        PonderAlbertForSequenceClassification.from_pretrained(tmp_path, config=plain),
     ):
-        with pytest.raises(UserError, match="says nothing of pondering: give a Ponder"):
-            make()
+        assert isinstance(model.config, model.config_class) and model.num_labels == 3
+        assert model.num_passes == model.encoder_model.config.num_hidden_layers
+    assert PonderAlbertForSequenceClassification(plain, exit="sampled").config.exit == "sampled"
+    with pytest.raises(UserError, match="A BertConfig is none of an ALBERT"):
+        PonderAlbertForSequenceClassification(BertConfig())
 
 
 def test_checkpoints_of_others_are_refused(tmp_path, make_encoder):
@@ -473,15 +477,19 @@ def test_baselines_weigh_passes(make_model, batch):
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, reason",
     [
-        {"num_labels": 1},
-        {"problem_type": "regression"},
-        {"problem_type": "multi_label_classification"},
+        ({"problem_type": "regression"}, "A regression has one value: got num_labels 3"),
+        ({"num_labels": 1, "exit": "confidence"}, "A value has no probability: choose"),
+        ({"num_labels": 1, "halting_head": "answer"}, "another halting_head than answer"),
+        (
+            {"problem_type": "multi_label_classification", "halting_head": "answer"},
+            "Only one of several labels leads",
+        ),
     ],
 )
-def test_other_tasks_than_one_label_of_several_are_refused(make_model, options):
-    with pytest.raises(UserError, match="gives one of several labels to each text"):
+def test_labels_that_do_not_fit_the_problem_are_refused(make_model, options, reason):
+    with pytest.raises(UserError, match=reason):
         make_model(**options)
 
 
@@ -574,3 +582,37 @@ def test_early_answers_can_be_kept_from_the_encoder(make_model, batch):
         # The last of four answers has four tenths of the weight.
         torch.testing.assert_close(none[name], 0.4 * last[name], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(half[name], (whole[name] + none[name]) / 2, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", ["previous", "answer", "second_cls"])
+def test_each_path_of_an_early_gradient_has_its_share_once(make_model, batch, head):
+    model = make_model(halting_head=head, exit="fixed").train()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    hidden = [torch.randn(9, 7, 16, requires_grad=True) for _ in range(3)]
+
+    def gradients(share: float) -> list[list[torch.Tensor]]:
+        """Of the answers and the halting logits of two passes, to the states that they read."""
+        model.config.early_gradient = share
+        before, found = model.pool(hidden[0], None), []
+        for index in (0, 1):
+            logits, halt, before = model.read(index, hidden[1 + index], None, before)
+            for output in (logits, halt):
+                found.append(
+                    torch.autograd.grad(
+                        output.square().sum(),
+                        hidden,
+                        retain_graph=True,
+                        allow_unused=True,
+                        materialize_grads=True,
+                    )
+                )
+        return found
+
+    whole, part = gradients(1.0), gradients(0.3)
+    reads_previous = [bool(path[number // 2].abs().max()) for number, path in enumerate(whole)]
+    assert reads_previous == [False, head != "second_cls"] * 2
+    for path, expected in zip(part, whole, strict=True):
+        for gradient, full in zip(path, expected, strict=True):
+            torch.testing.assert_close(gradient, 0.3 * full)

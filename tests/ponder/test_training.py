@@ -259,3 +259,15 @@ def test_predictions_cut_texts_where_training_did(small: Make, tmp_path: Path) -
     long = "good " * 3
     found = list(predict(str(run.path), [long + "bad " * 20, long + "good " * 20]))
     assert found[0] == found[1]
+
+
+def test_a_budget_chooses_on_held_out_examples(small: Make, tmp_path: Path) -> None:
+    run = train(small(**{"ponder.exit_budget": 0.67, "epochs": 2.0}))
+    model, _ = load_classifier(str(run.path))
+    assert "within the budget" in model.config.exit_reason and model.config.exit_budget is None
+    assert evaluate(PonderEvalConfig(str(run.path)))["share"] <= 0.67
+    lines = tmp_path / "lone.csv"
+    lines.write_text("text,label\na good film,1\na bad film,0\n")
+    changes = {"ponder.exit_budget": 0.67, "data": str(lines), "out": str(tmp_path / "none")}
+    with pytest.raises(UserError, match="chooses the exit on validation examples, and there are"):
+        train(small(**changes, **{"dataset.valid_fraction": 0.0}))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,13 @@ from torch import Tensor
 
 from deepenough.config import validate
 from deepenough.data.babi import BABI, read_babi
-from deepenough.data.config import ClassificationConfig
+from deepenough.data.config import (
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    ClassificationConfig,
+    ProblemType,
+)
 from deepenough.data.corpus import (
     MAX_LINE_BYTES,
     candidates,
@@ -37,6 +44,7 @@ from deepenough.data.corpus import (
     read_rows,
     split_of,
 )
+from deepenough.data.glue import COLA_COLUMNS, HUB, TASKS, GlueTask, glue_task
 from deepenough.errors import UserError
 from deepenough.training.logging import announce_split
 
@@ -46,10 +54,16 @@ TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl")
 TEXT_COLUMNS = ("text", "sentence", "sentence1", "premise", "question1", "question", "review")
 PAIR_COLUMNS = ("pair", "sentence2", "hypothesis", "question2")
 LABEL_COLUMNS = ("label", "labels", "class", "target")
-LABEL_NAMES = {"sst2": ("negative", "positive")}
-"""What the numbers of a known data set mean."""
+METRICS = {
+    SINGLE_LABEL: ("accuracy",),
+    MULTI_LABEL: ("f1", "accuracy"),
+    REGRESSION: ("pearson", "spearman"),
+}
+"""How answers are scored where the data does not say: the first counts most."""
 
 UNLABELLED = "-1"
+LABEL_END = "\x1f"
+"""Follows each of several labels that were given as a list."""
 MAX_COLUMNS = 10_000
 _WHOLE = re.compile(r"[+-]?\d{1,18}")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
@@ -57,12 +71,16 @@ GAPS_PER_LABEL, GAPS_ALLOWED = 2, 8
 """A highest label this far above the number of different ones is a slip of the pen."""
 
 
+Label = int | float | tuple[float, ...]
+"""The number of a label, a value to predict, or for every label whether it holds."""
+
+
 class Example(NamedTuple):
-    """A text, its second part if it has one, and the number of its label."""
+    """A text, its second part if it has one, and its label."""
 
     text: str
     pair: str | None
-    label: int
+    label: Label
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,8 @@ class LabelledTexts:
     name: str
     splits: Mapping[str, list[Example]]
     labels: tuple[str, ...]
+    problem: ProblemType = SINGLE_LABEL
+    metrics: tuple[str, ...] = METRICS[SINGLE_LABEL]
 
     def split(self, name: str) -> list[Example]:
         """Return the examples of a split; UserError if there is none of that name."""
@@ -87,26 +107,31 @@ def open_classification(
     """Read all examples.
 
     Args:
-        data: File, folder, name under $DEEPENOUGH_DATA, `babi`, or name on the hub.
+        data: File, folder, name under $DEEPENOUGH_DATA, `babi`, task of GLUE, or name on the hub.
         config: Columns, number of labels, what to hold out.
         labels: The labels that a model knows, where there is one already.
     """
     validate(config)
-    tables, names = _find(data, config)
+    task = None if Path(data).suffix.lower() in TABLE_SUFFIXES else glue_task(data)
+    tables, names = _find(data, config, task)
+    problem = config.problem_type or (task.problem if task else SINGLE_LABEL)
     splits: dict[str, list[_RawExample]] = {}
     for split, rows in tables.items():
-        read = list(_raw_examples(rows, config, needs_label=split != "test"))
+        read = list(_raw_examples(rows, config, not split.startswith("test"), task))
         if split != "train" and all(row.label == UNLABELLED for row in read):
             logger.warning("The %s split of %s has no labels and is left out.", split, data)
             continue
         splits[split] = read
     if not any(splits.values()):
         raise UserError(f"There are no examples in {data}: give a file with rows.")
-    if labels is None:
-        found = _label_names(splits["train"])
-        labels = names if names and len(names) >= len(found) else found
+    if problem == REGRESSION:
+        labels = labels or (task.labels if task and task.problem == REGRESSION else ("value",))
+    elif labels is None:
+        found = _label_names([one for row in splits["train"] for one in _each_label(row, problem)])
+        known = set(names or ()).issuperset(found) or found[0].isdigit()
+        labels = names if names and known and len(names) >= len(found) else found
     examples = {
-        split: [Example(row.text, row.pair, _label_index(row, labels)) for row in rows]
+        split: [Example(row.text, row.pair, _label(row, labels, problem)) for row in rows]
         for split, rows in splits.items()
     }
     if "valid" not in examples and config.valid_fraction > 0:
@@ -121,7 +146,9 @@ def open_classification(
             "held out: give more, or lower dataset.valid_fraction."
         )
     examples["train"] = examples["train"][: config.limit]
-    return LabelledTexts(data, examples, tuple(labels))
+    scored = task is not None and task.problem == problem
+    metrics = task.metrics if task and scored else METRICS[problem]
+    return LabelledTexts(data, examples, tuple(labels), problem, metrics)
 
 
 # -- where examples come from ----------------------------------------------------------------------
@@ -131,12 +158,13 @@ Row = tuple[str, Mapping[str, Any]]
 
 
 def _find(
-    data: str, config: ClassificationConfig
+    data: str, config: ClassificationConfig, task: GlueTask | None
 ) -> tuple[dict[str, Iterator[Row]], tuple[str, ...] | None]:
     """Return the rows of every split, and the names of all labels where the source tells them."""
     if data == BABI or data.startswith(f"{BABI}:"):
         return read_babi(data)
-    for candidate in [] if data.startswith("hf:") else candidates(data):
+    places = task.places(data) if task else candidates(data)
+    for candidate in [] if data.startswith("hf:") else places:
         paths = [candidate] if candidate.is_file() else []
         if candidate.is_dir():
             paths = sorted(p for p in candidate.iterdir() if p.suffix.lower() in TABLE_SUFFIXES)
@@ -147,7 +175,9 @@ def _find(
                 )
         if paths:
             tables = {split: read_tables(files) for split, files in group_by_split(paths).items()}
-            return tables, LABEL_NAMES.get(Path(data).name)
+            return tables, task.labels if task else None
+    if data in TASKS:
+        data = f"hf:{HUB}:{data}"
     if not data.startswith("hf:") and (not is_hub_name(data) or data.endswith(TABLE_SUFFIXES)):
         raise UserError(
             f"There is no file or folder {data}, here or under $DEEPENOUGH_DATA: check the name, "
@@ -157,7 +187,8 @@ def _find(
     splits = open_splits(repository, part or None)
     features: Any = getattr(splits["train"], "features", None) or {}
     label = config.label_column or next((c for c in LABEL_COLUMNS if c in features), "")
-    names = getattr(features.get(label), "names", None)
+    of_list = getattr(features.get(label), "feature", features.get(label))
+    names = getattr(of_list, "names", None)
     tables = {split: _numbered(rows, f"the {split} split") for split, rows in splits.items()}
     return tables, tuple(names) if names else None
 
@@ -188,8 +219,11 @@ def _read_csv(path: Path) -> list[dict[str, str]]:
             first = file.readline(MAX_LINE_BYTES)
         if first.count(b"\t" if tabs else b",") > MAX_COLUMNS:  # for which pandas takes minutes
             raise UserError(f"{path} has more than {MAX_COLUMNS:,} columns: keep texts and labels.")
+        # CoLA's files begin with their first row: where it is from, and whether it is acceptable.
+        is_cola = tabs and re.match(rb"[^\t]+\t[01]\t\*?\t[^\t]+$", first.strip()) is not None
         table = pandas.read_csv(
             path,
+            names=COLA_COLUMNS if is_cola else None,
             sep="\t" if tabs else ",",
             quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,
             dtype=str,
@@ -224,16 +258,23 @@ class _RawExample(NamedTuple):
 
 
 def _raw_examples(
-    rows: Iterable[Row], config: ClassificationConfig, needs_label: bool
+    rows: Iterable[Row],
+    config: ClassificationConfig,
+    needs_label: bool,
+    task: GlueTask | None = None,
 ) -> Iterator[_RawExample]:
     """Yield the examples of a table; names of columns left open are found in its first row.
 
     The labels of a test split may be secret: `needs_label` is False for one.
     """
     text, pair, label = config.text_column, config.pair_column, config.label_column
+    several = config.problem_type == MULTI_LABEL
     for number, (place, values) in enumerate(rows):
         if number == 0:
-            if text is None and pair is None:
+            own = task.columns(values) if task and text is pair is label is None else None
+            if own is not None:
+                text, pair, label = own
+            elif text is None and pair is None:
                 pair = next((name for name in PAIR_COLUMNS if name in values), None)
             text = _column("text", text, TEXT_COLUMNS, values)
             usual = LABEL_COLUMNS if label is None else (label,)
@@ -245,7 +286,7 @@ def _raw_examples(
             place,
             _text_in(values, str(text), place),
             None if pair is None else _text_in(values, pair, place),
-            UNLABELLED if label is None else _label_text(_cell(values, label, place)),
+            UNLABELLED if label is None else _label_text(values, label, place, several),
         )
 
 
@@ -279,8 +320,12 @@ def _text_in(values: Mapping[str, Any], column: str, place: str) -> str:
     return str(value).strip().encode("utf-8", "replace").decode("utf-8")
 
 
-def _label_text(value: Any) -> str:
+def _label_text(values: Mapping[str, Any], column: str, place: str, several: bool = False) -> str:
     """Return a label as it would stand in a CSV file, empty if there is none."""
+    if several and isinstance(listed := values.get(column), list):
+        parts = [_label_text({column: part}, column, place) for part in listed]
+        return "".join(f"{part}{LABEL_END}" for part in parts)
+    value = _cell(values, column, place)
     if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
         value = int(value)
     return "" if value is None else str(value).strip()
@@ -316,6 +361,32 @@ def _label_names(rows: Sequence[_RawExample]) -> tuple[str, ...]:
     if num_found < 2:
         raise UserError("All training examples have the same label: there is nothing to learn.")
     return tuple(names)
+
+
+def _each_label(row: _RawExample, problem: ProblemType) -> list[_RawExample]:
+    """Return an example once for every label that it has."""
+    if problem != MULTI_LABEL:
+        return [row]
+    end = LABEL_END if LABEL_END in row.label else ","
+    parts = [part.strip() for part in row.label.removesuffix(end).split(end)]
+    return [row._replace(label=part) for part in parts if part]
+
+
+def _label(row: _RawExample, names: Sequence[str], problem: ProblemType) -> Label:
+    """Return what a model is to answer; UserError, naming the place, if that is none."""
+    if problem == SINGLE_LABEL:
+        return _label_index(row, names)
+    if problem == MULTI_LABEL:
+        held = {_label_index(one, names) for one in _each_label(row, problem)}
+        return tuple(float(number in held) for number in range(len(names)))
+    _check_present(row)
+    try:
+        value = float(row.label)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"The label {row.label!r:.60} in {row.place} is no number: correct it.")
+    return value
 
 
 def _label_index(row: _RawExample, names: Sequence[str]) -> int:

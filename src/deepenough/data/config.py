@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from deepenough.config import bounded
 from deepenough.errors import UserError
+
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+SINGLE_LABEL: ProblemType = "single_label_classification"
+MULTI_LABEL: ProblemType = "multi_label_classification"
+REGRESSION: ProblemType = "regression"
+"""What labels and a model's outputs are, by the names that transformers has for them."""
 
 
 @dataclass
@@ -100,6 +107,10 @@ class ClassificationConfig:
 
     label_column: str | None = None
     """Column of the label; by default label, class or target."""
+
+    problem_type: ProblemType | None = None
+    """What a label is: one of several, any number of them (a list, or names with commas between
+    them), or a number. By default what the GLUE task of that name has, else one of several."""
 
     valid_fraction: float = bounded(0.05, ge=0, lt=1)
     """Share of the training examples held out for validation where there is no such split."""

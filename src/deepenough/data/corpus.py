@@ -53,6 +53,9 @@ SPLIT_NAMES = {
     "val": "valid",
     "dev": "valid",
     "test": "test",
+    "validation_matched": "valid",  # MNLI: texts of the genres trained on, and of others
+    "validation_mismatched": "valid_mismatched",
+    "test_matched": "test",
 }
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".rst", ".tex", ".tokens", ".raw"})
 ROW_SUFFIXES = frozenset({".jsonl", ".ndjson"})
@@ -349,7 +352,8 @@ def group_by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
 def named_split(name: str) -> str | None:
     """Return the split that a file's name speaks of, if it does."""
     words = re.split(r"[._-]", name.lower())
-    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
+    split = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
+    return f"{split}_mismatched" if split and "mismatched" in words else split  # of MNLI
 
 
 # -- lines of files --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from deepenough.config import RunConfig, bounded, validate
-from deepenough.data.config import ClassificationConfig
+from deepenough.data.config import REGRESSION, SINGLE_LABEL, ClassificationConfig, ProblemType
 from deepenough.errors import UserError
 from deepenough.hf.loading import own_class
 from deepenough.training.config import TrainingConfig
@@ -58,12 +58,21 @@ class PonderConfig:
     """Share of the gradient of the heads before the last pass that reaches the encoder. Below 1 the
     last answer suffers less from the early ones, whose heads learn at full rate all the same."""
 
+    distill: float = bounded(0.0, ge=0, le=1)
+    """Share of the target of passes before the last that is the last pass's own answer in the place
+    of the label (FastBERT): its probabilities say how sure an answer can be."""
+
     exit: Exit | None = None
     """When to stop in evaluation: once the probability of having halted reaches a threshold
     (`quantile`), by a draw from the halting distribution (`sampled`), once the probability of the
     answer reaches a threshold (`confidence`), when `patience` answers in a row agree (PABEE), or
     after a `fixed` number of passes. By default chosen on the validation split when training ends;
     without one by objective: `quantile`, `patience` (weighted) or `fixed` at all passes (last)."""
+
+    exit_budget: float | None = bounded(None, gt=0, le=1)
+    """Most passes on average, as a share of all, that an exit chosen on the validation split may
+    make there; by default as few as keep the best accuracy. If `exit` is named, its setting is
+    chosen."""
 
     exit_threshold: float | None = bounded(None, gt=0, le=1)
     """Threshold of the `quantile` exit, by default 0.5, or of the `confidence` exit, by default
@@ -104,6 +113,13 @@ class PonderConfig:
                 f"A model trained with objective {self.objective!r} has no halting probabilities "
                 f"for the exit {self.exit!r}: choose confidence, patience or fixed."
             )
+        chosen = self.exit_threshold or self.exit_pass or self.exit_patience != 2
+        if self.exit_budget and (chosen or self.objective == "last" or self.exit == "sampled"):
+            raise UserError(
+                "exit_budget lets training choose the setting of an exit, and here is none to "
+                "choose: leave it out, or the exit's setting, and take another objective than last "
+                "and another exit than sampled."
+            )
 
     def check_depth(self, depth: int, shared: bool) -> int:
         """Check all settings for an encoder of `depth` layers; return the number of passes.
@@ -122,6 +138,11 @@ class PonderConfig:
         if self.exit_pass is not None and self.exit_pass > num_passes:
             raise UserError(
                 f"exit_pass must be at most num_passes, {num_passes}: got {self.exit_pass}."
+            )
+        if self.exit_budget is not None and self.exit_budget * num_passes < 1:
+            raise UserError(
+                f"An exit_budget of {self.exit_budget:g} is less than one of {num_passes} passes: "
+                f"give at least {1 / num_passes:.3g}."
             )
         return num_passes
 
@@ -160,8 +181,8 @@ class PonderTrainConfig(RunConfig):
 
     data: str = "sst2"
     """Labelled texts: a CSV, TSV or JSONL file, a folder of such files named train, dev and test, a
-    folder of $DEEPENOUGH_DATA (sst2), bAbI (`babi`, one task as `babi:7`), or a `datasets` name
-    (`hf:name`, `hf:name:config`)."""
+    folder of $DEEPENOUGH_DATA, a task of GLUE (cola sst2 mrpc stsb qqp mnli qnli rte wnli), bAbI
+    (`babi`, one task as `babi:7`), or a `datasets` name (`hf:name`, `hf:name:config`)."""
 
     epochs: float | None = bounded(3.0, gt=0, unless="train.steps")
     """Rounds over the training examples, where train.steps are not given."""
@@ -261,7 +282,10 @@ class PonderPredictConfig:
 # -- Hugging Face configs --------------------------------------------------------------------------
 
 ENCODERS = "such as BERT, RoBERTa, DeBERTa, MPNet or MiniLM"
-NOT_LOGITS = ["passes", "halting", "step_logits", "halt_logits", "terms", "trace"]
+NOT_LOGITS = ["passes", "halting", "step_logits", "halt_logits", "terms", "trace", "prior"]
+SOURCE_NAMES = {"target_halt_probability": "halting_target"}
+"""What PonderALBERT's source calls options that have another name here."""
+DEPTH = "num_hidden_layers"
 LABEL_ARGUMENTS = ("num_labels", "id2label", "label2id", "problem_type")
 
 
@@ -269,10 +293,11 @@ class PonderAlbertConfig(AlbertConfig):
     """`AlbertConfig`'s arguments and those of `PonderConfig`.
 
     `num_hidden_layers` keeps its meaning, the passes of the pretrained model; `num_passes` says how
-    many are made here.
+    many are made here. Given to `from_pretrained`, `num_hidden_layers` says that too.
     """
 
     model_type = "ponder_albert"
+    attribute_map = SOURCE_NAMES
     keys_to_ignore_at_inference = NOT_LOGITS
 
     def __init__(self, **kwargs: Any) -> None:
@@ -286,6 +311,14 @@ class PonderAlbertConfig(AlbertConfig):
                     "PonderEncoderForSequenceClassification."
                 )
         _set_options(self, options, shared=True)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a config of the values of a saved one and of arguments that change it."""
+        asked = {name: kwargs.pop(name) for name in (*OPTIONS, DEPTH) if name in kwargs}
+        if DEPTH in asked:
+            asked.setdefault("num_passes", asked[DEPTH])
+        return super().from_dict(config_dict | asked, **kwargs)
 
     @classmethod
     def get_config_dict(cls, name: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -304,6 +337,7 @@ class PonderEncoderConfig(PreTrainedConfig):
     """The config of any encoder, as `encoder`, and the arguments of `PonderConfig`."""
 
     model_type = "ponder_encoder"
+    attribute_map = SOURCE_NAMES
     keys_to_ignore_at_inference = NOT_LOGITS
     sub_configs = {"encoder": AutoConfig}  # noqa: RUF012 - the form transformers asks for
 
@@ -351,21 +385,57 @@ def check_encoder(config: PreTrainedConfig) -> None:
         )
 
 
-def check_config(config: PonderAlbertConfig | PonderEncoderConfig, wanted: Any) -> None:
-    """Check a config and its class before a model is made: transformers may have changed it."""
+def pondering_config(
+    config: PreTrainedConfig, wanted: Any, options: dict[str, Any]
+) -> PonderAlbertConfig | PonderEncoderConfig:
+    """Return a checked config of the wanted class; that of a plain encoder becomes one.
+
+    Checked before a model is made, since transformers may have changed it.
+
+    Args:
+        config: Of a pondering model, or of the encoder that is to ponder.
+        wanted: `PonderAlbertConfig` or `PonderEncoderConfig`.
+        options: Of `PonderConfig`, in the place of the config's own.
+    """
+    known = {*OPTIONS, *SOURCE_NAMES, *LABEL_ARGUMENTS, "classifier_dropout"}
+    if unknown := sorted(options.keys() - known):
+        raise UserError(f"A pondering model has no option {unknown[0]!r}: it has {sorted(known)}.")
+    made: Any = config
     if not isinstance(config, wanted):
+        if wanted is PonderEncoderConfig:
+            kept = {name: getattr(config, name) for name in ("id2label", "label2id")}
+            kept |= {"problem_type": config.problem_type}
+            made = wanted(encoder=config, **kept | options)
+        elif config.model_type == "albert":
+            values = config.to_dict()
+            values.pop("model_type", None)
+            made = wanted(**values | options)
+        else:
+            raise UserError(
+                f"A {type(config).__name__} is none of an ALBERT: give an AlbertConfig, or use "
+                "PonderEncoderForSequenceClassification."
+            )
+    elif options:
+        made = wanted.from_dict(config.to_dict(), **options)
+    made._name_or_path = config._name_or_path
+    ponder = options_of(made)
+    ponder.check_depth(_depth(made), isinstance(made, PonderAlbertConfig))
+    problem = problem_of(made)
+    if problem == REGRESSION and made.num_labels != 1:
+        raise UserError(f"A regression has one value: got num_labels {made.num_labels}, not 1.")
+    if problem != SINGLE_LABEL and ponder.halting_head == "answer":
         raise UserError(
-            f"A {type(config).__name__} says nothing of pondering: give a {wanted.__name__}, or "
-            "load the checkpoint by from_pretrained without a config."
+            "Only one of several labels leads: choose another halting_head than answer."
         )
-    options_of(config).check_depth(_depth(config), isinstance(config, PonderAlbertConfig))
-    problem = config.problem_type or "single_label_classification"
-    if config.num_labels == 1 or problem != "single_label_classification":
-        raise UserError(
-            "A pondering classifier gives one of several labels to each text: num_labels must be "
-            f"at least 2 and problem_type single_label_classification, not {config.num_labels} and "
-            f"{problem}."
-        )
+    if problem == REGRESSION and ponder.exit == "confidence":
+        raise UserError("A value has no probability: choose another exit than confidence.")
+    return made  # type: ignore[no-any-return]
+
+
+def problem_of(config: PreTrainedConfig) -> ProblemType:
+    """Return what a model's outputs are; a single one is a value where nothing else is said."""
+    problem: Any = config.problem_type or (REGRESSION if config.num_labels == 1 else SINGLE_LABEL)
+    return problem  # type: ignore[no-any-return]
 
 
 def options_of(config: PonderAlbertConfig | PonderEncoderConfig) -> PonderConfig:
@@ -374,6 +444,9 @@ def options_of(config: PonderAlbertConfig | PonderEncoderConfig) -> PonderConfig
 
 
 def _take_options(kwargs: dict[str, Any]) -> PonderConfig:
+    for other, name in SOURCE_NAMES.items():
+        if other in kwargs:
+            kwargs.setdefault(name, kwargs.pop(other))
     return PonderConfig(**{name: kwargs.pop(name) for name in OPTIONS if name in kwargs})
 
 

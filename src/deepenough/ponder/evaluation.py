@@ -24,17 +24,25 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from deepenough.config import resolve, validate
 from deepenough.data.batches import by_length
-from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
+from deepenough.data.classification import (
+    METRICS,
+    EncodedExamples,
+    LabelledTexts,
+    open_classification,
+)
+from deepenough.data.config import REGRESSION, SINGLE_LABEL, ProblemType
 from deepenough.errors import UserError
 from deepenough.hf.intercept import eval_mode
 from deepenough.hf.loading import from_pretrained
 from deepenough.measurement import (
     ComparedData,
     ComparedTask,
+    Interval,
     OperatingPoint,
     Scores,
     content_of,
     intervals_of,
+    resampled_interval,
     share_interval,
 )
 from deepenough.ponder.config import (
@@ -52,6 +60,7 @@ from deepenough.ponder.halting import (
     PatienceExit,
     QuantileExit,
     answer_loss,
+    decide,
     make_policy,
 )
 from deepenough.ponder.inference import PonderOutput, Prediction, Text, replay, select_pass
@@ -63,6 +72,9 @@ from deepenough.training.logging import without_bars
 THRESHOLDS: tuple[float, ...] = tuple(round(0.05 * step, 2) for step in range(1, 21))
 """Thresholds of a sweep, from stopping at once to never before the last pass."""
 CONFIDENCES: tuple[float, ...] = (0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99)
+FINE_THRESHOLDS = tuple(round(0.005 * step, 3) for step in range(1, 201))
+FINE_CONFIDENCES = tuple(round(1 - 0.5 * 0.95**step, 5) for step in range(150))
+"""Where a budget of passes is to be met closely: up to 0.9998, steps growing finer."""
 EVAL_BATCH = 64
 SPLITS = ("valid", "test", "train")
 """Splits in the order in which one is chosen: labelled, and not trained on, first."""
@@ -80,7 +92,10 @@ class AllPasses:
     halt_logits: Tensor | None
     """[B, N - 1], of `lambda_n`; None of a model that has not learned to halt."""
     labels: Tensor
-    """[B]"""
+    """[B]: the number of each label, or the value; [B, C] where several labels may hold."""
+    problem: ProblemType = SINGLE_LABEL
+    metrics: tuple[str, ...] = METRICS[SINGLE_LABEL]
+    """What answers are judged by, names of `measure`."""
 
     @property
     def num_passes(self) -> int:
@@ -89,12 +104,16 @@ class AllPasses:
 
     def passes(self, policy: HaltingPolicy) -> Tensor:
         """Return the pass at which each example stops, `[B]`."""
-        return replay(policy, self.step_logits, self.halt_logits)
+        halts = self.halt_logits
+        return replay(policy, self.step_logits, halts, problem=self.problem)
 
 
 @torch.no_grad()
 def all_passes(
-    model: PonderClassifier, examples: EncodedExamples, accelerator: Accelerator | None = None
+    model: PonderClassifier,
+    examples: EncodedExamples,
+    accelerator: Accelerator | None = None,
+    metrics: tuple[str, ...] | None = None,
 ) -> AllPasses:
     """Run all examples at full depth, each process its share of the batches."""
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
@@ -113,36 +132,78 @@ def all_passes(
         step_logits = accelerator.reduce(step_logits, reduction="sum")
         halt_logits = accelerator.reduce(halt_logits, reduction="sum")
     labels = torch.tensor(examples.labels)
-    return AllPasses(step_logits.cpu(), halt_logits.cpu() if model.has_halting else None, labels)
+    halts = halt_logits.cpu() if model.has_halting else None
+    scored = metrics or METRICS[model.problem]
+    return AllPasses(step_logits.cpu(), halts, labels, model.problem, scored)
 
 
 def quality(answers: AllPasses, policy: HaltingPolicy) -> dict[str, float]:
-    """Return loss and accuracy of the answers given, mean passes, and their share of all."""
+    """Return loss and scores of the answers given, mean passes, and their share of all."""
     passes = answers.passes(policy)
     logits = select_pass(answers.step_logits, passes)
     mean = float(passes.double().mean())
+    given = decide(logits, answers.problem)
     return {
-        "loss": float(answer_loss(logits, answers.labels)),
-        "accuracy": float((logits.argmax(-1) == answers.labels).double().mean()),
+        "loss": float(answer_loss(logits, answers.labels, answers.problem)),
+        **{name: measure(name, given, answers.labels) for name in answers.metrics},
         "passes": mean,
         "share": mean / answers.num_passes,
     }
 
 
+def measure(name: str, given: Tensor, wanted: Tensor) -> float:
+    """Return a score of answers `[B]`, or `[B, C]` where several labels may hold.
+
+    `accuracy`, where all labels of an example must be right; `f1` of label 1, or of all labels
+    counted together; `matthews` correlation of two labels; `pearson` and `spearman` correlation of
+    values. A correlation with answers that are all the same is 0.
+    """
+    given, wanted = given.double(), wanted.double()
+    match name:
+        case "accuracy":
+            return float((given == wanted).view(len(given), -1).all(-1).double().mean())
+        case "f1":
+            return float(2 * (given * wanted).sum() / (given + wanted).sum().clamp_min(1.0))
+        case "spearman":
+            given, wanted = _ranks(given), _ranks(wanted)
+    given, wanted = given - given.mean(), wanted - wanted.mean()
+    scale = given.norm() * wanted.norm()
+    return float((given * wanted).sum() / scale) if scale else 0.0
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Return the place of each value in their order; equal values share their mean place."""
+    _, group, counts = values.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2)[group].double()
+
+
+def score_interval(name: str, given: Tensor, wanted: Tensor) -> Interval:
+    """Return a score with its confidence interval."""
+    if name == "accuracy":
+        value = measure(name, given, wanted)
+        return share_interval(round(value * len(given)), len(given))
+    return resampled_interval(lambda rows: measure(name, given[rows], wanted[rows]), len(given))
+
+
 def settled_at(answers: AllPasses) -> Tensor:
     """Return the pass from which on the answer no longer changes, `[B]`, counted from 1."""
-    each = answers.step_logits.argmax(-1)
-    differs = each != each[-1]
+    each = decide(answers.step_logits, answers.problem)
+    differs = (each != each[-1]).view(*each.shape[:2], -1).any(-1)
     position = torch.arange(1, answers.num_passes + 1)[:, None]
     return (differs * position).amax(0) + 1
 
 
-def sweep(answers: AllPasses) -> list[dict[str, Any]]:
+def sweep(
+    answers: AllPasses,
+    thresholds: Sequence[float] = THRESHOLDS,
+    confidences: Sequence[float] = CONFIDENCES,
+) -> list[dict[str, Any]]:
     """Return the quality of every threshold, confidence, patience and fixed exit."""
     policies: list[tuple[str, float, HaltingPolicy]] = []
     if answers.halt_logits is not None:
-        policies += [("quantile", value, QuantileExit(value)) for value in THRESHOLDS]
-    policies += [("confidence", value, ConfidenceExit(value)) for value in CONFIDENCES]
+        policies += [("quantile", value, QuantileExit(value)) for value in thresholds]
+    if answers.problem != REGRESSION:
+        policies += [("confidence", value, ConfidenceExit(value)) for value in confidences]
     policies += [("patience", n, PatienceExit(n)) for n in range(1, answers.num_passes)]
     policies += [("fixed", n, FixedExit(n)) for n in range(1, answers.num_passes + 1)]
     return [
@@ -154,21 +215,39 @@ def sweep(answers: AllPasses) -> list[dict[str, Any]]:
 def choose_exit(answers: AllPasses, options: PonderConfig) -> tuple[PonderConfig, str]:
     """Return options with the exit that suits the answers to held-out examples, and why it does.
 
-    Of the exits that fit the objective: those that answer best, and of these the one of the fewest
-    passes. Where the last answer alone is trained there is nothing to choose.
+    Of the exits that fit the objective: those that answer best, by the mean of the scores as in
+    GLUE, and of these the one of the fewest passes. With a budget of passes: of each kind of exit
+    the most cautious setting within it, and of these the one that answers best. Where the last
+    answer alone is trained there is nothing to choose.
     """
     if options.objective == "last":
         return replace(options, exit="fixed"), "as only the last answer is trained"
-    suited = {"ponder": ("quantile",), "weighted": ("confidence", "patience", "fixed")}
-    points = [point for point in sweep(answers) if point["policy"] in suited[options.objective]]
+    if options.exit_budget is None:
+        suited = {"ponder": ("quantile",), "weighted": ("confidence", "patience", "fixed")}
+        points = [point for point in sweep(answers) if point["policy"] in suited[options.objective]]
+        why = "the fewest passes ({passes:.1f} of {all}) at the best {metric} ({best:.3f})"
+    else:
+        points = sweep(answers, FINE_THRESHOLDS, FINE_CONFIDENCES)
+        within = [point for point in points if point["share"] <= options.exit_budget]
+        named = [point for point in within if options.exit in (None, point["policy"])]
+        named = named or [point for point in within if point["policy"] == "fixed"]
+        named.sort(key=lambda point: point["setting"])
+        points = list({point["policy"]: point for point in named}.values())
+        why = "the best {metric} ({best:.3f}) within the budget ({passes:.1f} of {all} passes)"
+
+    def score(point: dict[str, Any]) -> float:
+        return sum(point[name] for name in answers.metrics) / len(answers.metrics)
+
     # At a tie the most cautious setting.
-    best = max(points, key=lambda p: (p["accuracy"], -p["passes"], p["setting"]))
+    best = max(points, key=lambda p: (score(p), -p["passes"], p["setting"]))
     names = {"patience": "exit_patience", "fixed": "exit_pass"}
     chosen = {names.get(best["policy"], "exit_threshold"): best["setting"]}
-    return replace(options, exit=best["policy"], **chosen), (
-        f"the fewest passes ({best['passes']:.1f} of {answers.num_passes}) at the best accuracy "
-        f"({best['accuracy']:.3f}) on {len(answers.labels)} validation examples"
+    metric = " and ".join(answers.metrics)
+    reason = why.format(
+        passes=best["passes"], all=answers.num_passes, metric=metric, best=score(best)
     )
+    reason = f"{reason} on {len(answers.labels)} validation examples"
+    return replace(options, exit=best["policy"], exit_budget=None, **chosen), reason
 
 
 def passes_by(groups: Tensor, num_groups: int, passes: Tensor, num_passes: int) -> list[list[int]]:
@@ -225,6 +304,7 @@ class FinishedRun:
         trained = self.trained or PonderTrainConfig(data="")
         is_other = data is not None and data != trained.data
         dataset = trained.dataset.for_other_data() if is_other else trained.dataset
+        dataset = replace(dataset, problem_type=self.model.problem)
         texts = open_classification(data or trained.data, dataset, self.labels)
         return texts, split or next(name for name in SPLITS if name in texts.splits)
 
@@ -250,7 +330,7 @@ def predict(
 
 
 def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
-    """Return accuracy and passes with the exit asked for.
+    """Return scores and passes with the exit asked for.
 
     The whole frontier, and all that the figures need, goes into the run's metrics.jsonl.
     """
@@ -260,7 +340,7 @@ def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
     texts, split = finished.open_split(config.data, config.split)
     rows = texts.split(split)
     examples = EncodedExamples(rows, finished.tokenizer, finished.token_limit, split)
-    answers = all_passes(model, examples)
+    answers = all_passes(model, examples, metrics=texts.metrics)
     values: dict[str, Any] = {"split": split, "examples": len(rows)} | quality(answers, policy)
     values["exit"] = config.exit.applied_to(options_of(model.config)).exit_setting
     if finished.folder.is_run():
@@ -271,8 +351,9 @@ def evaluate(config: PonderEvalConfig) -> dict[str, Any]:
         whole = [Record(step, kind, about | own) for kind, own in found]
         with finished.folder.lock():
             replace_records(finished.folder.metrics, whole, lambda earlier: False)
-    right = round(values["accuracy"] * len(rows))
-    return values | intervals_of(accuracy=share_interval(right, len(rows)))
+    given = decide(select_pass(answers.step_logits, answers.passes(policy)), answers.problem)
+    scores = {name: score_interval(name, given, answers.labels) for name in answers.metrics}
+    return values | intervals_of(**scores)
 
 
 def _place(folder: RunFolder) -> tuple[int, int]:
@@ -288,15 +369,19 @@ def records(
     answers: AllPasses, policy: HaltingPolicy, labels: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield kind and values of everything the figures need."""
-    about = {"num_passes": answers.num_passes}
+    about: dict[str, Any] = {"num_passes": answers.num_passes}
+    if answers.metrics[0] != "accuracy":
+        about["metric"] = answers.metrics[0]
     for point in sweep(answers):
         yield EXIT, about | point
     passes = answers.passes(policy)
     numbers = [str(number) for number in range(1, answers.num_passes + 1)]
-    for by, names, groups in (
-        ("label", list(labels), answers.labels),
-        ("difficulty", numbers, settled_at(answers) - 1),
-    ):
+    tables = []
+    if answers.problem == SINGLE_LABEL:
+        tables.append(("label", list(labels), answers.labels))
+    if answers.problem != REGRESSION:
+        tables.append(("difficulty", numbers, settled_at(answers) - 1))
+    for by, names, groups in tables:
         counts = passes_by(groups, len(names), passes, answers.num_passes)
         yield PASSES, about | {"by": by, "groups": names, "counts": counts}
 
@@ -322,6 +407,7 @@ class PonderCandidate:
         finished = FinishedRun(run)
         self.model = finished.model
         texts, split = finished.open_split(data.data, data.split)
+        self.metric = texts.metrics[0]
         rows = texts.split(split)[: data.limit or COMPARED_EXAMPLES]
         examples = EncodedExamples(rows, finished.tokenizer, finished.token_limit, split)
         size = data.batch_size or COMPARED_BATCH
@@ -335,7 +421,7 @@ class PonderCandidate:
         if finished.trained is None or texts.name != finished.trained.data:
             self.where = f" --data {shlex.quote(texts.name)}{self.where}"
         self.task = ComparedTask(
-            "classification", texts.name, split, "example", "accuracy", True, detail
+            "classification", texts.name, split, "example", self.metric, True, detail
         )
 
     def points(self) -> Sequence[OperatingPoint]:
@@ -354,7 +440,8 @@ class PonderCandidate:
         if self.model.has_halting:
             values = [0.95, 0.8, 0.5] if grid.threshold is None else grid.threshold
             found += [OperatingPoint(f"halt {v:g}", {"threshold": v}) for v in values]
-        values = [0.99, 0.9] if grid.confidence is None else grid.confidence
+        usual_sure = [0.99, 0.9] if self.model.problem != REGRESSION else []
+        values = usual_sure if grid.confidence is None else grid.confidence
         found += [OperatingPoint(f"sure {v:g}", {"confidence": v}, "confidence") for v in values]
         for point in found:
             _policy(point)  # refused before the first is measured
@@ -368,13 +455,13 @@ class PonderCandidate:
         return [self.model(**batch, policy=policy) for batch in self.batches]
 
     def judge(self, point: OperatingPoint, answers: list[PonderOutput]) -> Scores:
-        """Return the accuracy of the answers, and their cost by the trace."""
+        """Return the score of the answers, and their cost by the trace."""
         logits = [output.logits for output in answers if output.logits is not None]
-        right = torch.cat(logits).argmax(-1) == self.labels
+        given = decide(torch.cat(logits), self.model.problem)
         trace = DepthTrace.join([output.trace for output in answers if output.trace is not None])
         return Scores(
-            quality=share_interval(int(right.sum()), len(right)),
-            units=len(right),
+            quality=score_interval(self.metric, given.cpu(), self.labels.cpu()),
+            units=len(given),
             layers=trace.mean_blocks,
             flops=trace.total_flops,
         )

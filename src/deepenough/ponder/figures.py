@@ -61,7 +61,8 @@ class PolicyPoint(NamedTuple):
 
     policy: str
     passes: float
-    accuracy: float
+    score: float
+    metric: str = "accuracy"
 
 
 class ParityBand(NamedTuple):
@@ -80,9 +81,11 @@ def exit_points(run: Run) -> list[PolicyPoint]:
     """Return every measured setting of a way to stop."""
     found = []
     for values in _latest(run, EXIT):
-        policy, read = str(values.get("policy")), numbers(values, "passes", "accuracy")
+        policy, metric = str(values.get("policy")), str(values.get("metric", "accuracy"))
+        read = numbers(values, "passes", metric)
         if read is not None and policy in POLICIES:
-            found.append(PolicyPoint(policy, *read))
+            passes, score = read
+            found.append(PolicyPoint(policy, passes, score, metric))
     return found
 
 
@@ -126,16 +129,19 @@ def frontier_figure(run: Run) -> FigureSpec | None:
     for policy, (name, color, style) in POLICIES.items():
         own = sorted((p for p in points if p.policy == policy), key=lambda p: p.passes)
         if own:
-            passes, accuracies = [p.passes for p in own], [p.accuracy for p in own]
-            lines.append(Line(name, passes, accuracies, color, style))
-    top, bottom = (pick(p.accuracy for p in points) for pick in (max, min))
+            passes, scores = [p.passes for p in own], [p.score for p in own]
+            lines.append(Line(name, passes, scores, color, style))
+    top, bottom = (pick(p.score for p in points) for pick in (max, min))
+    metric = points[0].metric
     low = max(bottom, top - DEPTH_SHOWN)
     caption = "Each point is one setting of one way to stop; passes are the mean over examples."
     if bottom < low:
-        caption += f" Settings below {low:.0%} accuracy are not shown."
-    y = Axis("accuracy", percent=True, low=low - 0.004, high=top + 0.006)
+        caption += f" Settings below {low:.0%} {metric} are not shown."
+    y = Axis(metric, percent=True, low=low - 0.004, high=top + 0.006)
     chart = Chart(Axis("mean passes", whole=True), y, lines)
-    return _figure(run, "ponder_frontier", "Accuracy against mean passes", caption, [chart])
+    return _figure(
+        run, "ponder_frontier", f"{metric.capitalize()} against mean passes", caption, [chart]
+    )
 
 
 def passes_figure(run: Run) -> FigureSpec | None:
@@ -245,8 +251,9 @@ def _exit_findings(run: Run) -> list[str]:
     if not points:
         return []
     full = max(points, key=lambda p: p.passes)
-    quick = min((p for p in points if p.accuracy >= full.accuracy), key=lambda p: p.passes)
-    found = f"Accuracy {100 * full.accuracy:.1f} % with {full.passes:.2f} passes"
+    quick = min((p for p in points if p.score >= full.score), key=lambda p: p.passes)
+    name = full.metric.capitalize()
+    found = f"{name} {100 * full.score:.1f} % with {full.passes:.2f} passes"
     if quick.passes < full.passes:
         way = POLICIES[quick.policy][0]
         return [f"{found}; at least as accurate with {quick.passes:.2f} passes (by {way})."]

@@ -34,18 +34,22 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepenough.data.config import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from deepenough.errors import UserError
 from deepenough.ponder.config import CONFIDENCE, QUANTILE, PonderConfig
 
 HALTING_WIDTH = 128
 """Units of the halting head's hidden layers: it decides one number, whatever the model's width."""
+
+TOLERANCE = 0.2
+"""By how much two values of a regression may differ to count as the same answer (PALBERT)."""
 
 LEAD_GAIN = 10.0
 """Factor of the weight of an answer's lead: without it a single weight would take thousands of
@@ -167,58 +171,138 @@ class PonderLoss(NamedTuple):
     """`KL(p || prior)` before `beta`, a mean over the examples; 0 where weights are fixed."""
 
 
-def check_labels(labels: Tensor, num_examples: int, num_labels: int) -> None:
+def check_labels(
+    labels: Tensor, num_examples: int, num_labels: int, problem: str = SINGLE_LABEL
+) -> None:
     """Refuse labels of the wrong number, type or range, naming the first bad example."""
-    if labels.numel() != num_examples:
-        raise UserError(f"{num_examples} examples need as many labels: got {tuple(labels.shape)}.")
-    if labels.is_floating_point():
+    each = 1 if problem == SINGLE_LABEL else num_labels
+    if labels.numel() != num_examples * each:
+        wanted = "as many labels" if each == 1 else f"{each} numbers each as labels"
+        raise UserError(f"{num_examples} examples need {wanted}: got {tuple(labels.shape)}.")
+    if problem == SINGLE_LABEL and labels.is_floating_point():
         raise UserError(f"Labels must be whole numbers, one an example: got {labels.dtype}.")
     if labels.device.type != "cpu":
         return  # looking at them would make the device wait
-    wrong = ((labels < 0) | (labels >= num_labels)).view(-1)
+    rows = labels.view(num_examples, each)
+    if problem == REGRESSION:
+        wrong, known = ~rows.isfinite(), "answers with finite numbers: correct it"
+    elif problem == MULTI_LABEL:
+        wrong, known = (rows < 0) | (rows > 1), "answers with 0 or 1 for each label: correct it"
+    else:
+        wrong = (rows < 0) | (rows >= num_labels)
+        known = f"has labels 0 to {num_labels - 1}: correct it, or give the model more (num_labels)"
     if wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise UserError(
-            f"The label of example {row} is {int(labels.view(-1)[row])}, and the model has labels "
-            f"0 to {num_labels - 1}: correct it, or give the model more (num_labels)."
-        )
+        row = int(wrong.any(-1).nonzero()[0])
+        found = rows[row][wrong[row]][0].item()
+        raise UserError(f"The label of example {row} is {found}, and the model {known}.")
 
 
 def ponder_loss(
     step_logits_NBC: Tensor,
     log_p_BN: Tensor,
-    labels_B: Tensor,
+    labels: Tensor,
     halting_target: float,
     kl_weight: float,
+    problem: str = SINGLE_LABEL,
+    distill: float = 0.0,
 ) -> PonderLoss:
     """Return PonderNet's loss from the answers of all passes and the halting distribution."""
-    task = _expected_loss(step_logits_NBC, log_p_BN.exp(), labels_B)
+    losses_NB = _losses(step_logits_NBC, labels, problem, distill)
+    task = (log_p_BN.exp().T * losses_NB).sum(0).mean()
     prior = log_geometric(halting_target, log_p_BN.shape[-1], like=log_p_BN)
     divergence = kl(log_p_BN, prior).mean()
     return PonderLoss(task + kl_weight * divergence, task, divergence)
 
 
-def fixed_loss(step_logits_NBC: Tensor, weights_N: Tensor, labels_B: Tensor) -> PonderLoss:
+def fixed_loss(
+    step_logits_NBC: Tensor,
+    weights_N: Tensor,
+    labels: Tensor,
+    problem: str = SINGLE_LABEL,
+    distill: float = 0.0,
+) -> PonderLoss:
     """Return the baselines' loss; `weights_N` say how much the answer of each pass matters."""
-    weights_BN = weights_N.to(step_logits_NBC).expand(step_logits_NBC.shape[1], -1)
-    task = _expected_loss(step_logits_NBC, weights_BN, labels_B)
+    losses_NB = _losses(step_logits_NBC, labels, problem, distill)
+    task = (weights_N.to(step_logits_NBC)[:, None] * losses_NB).sum(0).mean()
     return PonderLoss(task, task, torch.zeros_like(task))
 
 
-def answer_loss(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
+def answer_loss(logits_BC: Tensor, labels: Tensor, problem: str = SINGLE_LABEL) -> Tensor:
     """Return the loss of the answers that were given, whatever passes they come from."""
-    return _losses(logits_BC[None], labels_B).mean()
+    return _losses(logits_BC[None], labels, problem).mean()
 
 
-def _expected_loss(logits_NBC: Tensor, p_BN: Tensor, labels_B: Tensor) -> Tensor:
-    return (p_BN.T * _losses(logits_NBC, labels_B)).sum(0).mean()
+def _losses(logits_NBC: Tensor, labels: Tensor, problem: str, distill: float = 0.0) -> Tensor:
+    """Return `L(y_n, target)` of every pass and example, `[N, B]`, at least in float32.
 
-
-def _losses(logits_NBC: Tensor, labels_B: Tensor) -> Tensor:
-    """Return `L(y_n, target)` of every pass and example, `[N, B]`, at least in float32."""
+    A share `distill` of the target of passes before the last is what the last pass says, whose
+    probabilities tell more than a label does (FastBERT, arXiv 2004.02178).
+    """
     logits = logits_NBC.to(torch.promote_types(logits_NBC.dtype, torch.float32))
-    labels_NB = labels_B.view(-1).long().expand(len(logits), -1)
-    return F.cross_entropy(logits.movedim(-1, 1), labels_NB, reduction="none")
+    losses_NB = _distance(logits, labels, problem)
+    if not distill:
+        return losses_NB
+    taught = _distance(logits[:-1], probabilities(logits[-1].detach(), problem), problem)
+    return torch.cat([torch.lerp(losses_NB[:-1], taught, distill), losses_NB[-1:]])
+
+
+def _distance(logits_NBC: Tensor, wanted: Tensor, problem: str) -> Tensor:
+    """Return the loss `[N, B]` against numbers of labels `[B]`, or what each output is to be."""
+    if problem == SINGLE_LABEL and not wanted.is_floating_point():
+        wanted_NB = wanted.view(-1).long().expand(len(logits_NBC), -1)
+        return F.cross_entropy(logits_NBC.movedim(-1, 1), wanted_NB, reduction="none")
+    wanted_NBC = wanted.to(logits_NBC).view(logits_NBC.shape[1:]).expand_as(logits_NBC)
+    if problem == SINGLE_LABEL:
+        return -(wanted_NBC * logits_NBC.log_softmax(-1)).sum(-1)
+    loss = F.mse_loss if problem == REGRESSION else F.binary_cross_entropy_with_logits
+    return loss(logits_NBC, wanted_NBC, reduction="none").mean(-1)
+
+
+def confidence(logits: Tensor, problem: str = SINGLE_LABEL) -> Tensor:
+    """Return the probability of the answer, `[...]`; of several labels that of the least sure."""
+    found = probabilities(logits, problem)
+    return torch.maximum(found, 1 - found).amin(-1) if problem == MULTI_LABEL else found.amax(-1)
+
+
+def decide(logits: Tensor, problem: str = SINGLE_LABEL) -> Tensor:
+    """Return the answers to outputs `[..., C]`: a label's number, 0 or 1 for each, or the value."""
+    if problem == SINGLE_LABEL:
+        return logits.argmax(-1)
+    return (logits > 0).to(logits.dtype) if problem == MULTI_LABEL else logits.squeeze(-1)
+
+
+def probabilities(logits: Tensor, problem: str = SINGLE_LABEL) -> Tensor:
+    """Return what outputs `[..., C]` say: probabilities of labels, or the values themselves."""
+    if problem == REGRESSION:
+        return logits
+    return logits.sigmoid() if problem == MULTI_LABEL else logits.softmax(-1)
+
+
+class PonderClassificationLoss:
+    """The loss as an object for training loops of one's own, as PonderALBERT's source has it.
+
+    Called with the output of a model that made all passes and the labels, it returns `total_loss`,
+    which is to be minimised, and its terms `weighted_ce_loss` and `kl_loss`, weighed.
+    """
+
+    def __init__(self, kl_penalty_factor: float = 0.5, problem: str = SINGLE_LABEL) -> None:
+        self.kl_penalty_factor, self.problem = kl_penalty_factor, problem
+
+    def __call__(self, output: Any, labels: Tensor | Sequence[Any]) -> dict[str, Tensor]:
+        """Return the loss and its terms; labels may be a list."""
+        if output.step_logits is None or output.halt_logits is None:
+            raise UserError(
+                "The loss needs the answers of all passes of a model that halts: call the model in "
+                "training mode, or with all_passes=True."
+            )
+        steps, weight = output.step_logits, self.kl_penalty_factor
+        labels = torch.as_tensor(labels, device=steps.device)
+        check_labels(labels, steps.shape[1], steps.shape[2], self.problem)
+        log_p = log_halting(output.halt_logits, len(steps))
+        target = min(float(output.prior[0, 0]), 0.5 if len(steps) == 1 else 1.0)
+        loss = ponder_loss(steps, log_p, labels, target, weight, self.problem)
+        terms = {"kl_loss": weight * loss.kl, "weighted_ce_loss": loss.task}
+        return {"total_loss": loss.total, **terms}
 
 
 def ponder_loss_ref(
@@ -250,6 +334,8 @@ class StepView(NamedTuple):
     """Their answers now, `[R, C]`."""
     log_survival: Tensor | None
     """`log prod_{j<=n} (1 - lambda_j)`, `[R]`; None of a model without halting probabilities."""
+    problem: str = SINGLE_LABEL
+    """What the answers mean."""
 
 
 class HaltingPolicy(ABC):
@@ -257,6 +343,8 @@ class HaltingPolicy(ABC):
 
     needs_halting = False
     """Whether it reads halting probabilities."""
+    needs_labels = False
+    """Whether it reads probabilities of labels, which a regression does not have."""
 
     def start(self, example_ids: Tensor) -> Tensor:
         """Return what to remember of examples that begin, `[R, K]`; the ids number them."""
@@ -312,27 +400,37 @@ class SampledExit(QuantileExit):
 
 
 class PatienceExit(HaltingPolicy):
-    """Stops when an answer was repeated `patience` times in a row (PABEE, arXiv 2006.04152)."""
+    """Stops when an answer was repeated `patience` times in a row (PABEE, arXiv 2006.04152).
 
-    def __init__(self, patience: int = 2) -> None:
+    The answer is the label, the set of labels, or of a regression a value that differs by less than
+    `tolerance` from the one before.
+    """
+
+    def __init__(self, patience: int = 2, tolerance: float = TOLERANCE) -> None:
         if patience < 1:
             raise UserError(f"The patience of an exit must be at least 1: got {patience}.")
-        self.patience = patience
+        self.patience, self.tolerance = patience, tolerance
 
     def start(self, example_ids: Tensor) -> Tensor:
-        """Return 0 repetitions of an answer that no label is."""
-        return torch.tensor([0, -1], device=example_ids.device).expand(len(example_ids), 2)
+        """Return 0 repetitions of an answer that nothing is equal to."""
+        return torch.tensor([0.0, math.nan], device=example_ids.device).expand(len(example_ids), 2)
 
     def step(self, view: StepView, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return which answers were repeated often enough; remember count and answer."""
-        count, last = memory.unbind(-1)
-        now = view.logits.argmax(-1)
-        count = torch.where(now == last, count + 1, 0)
-        return count >= self.patience, torch.stack([count, now], -1)
+        now = decide(view.logits, view.problem).to(memory.dtype).view(len(memory), -1)
+        count, last = memory[:, 0], memory[:, 1:]
+        near = (now - last).abs() < self.tolerance if view.problem == REGRESSION else now == last
+        count = torch.where(near.all(-1), count + 1, 0)
+        return count >= self.patience, torch.cat([count[:, None], now], -1)
 
 
 class ConfidenceExit(HaltingPolicy):
-    """Stops when the answer has at least this probability (DeeBERT, arXiv 2004.12993)."""
+    """Stops when the answer has at least this probability (DeeBERT, arXiv 2004.12993).
+
+    Of several labels that may hold, the least sure one counts; a value has no probability.
+    """
+
+    needs_labels = True
 
     def __init__(self, threshold: float = CONFIDENCE) -> None:
         check_threshold(threshold)
@@ -340,7 +438,7 @@ class ConfidenceExit(HaltingPolicy):
 
     def step(self, view: StepView, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return which answers are sure enough."""
-        return view.logits.float().softmax(-1).amax(-1) >= self.threshold, memory
+        return confidence(view.logits.float(), view.problem) >= self.threshold, memory
 
 
 class FixedExit(HaltingPolicy):

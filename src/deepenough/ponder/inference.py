@@ -20,13 +20,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributions import Categorical
 from transformers.utils.generic import ModelOutput
 
 from deepenough.data.batches import by_length
 from deepenough.data.classification import EncodedExamples, Example
+from deepenough.data.config import REGRESSION, SINGLE_LABEL
 from deepenough.data.tokenizer import check_text
 from deepenough.errors import UserError
-from deepenough.ponder.halting import HaltingPolicy, StepView, log_survival
+from deepenough.ponder.halting import (
+    HaltingPolicy,
+    StepView,
+    confidence,
+    decide,
+    log_survival,
+)
 from deepenough.trace import DepthTrace
 
 if TYPE_CHECKING:
@@ -38,6 +46,9 @@ Text = str | tuple[str, str]
 BATCHES_AHEAD = 8
 """Batches whose texts are read and sorted by length together: enough to save padding, few enough to
 stream."""
+
+SOURCE_KEYS = ("halt_probabilities", "model_halt_dist", "target_halt_dist")
+"""What PonderALBERT's source returns besides `logits` and `passes`, computed when asked for."""
 
 NO_LIMIT = 1 << 30
 """Tokens of a text where neither model nor caller sets a limit."""
@@ -76,6 +87,32 @@ class PonderOutput(ModelOutput):
     """The terms of the loss: `task` and `kl`, before its weight."""
     trace: DepthTrace | None = None
     """In evaluation: passes, which of them ran, and their cost."""
+    prior: Tensor | None = None
+    """`[B, N]`: the geometric prior of the halting distribution."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a value by name or place, also by the names of PonderALBERT's source."""
+        return getattr(self, key) if key in SOURCE_KEYS else super().__getitem__(key)
+
+    @property
+    def halt_probabilities(self) -> Tensor | None:
+        """`[B, N]`: `lambda_n`, 1 at the last pass; 0 after the pass where an example stopped."""
+        if self.halt_logits is not None:
+            return F.pad(self.halt_logits.sigmoid(), (0, 1), value=1.0)
+        if self.halting is None:
+            return None
+        reached = 1 - F.pad(self.halting.cumsum(-1)[:, :-1], (1, 0))
+        return (self.halting / reached.clamp_min(1e-38)).clamp_max(1.0)
+
+    @property
+    def model_halt_dist(self) -> Categorical | None:
+        """The distribution over passes; of examples that stopped, given that they halt by then."""
+        return None if self.halting is None else Categorical(self.halting, validate_args=False)
+
+    @property
+    def target_halt_dist(self) -> Categorical | None:
+        """The geometric prior over the same passes."""
+        return None if self.prior is None else Categorical(self.prior, validate_args=False)
 
 
 # -- one batch -------------------------------------------------------------------------------------
@@ -118,7 +155,9 @@ def run_batch(
         if index == num_passes - 1:
             halts = torch.ones_like(rows, dtype=torch.bool)
         else:
-            halts, memory = policy.step(StepView(index + 1, logits, survival), memory)
+            halts, memory = policy.step(
+                StepView(index + 1, logits, survival, model.problem), memory
+            )
         if not halts.any():
             continue
         answers.append((rows[halts], logits[halts]))
@@ -166,6 +205,7 @@ def replay(
     step_logits_NBC: Tensor,
     halt_logits_BN: Tensor | None,
     example_ids: Tensor | None = None,
+    problem: str = SINGLE_LABEL,
 ) -> Tensor:
     """Return the passes `[B]` that a policy would make, from the answers of all passes.
 
@@ -181,7 +221,8 @@ def replay(
     running = torch.ones_like(made, dtype=torch.bool)
     for index in range(num_passes - 1):
         left = None if survival is None else survival[:, index]
-        halts, memory = policy.step(StepView(index + 1, step_logits_NBC[index], left), memory)
+        view = StepView(index + 1, step_logits_NBC[index], left, problem)
+        halts, memory = policy.step(view, memory)
         made = torch.where(running & halts, index + 1, made)
         running &= ~halts
     return made
@@ -199,9 +240,10 @@ def select_pass(step_logits_NBC: Tensor, passes_B: Tensor) -> Tensor:
 class Prediction:
     """The answer to one text; an empty text has no label and takes no pass."""
 
-    label: str | None = None
+    label: str | list[str] | float | None = None
+    """The label, all that hold where there may be several, or the value of a regression."""
     probability: float | None = None
-    """That of the label."""
+    """That of the label; of several labels, that of the least sure decision."""
     passes: int = 0
     """After how many passes the text was decided."""
 
@@ -235,7 +277,7 @@ def predict(
     names: Any = model.config.id2label
     source, num_read, num_asked = iter(texts), 0, 0
     while chunk := list(islice(source, BATCHES_AHEAD * batch_size)):
-        examples = [_example(text, num_read + place) for place, text in enumerate(chunk)]
+        examples = [as_example(text, num_read + place) for place, text in enumerate(chunk)]
         if len({example.pair is None for example in examples}) > 1:
             raise UserError("Some texts have a pair and some have none: give all of them one kind.")
         asked = [place for place, example in enumerate(examples) if _says_something(example)]
@@ -253,16 +295,17 @@ def predict(
                 batch.pop("labels")
                 numbers = num_asked + torch.tensor(rows, device=model.device)
                 output = model(**batch, policy=policy, example_ids=numbers)
-                sure, best = output.logits.float().softmax(-1).max(-1)
-                for row, label, probability, passes in zip(
-                    rows, best.tolist(), sure.tolist(), output.passes.tolist(), strict=True
-                ):
-                    found[asked[row]] = Prediction(names[label], probability, passes)
+                answers = [_name(answer, names) for answer in decide(output.logits, model.problem)]
+                sure: list[float | None] = [None] * len(rows)
+                if model.problem != REGRESSION:
+                    sure = confidence(output.logits.float(), model.problem).tolist()
+                for row, *values in zip(rows, answers, sure, output.passes.tolist(), strict=True):
+                    found[asked[row]] = Prediction(*values)
         yield from found
         num_read, num_asked = num_read + len(chunk), num_asked + len(asked)
 
 
-def _example(text: Any, number: int) -> Example:
+def as_example(text: Any, number: int) -> Example:
     """Return a text, or a text and its pair, as an example whose label nobody reads."""
     parts = [text] if isinstance(text, str) else text
     right = isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)
@@ -271,6 +314,14 @@ def _example(text: Any, number: int) -> Example:
     for part in parts:
         check_text(part, f"Text {number}")
     return Example(parts[0], parts[1] if len(parts) == 2 else None, label=0)
+
+
+def _name(answer: Tensor, names: Any) -> str | list[str] | float:
+    """Return what people read of an answer: a label's name, a list of them, or a value."""
+    if answer.ndim:
+        return [names[number] for number in answer.nonzero()[:, 0].tolist()]
+    value = answer.item()
+    return value if answer.is_floating_point() else str(names[value])
 
 
 def _says_something(example: Example) -> bool:

@@ -33,24 +33,31 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers import initialization as init
 
 from deepenough.artifacts import verify
+from deepenough.data.classification import EncodedExamples
+from deepenough.data.config import REGRESSION
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import LayerStack, eval_mode
 from deepenough.hf.layouts import LAYOUTS, register
+from deepenough.hf.loading import from_pretrained
 from deepenough.ponder.config import (
     ENCODERS,
     LABEL_ARGUMENTS,
     OPTIONS,
+    SOURCE_NAMES,
     PonderAlbertConfig,
     PonderEncoderConfig,
-    check_config,
     check_encoder,
     options_of,
+    pondering_config,
+    problem_of,
 )
 from deepenough.ponder.halting import (
     HaltingHead,
@@ -59,21 +66,27 @@ from deepenough.ponder.halting import (
     answer_loss,
     check_labels,
     fixed_loss,
+    log_geometric,
     log_halting,
     make_policy,
     ponder_loss,
 )
 from deepenough.ponder.inference import (
+    NO_LIMIT,
     Inputs,
     PonderOutput,
     Prediction,
     Text,
+    as_example,
     predict,
     replay,
     run_batch,
     select_pass,
 )
 from deepenough.training.checkpoint import WEIGHTS, SealedPreTrainedModel
+
+Texts = Sequence[Text] | tuple[Sequence[str], Sequence[str]]
+"""Texts or pairs of texts, or first and second texts as two lists."""
 
 # -- what all architectures have in common ---------------------------------------------------------
 
@@ -108,12 +121,21 @@ class PonderClassifier(SealedPreTrainedModel):
     _supports_attention_backend = True
     accepts_loss_kwargs = False  # the loss is a mean, which a trainer divides when it accumulates
 
-    def __init__(self, config: PonderAlbertConfig | PonderEncoderConfig) -> None:
-        check_config(config, self.config_class)
+    def __init__(self, config: PreTrainedConfig, tokenizer: Any = None, **options: Any) -> None:
+        """Make a model with new weights.
+
+        Args:
+            config: Of a pondering model, or of the encoder that is to ponder.
+            tokenizer: For calls with texts; by default that of the checkpoint.
+            options: Of `PonderConfig`, in the place of the config's own.
+        """
+        config = pondering_config(config, self.config_class, options)
         super().__init__(config)
+        self._tokenizer = tokenizer
         assert config.num_labels is not None and config.num_passes is not None
         self.num_labels: int = config.num_labels
         self.num_passes: int = config.num_passes
+        self.problem = problem_of(config)
         self.halting = nn.ModuleList()
         self._parts: tuple[Adapter, LayerStack] | None = None
 
@@ -183,18 +205,25 @@ class PonderClassifier(SealedPreTrainedModel):
         That is logits `[R, C]`; the logit of `lambda_n`, `[R]`, None at the last pass and in models
         that do not halt; and the pooled state `[R, D]`, which is `h_(n-1)` of the next pass.
         """
-        share = self.config.early_gradient
-        if share < 1 and index < self.num_passes - 1 and self.training:
-            hidden_RTD = share * hidden_RTD + (1 - share) * hidden_RTD.detach()
-            before_RD = share * before_RD + (1 - share) * before_RD.detach()
         now = self.pool(hidden_RTD, mask_RT)
-        logits: Tensor = self._classifier(index)(now)
+        seen = self._early(index, now)
+        logits: Tensor = self._classifier(index)(seen)
         head = self._halting_head(index)
         if head is None:
             return logits, None, now
-        second = self.config.halting_head == "second_cls"
-        about = self.adapter.final_norm(hidden_RTD[:, 1]) if second else now
-        return logits, head(about, before_RD, logits), now
+        if self.config.halting_head == "second_cls":
+            seen = self._early(index, self.adapter.final_norm(hidden_RTD[:, 1]))
+        return logits, head(seen, self._early(index, before_RD), logits), now
+
+    def _early(self, index: int, state: Tensor) -> Tensor:
+        """Return a state through which the heads of pass `index` send back `early_gradient`.
+
+        Only what the heads read: the state that the next pass reads must not be scaled twice.
+        """
+        share = self.config.early_gradient
+        if share == 1 or index == self.num_passes - 1 or not self.training:
+            return state
+        return share * state + (1 - share) * state.detach()
 
     def begin_flops(self, length: int) -> int:
         """Return the FLOPs of what the encoder does before its first layer, for one example."""
@@ -220,7 +249,7 @@ class PonderClassifier(SealedPreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | Texts,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         labels: Tensor | Sequence[Any] | None = None,
@@ -232,7 +261,8 @@ class PonderClassifier(SealedPreTrainedModel):
         """Classify texts.
 
         Args:
-            input_ids: Token ids `[B, T]`.
+            input_ids: Token ids `[B, T]`; or texts, a list of strings or of pairs of strings, or a
+                list of first and one of second texts as a tuple: they are tokenized here.
             attention_mask: 0 at padding, `[B, T]`.
             token_type_ids: 1 at the second text of a pair, where the encoder knows that.
             labels: Wanted answers; the output then has a loss.
@@ -242,8 +272,17 @@ class PonderClassifier(SealedPreTrainedModel):
             example_ids: Number the examples for draws with a seed; by default from 0.
             return_dict: False returns a tuple, as in transformers.
         """
+        if not isinstance(input_ids, Tensor):
+            encoded = self._encode(input_ids)
+            input_ids, attention_mask = encoded["input_ids"], encoded["attention_mask"]
+            token_type_ids = encoded.get("token_type_ids")
         inputs = self.prepare(input_ids, attention_mask, token_type_ids)
         policy = policy or self.exit_policy()
+        if policy.needs_labels and self.problem == REGRESSION:
+            raise UserError(
+                f"{type(policy).__name__} reads the probability of a label, and this model answers "
+                "with values: use QuantileExit, PatienceExit or FixedExit."
+            )
         if policy.needs_halting and not self.has_halting:
             raise UserError(
                 f"This model was made with objective {self.config.objective!r} and has no halting "
@@ -254,13 +293,16 @@ class PonderClassifier(SealedPreTrainedModel):
             example_ids = torch.arange(len(input_ids), device=input_ids.device)
         if labels is not None:
             labels = torch.as_tensor(labels, device=input_ids.device)
-            check_labels(labels, len(input_ids), self.num_labels)
+            check_labels(labels, len(input_ids), self.num_labels, self.problem)
         if self.training if all_passes is None else all_passes:
             output = self._run_all(inputs, labels, policy, example_ids)
         else:
             output = run_batch(self, inputs, policy, example_ids)
             if labels is not None and output.logits is not None:
-                output.loss = answer_loss(output.logits, labels)
+                output.loss = answer_loss(output.logits, labels, self.problem)
+        if output.halting is not None:
+            target, like = self.config.halting_target, output.halting
+            output.prior = log_geometric(target, self.num_passes, like).exp().expand_as(like)
         return output if return_dict is not False else output.to_tuple()
 
     def predict(
@@ -268,6 +310,32 @@ class PonderClassifier(SealedPreTrainedModel):
     ) -> Iterator[Prediction]:
         """Yield label, probability and passes of each text; see `inference.predict`."""
         return predict(self, texts, tokenizer, **options)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that texts are read with, by default that of the checkpoint."""
+        if self._tokenizer is None:
+            place = self.config._name_or_path or self.config.get_text_config()._name_or_path
+            if not place:
+                raise UserError(
+                    "This model has no tokenizer to read texts with: give one when it is made "
+                    "(tokenizer=...), or call it with token ids."
+                )
+            self._tokenizer = from_pretrained(AutoTokenizer, place, "tokenizer", name=place)
+        return self._tokenizer
+
+    def _encode(self, texts: Texts) -> Inputs:
+        """Return texts as token ids, those that are too long for the model cut."""
+        pairs = isinstance(texts, tuple) and len(texts) == 2 and not isinstance(texts[0], str)
+        listed: Any = list(zip(*texts, strict=False)) if pairs else texts
+        if isinstance(listed, str) or not len(listed) or (pairs and len(texts[0]) != len(texts[1])):
+            raise UserError(
+                "A pondering model reads a list of texts, at least one, or two lists of as many: "
+                "give a list."
+            )
+        examples = [as_example(text, number) for number, text in enumerate(listed)]
+        encoded = EncodedExamples(examples, self.tokenizer, self.max_length or NO_LIMIT)
+        return encoded.batch(range(len(examples)), self.device)
 
     def prepare(
         self,
@@ -337,18 +405,21 @@ class PonderClassifier(SealedPreTrainedModel):
             terms = self._loss(step_logits, log_p, labels)
             output.loss, output.terms = terms.total, {"task": terms.task, "kl": terms.kl}
         with torch.no_grad():
-            output.passes = replay(policy, step_logits, output.halt_logits, example_ids)
+            halts_BN = output.halt_logits
+            output.passes = replay(policy, step_logits, halts_BN, example_ids, self.problem)
         output.logits = select_pass(step_logits, output.passes)
         return output
 
     def _loss(self, step_logits: Tensor, log_p: Tensor | None, labels: Tensor) -> PonderLoss:
         config = self.config
+        how: Any = {"problem": self.problem, "distill": config.distill}
         if log_p is not None:
-            return ponder_loss(step_logits, log_p, labels, config.halting_target, config.kl_weight)
+            target, weight = config.halting_target, config.kl_weight
+            return ponder_loss(step_logits, log_p, labels, target, weight, **how)
         weights = torch.arange(1.0, self.num_passes + 1)  # PABEE: later answers weigh more
         if config.objective == "last":
             weights[:-1] = 0.0
-        return fixed_loss(step_logits, weights / weights.sum(), labels)
+        return fixed_loss(step_logits, weights / weights.sum(), labels, **how)
 
     # -- what transformers asks of a model ---------------------------------------------------
 
@@ -411,8 +482,9 @@ class PonderAlbertForSequenceClassification(PonderClassifier):
     base_model_prefix = "albert"
     adds_heads = True
 
-    def __init__(self, config: PonderAlbertConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, tokenizer: Any = None, **options: Any) -> None:
+        super().__init__(config, tokenizer, **options)
+        config = self.config
         self.albert = AlbertModel(config)
         self.dropout = nn.Dropout(config.classifier_dropout_prob)
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
@@ -434,8 +506,9 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
     config: PonderEncoderConfig
     base_model_prefix = "trunk"
 
-    def __init__(self, config: PonderEncoderConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, tokenizer: Any = None, **options: Any) -> None:
+        super().__init__(config, tokenizer, **options)
+        config = self.config
         self.trunk = _without_pooler(AutoModel.from_config(config.encoder))
         num_heads = 1 if config.objective == "last" else self.num_passes
         self.classifiers = nn.ModuleList(
@@ -475,7 +548,7 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
         if isinstance(config, PonderEncoderConfig):
             return super().from_pretrained(name, *args, **kwargs)
         check_encoder(config)
-        own = (*OPTIONS, *LABEL_ARGUMENTS, "classifier_dropout")
+        own = (*OPTIONS, *SOURCE_NAMES, *LABEL_ARGUMENTS, "classifier_dropout")
         options = {key: kwargs.pop(key) for key in own if key in kwargs}
         labels = {"id2label": config.id2label, "label2id": config.label2id}
         encoder = AutoModel.from_pretrained(name, *args, **kwargs)

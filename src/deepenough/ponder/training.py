@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 from deepenough.config import validate
 from deepenough.data.batches import LengthBatches
 from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
+from deepenough.data.config import SINGLE_LABEL, ProblemType
 from deepenough.data.corpus import candidates
 from deepenough.errors import UserError
 from deepenough.hf.loading import from_pretrained, load
@@ -27,7 +28,6 @@ from deepenough.measurement import content_of
 from deepenough.ponder.config import (
     OPTIONS,
     BaseEncoderConfig,
-    PonderAlbertConfig,
     PonderConfig,
     PonderTrainConfig,
     options_of,
@@ -61,13 +61,13 @@ def train(config: PonderTrainConfig, texts: LabelledTexts | None = None) -> RunF
     check_folder(config, accelerator)
     texts = texts or open_classification(config.data, config.dataset)
     torch.manual_seed(config.train.seed)
-    model, tokenizer = make_classifier(config.model, config.ponder, texts.labels)
+    model, tokenizer = make_classifier(config.model, config.ponder, texts.labels, texts.problem)
     limit = config.dataset.token_limit(model.max_length)
     examples = {
         split: EncodedExamples(rows, tokenizer, limit, split)
         for split, rows in texts.splits.items()
     }
-    task = ClassificationTask(model, tokenizer, examples, config, accelerator)
+    task = ClassificationTask(model, tokenizer, examples, config, accelerator, texts.metrics)
     with training(config, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
@@ -87,14 +87,21 @@ class ClassificationTask(Task):
         examples: Mapping[str, EncodedExamples],
         config: PonderTrainConfig,
         accelerator: Accelerator,
+        metrics: Sequence[str],
     ) -> None:
         self.model, self.tokenizer, self.examples = model, tokenizer, examples
+        self.metrics = tuple(metrics)
         self.accelerator = accelerator
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.batches = LengthBatches(
             examples["train"].lengths, config.dataset.batch_size, config.train.seed
         )
         self.config = config
+        if config.ponder.exit_budget is not None and not len(examples.get("valid", ())):
+            raise UserError(
+                "ponder.exit_budget chooses the exit on validation examples, and there are none: "
+                "leave it out, or raise dataset.valid_fraction."
+            )
         if self.batches.batch_size % self.world_size:
             raise UserError(
                 f"A batch of {self.batches.batch_size} examples cannot be divided among "
@@ -133,13 +140,14 @@ class ClassificationTask(Task):
         return mean_of_all(self.accelerator, self.terms)
 
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
-        """Return loss, accuracy and mean passes with the exit of the model's own settings."""
+        """Return loss, scores and mean passes with the exit of the model's own settings."""
         examples = self.examples.get(split)
         if examples is None or not len(examples):
             return {}
         if split == "test":
             self.choose_exit()
-        return quality(all_passes(self.model, examples, accelerator), self.model.exit_policy())
+        answers = all_passes(self.model, examples, accelerator, self.metrics)
+        return quality(answers, self.model.exit_policy())
 
     def choose_exit(self) -> None:
         """Give the trained model the exit that is best on validation examples, if none is named."""
@@ -147,8 +155,10 @@ class ClassificationTask(Task):
         options, usual = options_of(config), PonderConfig()
         named = [name for name in OPTIONS if name.startswith("exit")]
         is_open = all(getattr(options, name) == getattr(usual, name) for name in named)
+        is_open = is_open or options.exit_budget is not None
         if is_open and examples is not None and len(examples):
-            options, reason = choose_exit(all_passes(self.model, examples), options)
+            answers = all_passes(self.model, examples, metrics=self.metrics)
+            options, reason = choose_exit(answers, options)
             vars(config).update(asdict(options), exit_reason=reason)
             logger.info("exit: %s (%s)", options.exit_setting, reason)
 
@@ -180,7 +190,10 @@ def _content(examples: EncodedExamples) -> str:
 
 
 def make_classifier(
-    encoder: BaseEncoderConfig, ponder: PonderConfig, labels: Sequence[str]
+    encoder: BaseEncoderConfig,
+    ponder: PonderConfig,
+    labels: Sequence[str],
+    problem: ProblemType = SINGLE_LABEL,
 ) -> tuple[PonderClassifier, Any]:
     """Return a new model, over an encoder's weights or a config alone, and its tokenizer.
 
@@ -190,7 +203,7 @@ def make_classifier(
         "num_labels": len(labels),
         "id2label": dict(enumerate(labels)),
         "label2id": {label: number for number, label in enumerate(labels)},
-        "problem_type": "single_label_classification",
+        "problem_type": problem,
     }
     base: Any
     if encoder.encoder.endswith(".json"):
@@ -214,7 +227,9 @@ def make_classifier(
         )
     model: PonderClassifier
     if config.model_type == ALBERT:
-        model = _albert(config, base, options)
+        model = PonderAlbertForSequenceClassification(config, tokenizer, **options)
+        if base is not None:
+            model.albert.load_state_dict(base.state_dict())
     else:
         model = PonderEncoderForSequenceClassification.from_encoder(base, **options)
     if encoder.dropout is not None:
@@ -222,15 +237,6 @@ def make_classifier(
             if isinstance(part, nn.Dropout):
                 part.p = encoder.dropout
     return model, tokenizer
-
-
-def _albert(config: PreTrainedConfig, base: Any, options: dict[str, Any]) -> PonderClassifier:
-    values = {key: value for key, value in config.to_dict().items() if key not in options}
-    values.pop("model_type", None)
-    model = PonderAlbertForSequenceClassification(PonderAlbertConfig(**values, **options))
-    if base is not None:
-        model.albert.load_state_dict(base.state_dict())
-    return model
 
 
 def _read_config(name: str) -> PreTrainedConfig:
