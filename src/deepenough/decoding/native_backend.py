@@ -11,6 +11,7 @@ Shapes: B sequences, T tokens, D width, V vocabulary, N rows.
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -26,7 +27,8 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.hf.loading import stored_gguf
 
-LIBRARY = Path(__file__).with_name("_native.so")
+#: Another build, such as one with sanitizers, can be named.
+LIBRARY = Path(os.environ.get("DEEPENOUGH_NATIVE") or Path(__file__).with_name("_native.so"))
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 #: Rotary encodings that are a function of the position alone, and so can be tabled.
 FIXED_ROPES = ("default", "linear", "llama3", "yarn", "proportional")
