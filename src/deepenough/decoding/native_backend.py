@@ -112,7 +112,7 @@ def _fits(adapter: Adapter) -> bool:
 
 
 class Stored(NamedTuple):
-    """A matrix as it is stored: its bytes, their format, rows and columns, the order of its rows."""
+    """A matrix as it is stored: bytes, format, rows and columns, and the order of its rows."""
 
     data: np.ndarray
     format: str
