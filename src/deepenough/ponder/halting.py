@@ -23,9 +23,6 @@ all weight on the last pass, or weights growing with the pass (PABEE, arXiv 2006
 what it must remember of an example is a row of a tensor: in whatever batch an example runs, it
 halts at the same pass.
 
-Functions ending in `_ref` are the equations as plain loops over one example; tests compare with
-them.
-
 Shapes: B examples, R of them still running, N passes, D width, C labels, K numbers remembered.
 """
 
@@ -136,25 +133,6 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     little mass, and pays nothing for passes it never uses.
     """
     return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def halting_ref(lambdas: Sequence[float]) -> list[float]:
-    """Return `p_n` of one example; the last `lambda` is not used."""
-    result, left = [], 1.0
-    for halt in lambdas[:-1]:
-        result.append(left * halt)
-        left *= 1.0 - halt
-    return [*result, left]
-
-
-def geometric_ref(target: float, num_passes: int) -> list[float]:
-    """Return the geometric prior, whose `lambda` is the same at every pass."""
-    return halting_ref([target] * num_passes)
-
-
-def kl_ref(p: Sequence[float], q: Sequence[float]) -> float:
-    """Return `KL(p || q)`, with `0 log 0 = 0`."""
-    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
 
 
 # -- the loss --------------------------------------------------------------------------------------
@@ -303,23 +281,6 @@ class PonderClassificationLoss:
         loss = ponder_loss(steps, log_p, labels, target, weight, self.problem)
         terms = {"kl_loss": weight * loss.kl, "weighted_ce_loss": loss.task}
         return {"total_loss": loss.total, **terms}
-
-
-def ponder_loss_ref(
-    step_logits_NBC: Tensor, lambdas_BN: Tensor, labels: Tensor, target: float, beta: float
-) -> tuple[float, float, float]:
-    """Return total, task and divergence, one example and one pass at a time."""
-    step_logits_NBC, lambdas_BN = step_logits_NBC.detach(), lambdas_BN.detach()
-    num_passes, num_examples, _ = step_logits_NBC.shape
-    task = divergence = 0.0
-    for example in range(num_examples):
-        p = halting_ref(lambdas_BN[example].tolist())
-        for n in range(num_passes):
-            log_probabilities = step_logits_NBC[n, example].log_softmax(-1)
-            task -= p[n] * float(log_probabilities[labels[example]])
-        divergence += kl_ref(p, geometric_ref(target, num_passes))
-    task, divergence = task / num_examples, divergence / num_examples
-    return task + beta * divergence, task, divergence
 
 
 # -- policies --------------------------------------------------------------------------------------

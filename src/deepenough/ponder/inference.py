@@ -2,7 +2,7 @@
 
 `run_batch`: after every pass the policy says who halts. Their answers are kept, their rows dropped,
 and columns that were padding for everyone left are cut off. So the time of a batch follows the sum
-of its passes, not the slowest example. `run_batch_ref` does the same one example at a time.
+of its passes, not the slowest example.
 
 `predict`: from texts to labels, batch after batch of similar length. Filling the rows of halted
 examples with the next texts at once was measured too, and gained nothing on a CPU.
@@ -181,23 +181,6 @@ def run_batch(
         halting=halting,
         trace=DepthTrace(passes.cpu(), ran, flops),
     )
-
-
-def run_batch_ref(
-    model: PonderClassifier, inputs: Inputs, policy: HaltingPolicy, example_ids: Tensor
-) -> PonderOutput:
-    """Run the same one example at a time: nobody ever leaves a batch."""
-    outputs = []
-    for row in range(len(example_ids)):
-        own = {name: tensor[row, None] for name, tensor in inputs.items()}
-        outputs.append(run_batch(model, own, policy, example_ids[row, None]))
-    joined: dict[str, Any] = {
-        name: torch.cat([output[name] for output in outputs])
-        for name in ("logits", "passes", "halting")
-        if outputs[0][name] is not None
-    }
-    traces = [output.trace for output in outputs if output.trace is not None]
-    return PonderOutput(**joined, trace=DepthTrace.join(traces))
 
 
 def replay(
