@@ -254,12 +254,7 @@ def grid_figure(run: Run) -> FigureSpec:
     return FigureSpec("lazy_steps", title, caption, [panel], run.name, command)
 
 
-FIGURES: tuple[FigureBuilder, ...] = (
-    tokens_figure,
-    sentence_figure,
-    cka_figure,
-    grid_figure,
-)
+FIGURES: tuple[FigureBuilder, ...] = (tokens_figure, sentence_figure, cka_figure, grid_figure)
 
 
 def _plot_command(run: Run, pair: dict[str, Any]) -> str:

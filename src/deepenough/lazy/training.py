@@ -48,13 +48,7 @@ from deepenough.lazy.config import (
     LazyTransformerConfig,
     TranslationTrainConfig,
 )
-from deepenough.lazy.inference import (
-    bleu,
-    load_model,
-    plain_loss,
-    trained_with,
-    translate_pairs,
-)
+from deepenough.lazy.inference import bleu, load_model, plain_loss, trained_with, translate_pairs
 from deepenough.lazy.modeling import (
     LazyPreTrainedModel,
     LazyTransformerForCausalLM,

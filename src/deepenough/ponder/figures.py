@@ -216,11 +216,7 @@ def _figure(
     return FigureSpec(name, title, caption, panels, run.name, command, **layout)
 
 
-FIGURES: tuple[FigureBuilder, ...] = (
-    frontier_figure,
-    passes_figure,
-    parity_figure,
-)
+FIGURES: tuple[FigureBuilder, ...] = (frontier_figure, passes_figure, parity_figure)
 
 
 def training_command(run: Run) -> str:

@@ -28,13 +28,7 @@ from deepenough.data.classification import EncodedExamples, Example
 from deepenough.data.config import REGRESSION, SINGLE_LABEL
 from deepenough.data.tokenizer import check_text
 from deepenough.errors import UserError
-from deepenough.ponder.halting import (
-    HaltingPolicy,
-    StepView,
-    confidence,
-    decide,
-    log_survival,
-)
+from deepenough.ponder.halting import HaltingPolicy, StepView, confidence, decide, log_survival
 from deepenough.trace import DepthTrace
 
 if TYPE_CHECKING:

@@ -377,11 +377,7 @@ class PonderClassifier(SealedPreTrainedModel):
         return make_policy(options_of(self.config))
 
     def _run_all(
-        self,
-        inputs: Inputs,
-        labels: Tensor | None,
-        policy: HaltingPolicy,
-        example_ids: Tensor,
+        self, inputs: Inputs, labels: Tensor | None, policy: HaltingPolicy, example_ids: Tensor
     ) -> PonderOutput:
         """Make every pass; return the answers of all, and where the policy would have stopped."""
         calls = self.stack.begin(**inputs)
