@@ -277,6 +277,14 @@ def joint_tokenizer(text: ParallelText, dataset: TranslationDataConfig) -> Any:
     return tokenizer
 
 
+def encode_split(
+    text: ParallelText, split: str, tokenizer: Any, max_length: int, *, truncate: bool
+) -> EncodedPairs:
+    """Return a split as token ids; see `encode_pairs`."""
+    name = f"{text.name}, {split}"
+    return encode_pairs(text.pairs(split), tokenizer, max_length, name, truncate=truncate)
+
+
 def encode_pairs(
     pairs: Iterable[Pair], tokenizer: Any, max_length: int, name: str, *, truncate: bool
 ) -> EncodedPairs:

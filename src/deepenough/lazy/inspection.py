@@ -21,8 +21,7 @@ from deepenough.lazy.config import (
 )
 from deepenough.lazy.evaluation import measured_pairs, measured_tokens
 from deepenough.lazy.inference import (
-    Translator,
-    Writer,
+    TrainedModel,
     encode_input,
     keep_record,
     load_model,
@@ -44,11 +43,11 @@ def inspect_run(config: LazyPlotConfig) -> None:
     """
     validate(config)
     model, tokenizer = loaded = load_model(config.run)
-    if isinstance(loaded, Translator):
+    if model.config.is_encoder_decoder:
         pair = _inspected_pair(config, loaded)
         values: dict[str, Any] = {"source": pair.source, "target": pair.target}
         batch = encode_input(loaded, [pair]).batch([0], model.device)
-        decoder_ids = loaded.model.prepare_decoder_input_ids_from_labels(batch["targets"])
+        decoder_ids = model.prepare_decoder_input_ids_from_labels(batch["targets"])
         sides = {"encoder": batch["input_ids"], "decoder": decoder_ids}
         halting, side = "epsilon", "encoder"
     else:
@@ -77,7 +76,7 @@ def inspect_run(config: LazyPlotConfig) -> None:
     keep_record(config.run, TOKENS_RECORD, values)
 
 
-def _inspected_pair(config: LazyPlotConfig, translator: Translator) -> Pair:
+def _inspected_pair(config: LazyPlotConfig, translator: TrainedModel) -> Pair:
     """Return the pair to look at: the one given, or one of the split."""
     if config.source is None:
         measured = LazyEvalConfig(config.run)
@@ -94,7 +93,7 @@ def _inspected_pair(config: LazyPlotConfig, translator: Translator) -> Pair:
     return Pair(config.source, translate_pairs(*translator, encoded, BeamSearchConfig())[0])
 
 
-def _inspected_text(config: LazyPlotConfig, writer: Writer) -> Tensor:
+def _inspected_text(config: LazyPlotConfig, writer: TrainedModel) -> Tensor:
     """Return the ids of the text to look at, `[1, T]`: of the one given, or a test segment."""
     length = writer.model.config.max_positions
     if config.source is not None:

@@ -34,8 +34,7 @@ from deepenough.data.tokenizer import lowers_case, save_tokenizer
 from deepenough.data.tokens import Prepared, prepare
 from deepenough.data.translation import (
     EncodedPairs,
-    ParallelText,
-    encode_pairs,
+    encode_split,
     joint_tokenizer,
     open_parallel,
 )
@@ -78,26 +77,19 @@ def train_translation(config: TranslationTrainConfig) -> RunFolder:
     config = with_tokenizer_of_start(config)
     text = open_parallel(config.data, config.dataset)
     tokenizer = joint_tokenizer(text, config.dataset)
-    pairs = encode_splits(text, tokenizer, config.dataset.max_length)
+    max_length = config.dataset.max_length
+    pairs = {
+        split: encode_split(text, split, tokenizer, max_length, truncate=split != "train")
+        for split in text.splits
+    }
     torch.manual_seed(config.train.seed)
-    model = new_translator(config.model, tokenizer, config.dataset.max_length)
+    model = new_translator(config.model, tokenizer, max_length)
     start_from(model, config.start)
     config.search.check_for(model)
     task = TranslationTask(config, model, tokenizer, pairs, accelerator)
     with training(config, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
-
-
-def encode_splits(text: ParallelText, tokenizer: Any, max_length: int) -> dict[str, EncodedPairs]:
-    """Return all splits as ids, with the text of those that are measured on."""
-    encoded = {}
-    for split in text.splits:
-        name, truncate = f"{text.name}, {split}", split != "train"
-        encoded[split] = encode_pairs(
-            text.pairs(split), tokenizer, max_length, name, truncate=truncate
-        )
-    return encoded
 
 
 def new_translator(
