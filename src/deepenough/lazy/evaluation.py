@@ -187,7 +187,7 @@ def _csv(points: list[dict[str, Any]]) -> str:
     import pandas  # here, because most commands do not need it
 
     names = [name for name, value in points[0].items() if not isinstance(value, list | dict)]
-    return pandas.DataFrame(points)[names].to_csv(index=False, lineterminator="\n")
+    return pandas.DataFrame(points, dtype=object)[names].to_csv(index=False, lineterminator="\n")
 
 
 # -- translation -----------------------------------------------------------------------------------
@@ -242,13 +242,9 @@ def bleu_by_length(
     pairs: Sequence[Pair], translations: Sequence[str], lowercase: bool = False
 ) -> list[dict[str, Any]]:
     """Return BLEU of sources of similar length, counted in words between spaces."""
-    found = []
+    found, lengths = [], [len(pair.source.split()) for pair in pairs]
     for low, high in zip((0, *LENGTHS), (*LENGTHS, None), strict=True):
-        rows = [
-            row
-            for row, pair in enumerate(pairs)
-            if low < len(pair.source.split()) <= (high or math.inf)
-        ]
+        rows = [row for row, num in enumerate(lengths) if low < num <= (high or math.inf)]
         if rows:
             texts, references = [translations[i] for i in rows], [pairs[i].target for i in rows]
             score = bleu(texts, references, lowercase).score

@@ -287,9 +287,8 @@ def translate_lines(
     iterator = iter(lines)
     while chunk := list(islice(iterator, at_once)):
         encoded = encode_input(translator, [Pair(check_text(line, "A line"), "") for line in chunk])
-        for line, translation in zip(
-            chunk, translate_pairs(*translator, encoded, search), strict=True
-        ):
+        translations = translate_pairs(*translator, encoded, search)
+        for line, translation in zip(chunk, translations, strict=True):
             yield translation if line.strip() else ""
 
 
@@ -332,8 +331,7 @@ def plain_loss(
 ) -> dict[str, float]:
     """Return the mean loss per target token and their number; processes share the batches."""
     rank, world = place_among(accelerator)
-    total = 0.0
-    num_tokens = 0
+    total, num_tokens = 0.0, 0
     order = pairs.target.lengths.argsort(kind="stable")
     lengths = np.maximum(pairs.source.lengths, pairs.target.lengths)
     for rows in cut_by_tokens(order, lengths, batch_tokens)[rank::world]:

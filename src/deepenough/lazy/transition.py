@@ -99,13 +99,9 @@ class LazyTransition(nn.Module):
     ) -> TransitionOutput:
         """Return the new states, the gates and the tracked noise.
 
-        Args:
-            state: `[..., D]`.
-            *args: Passed to the block after the states.
-            noise: Noise that earlier dropout left in the states, to be removed from the gates; None
-                leaves the gates as they are.
-            keep_clean: Whether to return the new states without dropout too.
-            **kwargs: Passed to the block.
+        `noise` is what earlier dropout left in the states, to be removed from the gates; None
+        leaves the gates as they are. With `keep_clean`, the new states without dropout come too;
+        all other arguments are the block's.
         """
         update = self.block(state, *args, **kwargs)
         dropped = self.dropout(update)

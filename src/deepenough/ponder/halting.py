@@ -69,17 +69,12 @@ class HaltingHead(nn.Module):
     def __init__(self, kind: str, width: int) -> None:
         super().__init__()
         self.kind = kind
-        if kind in ("previous", "answer"):
-            self.hidden: nn.Module = nn.Sequential(
-                nn.Linear(2 * width, HALTING_WIDTH),
-                nn.Tanh(),
-                nn.Linear(HALTING_WIDTH, HALTING_WIDTH),
-                nn.Tanh(),
-            )
-            self.out = nn.Linear(HALTING_WIDTH, 1, bias=False)
-        else:
-            self.hidden = nn.Identity()
-            self.out = nn.Linear(width, 1, bias=False)
+        self.hidden: nn.Module = nn.Identity()
+        if kind != "second_cls":
+            sizes = (2 * width, HALTING_WIDTH), (HALTING_WIDTH, HALTING_WIDTH)
+            first, second = (nn.Linear(*size) for size in sizes)
+            self.hidden, width = nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), HALTING_WIDTH
+        self.out = nn.Linear(width, 1, bias=False)
         self.bias = nn.Parameter(torch.zeros(()))  # starts at the prior's halting probability
         self.lead = nn.Parameter(torch.zeros(())) if kind == "answer" else None
 
@@ -416,16 +411,19 @@ class FixedExit(HaltingPolicy):
         return torch.full_like(view.logits[:, 0], halts, dtype=torch.bool), memory
 
 
+POLICIES: dict[str, Callable[[Any], HaltingPolicy]] = {
+    "quantile": QuantileExit,
+    "confidence": ConfidenceExit,
+    "patience": PatienceExit,
+    "fixed": FixedExit,
+    "sampled": SampledExit,
+}
+"""Policies by the names of exits; each takes the exit's setting."""
+
+
 def make_policy(config: PonderConfig) -> HaltingPolicy:
     """Return the policy of the exit that a config names or has by default, with its options."""
-    policies: dict[str, Callable[[], HaltingPolicy]] = {
-        "quantile": lambda: QuantileExit(config.exit_threshold or QUANTILE),
-        "sampled": lambda: SampledExit(config.exit_seed),
-        "confidence": lambda: ConfidenceExit(config.exit_threshold or CONFIDENCE),
-        "patience": lambda: PatienceExit(config.exit_patience),
-        "fixed": lambda: FixedExit(config.exit_pass),
-    }
-    return policies[config.exit_kind]()
+    return POLICIES[config.exit_kind](config.exit_value)
 
 
 def check_threshold(threshold: float) -> None:

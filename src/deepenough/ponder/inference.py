@@ -234,16 +234,10 @@ def predict(
     batch_size: int = 32,
     max_length: int | None = None,
 ) -> Iterator[Prediction]:
-    """Yield answers in the order of the texts, which may be endless.
+    """Yield answers in the order of the texts, which may be endless; some batches are read ahead.
 
-    Args:
-        model: A classifier in evaluation mode.
-        texts: Texts, or pairs of texts.
-        tokenizer: The one that the model was trained with.
-        policy: Replaces the exit of the model's config.
-        batch_size: Texts in one batch; some batches are read ahead.
-        max_length: Tokens at which texts are cut; by default a text that is longer than the model
-            takes is refused.
+    `policy` replaces the exit of the model's config. Texts are cut at `max_length` tokens; by
+    default a text that is longer than the model takes is refused.
     """
     if batch_size < 1:
         raise UserError(f"batch_size must be at least 1: got {batch_size}.")
