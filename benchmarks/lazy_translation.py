@@ -35,7 +35,7 @@ from deepenough.data.translation import IGNORE_INDEX, EncodedPairs
 from deepenough.lazy.config import BeamSearchConfig, LazyEvalConfig
 from deepenough.lazy.evaluation import measure_encoder, measured_pairs
 from deepenough.lazy.inference import (
-    Translator,
+    TrainedModel,
     bleu,
     load_translator,
     plain_loss,
@@ -121,7 +121,7 @@ class Measured:
         self.folder, self.kept = folder, kept
         self.key = folder.name.removeprefix("lazy-").replace("-", "_")
         self.signature = ""
-        self.translator: Translator = load_translator(str(folder))
+        self.translator: TrainedModel = load_translator(str(folder))
         self.config = self.translator.model.config
         self.pairs: dict[str, EncodedPairs] = {}
         self.written: dict[tuple[str, str], list[str]] = {}

@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
@@ -22,6 +23,8 @@ import pytest
 from hypothesis import settings
 
 from deepenough.runs import Record, read_records
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for what tests import from one another
 
 # A busy machine makes an example slow, not wrong.
 settings.register_profile("deepenough", deadline=None)

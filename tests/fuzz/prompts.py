@@ -35,7 +35,7 @@ def readers(folder: Path) -> dict[str, Callable[[str], Any]]:
     from deepenough.decoding.api import speculate
     from deepenough.decoding.evaluation import generate_timed, prompt_ids
     from deepenough.lazy.config import BeamSearchConfig, LazyModelConfig
-    from deepenough.lazy.inference import Translator, translate_lines
+    from deepenough.lazy.inference import TrainedModel, translate_lines
     from deepenough.lazy.training import new_translator
     from deepenough.par import evaluation
     from deepenough.par.modeling import ParConfig, ParForCausalLM
@@ -75,7 +75,7 @@ def readers(folder: Path) -> dict[str, Callable[[str], Any]]:
     small = LazyModelConfig(
         "lazy", d_model=16, num_heads=2, d_ff=16, encoder_steps=2, decoder_steps=2
     )
-    translator = Translator(new_translator(small, both, 24).eval(), both)
+    translator = TrainedModel(new_translator(small, both, 24).eval(), both)
 
     sizes = {"embedding_size": 8, "max_position_embeddings": 64, "num_labels": 2}
     config = PonderAlbertConfig(vocab_size=size, **shape, **sizes, pad_token_id=0)

@@ -13,7 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from deepenough.config import resolve
 from deepenough.data.batches import TokenBatches
 from deepenough.data.config import TranslationDataConfig
-from deepenough.data.translation import joint_tokenizer, open_parallel
+from deepenough.data.translation import encode_split, joint_tokenizer, open_parallel
 from deepenough.errors import UserError
 from deepenough.lazy.config import (
     BeamSearchConfig,
@@ -25,7 +25,7 @@ from deepenough.lazy.config import (
 )
 from deepenough.lazy.evaluation import evaluate
 from deepenough.lazy.inference import (
-    Writer,
+    TrainedModel,
     bleu,
     last_words,
     load_translator,
@@ -35,7 +35,6 @@ from deepenough.lazy.inference import (
 from deepenough.lazy.inspection import inspect_run
 from deepenough.lazy.training import (
     TranslationTask,
-    encode_splits,
     new_translator,
     train_translation,
 )
@@ -142,7 +141,7 @@ def test_the_mean_over_processes_is_the_mean_over_tokens(corpus, shared_cache, w
     )
     text = open_parallel(str(corpus), dataset)
     tokenizer = joint_tokenizer(text, dataset)
-    pairs = encode_splits(text, tokenizer, dataset.max_length)
+    pairs = {"train": encode_split(text, "train", tokenizer, dataset.max_length, truncate=False)}
     small = LazyModelConfig(d_model=32, num_heads=2, d_ff=64, encoder_steps=2, decoder_steps=2)
     model = new_translator(small, tokenizer, dataset.max_length).eval()
 
@@ -182,7 +181,8 @@ def test_epochs_become_steps(tiny, tmp_path):
     run = train_translation(settings)
     text = open_parallel(settings.data, settings.dataset)
     tokenizer = AutoTokenizer.from_pretrained(run.model)
-    pairs = encode_splits(text, tokenizer, settings.dataset.max_length)["train"]
+    longest = settings.dataset.max_length
+    pairs = encode_split(text, "train", tokenizer, longest, truncate=False)
     lengths = pairs.source.lengths, pairs.target.lengths
     batches = TokenBatches(*lengths, 800, settings.train.seed)
     epoch = [batches.rows(index) for index in range(len(batches))]
@@ -377,7 +377,7 @@ def test_the_next_word_is_a_whole_word(language_run):
         "nothing": "",
         "she opened the": " doorway",
     }
-    writer = Writer(Scripted(tokenizer, answers), tokenizer)
+    writer = TrainedModel(Scripted(tokenizer, answers), tokenizer)
     assert last_words(writer, list(answers), 64) == ["door", "don't", "", "", "", "doorway"]
 
 

@@ -11,12 +11,22 @@ from torch import nn
 from deepenough.lazy.transition import (
     LazyTransition,
     dropout_noise,
-    linear_cka_ref,
     squared_cosine,
     step_cka,
     step_similarity,
     update_gate,
 )
+
+
+def linear_cka_ref(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the CKA of one token's two vectors by the literal formula.
+
+    `<K, L> / sqrt(<K, K> * <L, L>)` with `K = x x^T` and `L = y y^T` (arXiv 1905.00414, eq. 1 and
+    3, without centring).
+    """
+    gram_x, gram_y = torch.outer(x, x), torch.outer(y, y)
+    inner = (gram_x * gram_y).sum()
+    return inner / ((gram_x * gram_x).sum() * (gram_y * gram_y).sum()).sqrt()
 
 
 class Fixed(nn.Module):

@@ -18,18 +18,15 @@ from deepenough.ponder.halting import (
     SampledExit,
     answer_loss,
     fixed_loss,
-    geometric_ref,
-    halting_ref,
     kl,
-    kl_ref,
     log_geometric,
     log_halting,
     log_survival,
     make_policy,
     ponder_loss,
-    ponder_loss_ref,
 )
 from deepenough.ponder.inference import replay
+from tests.ponder.references import geometric_ref, halting_ref, kl_ref, ponder_loss_ref
 
 LOGITS = st.lists(st.floats(-12, 12), min_size=1, max_size=14)
 EXTREME = st.lists(st.floats(-300, 300), min_size=1, max_size=14)

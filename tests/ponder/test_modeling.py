@@ -31,7 +31,6 @@ from deepenough.ponder.halting import (
     SampledExit,
     kl,
     log_geometric,
-    ponder_loss_ref,
 )
 from deepenough.ponder.modeling import (
     PonderAlbertConfig,
@@ -40,6 +39,7 @@ from deepenough.ponder.modeling import (
     PonderEncoderForSequenceClassification,
     linear_flops,
 )
+from tests.ponder.references import ponder_loss_ref
 
 SIZES = {
     "vocab_size": 60,

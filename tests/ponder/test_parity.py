@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from deepenough.config import resolve, validate
 from deepenough.errors import UserError
-from deepenough.ponder.halting import ponder_loss_ref
 from deepenough.ponder.parity import (
     ParityConfig,
     ParityDataConfig,
@@ -20,10 +19,10 @@ from deepenough.ponder.parity import (
     ParityModelConfig,
     ParityTrainConfig,
     parity_batch,
-    parity_ref,
     train_parity,
 )
 from deepenough.runs import Record, read_records
+from tests.ponder.references import parity_ref, ponder_loss_ref
 
 
 @pytest.fixture

@@ -104,12 +104,9 @@ class LabelledTexts:
 def open_classification(
     data: str, config: ClassificationConfig, labels: Sequence[str] | None = None
 ) -> LabelledTexts:
-    """Read all examples.
+    """Read all examples of a file, folder, name under $DEEPENOUGH_DATA or on the hub, or task.
 
-    Args:
-        data: File, folder, name under $DEEPENOUGH_DATA, `babi`, task of GLUE, or name on the hub.
-        config: Columns, number of labels, what to hold out.
-        labels: The labels that a model knows, where there is one already.
+    `labels` are those that a model knows, where there is one already.
     """
     validate(config)
     task = None if Path(data).suffix.lower() in TABLE_SUFFIXES else glue_task(data)
@@ -146,8 +143,7 @@ def open_classification(
             "held out: give more, or lower dataset.valid_fraction."
         )
     examples["train"] = examples["train"][: config.limit]
-    scored = task is not None and task.problem == problem
-    metrics = task.metrics if task and scored else METRICS[problem]
+    metrics = task.metrics if task and task.problem == problem else METRICS[problem]
     return LabelledTexts(data, examples, tuple(labels), problem, metrics)
 
 
@@ -436,13 +432,8 @@ class EncodedExamples:
         self.lengths = [len(ids) for ids in self.columns["input_ids"]]
         num_full = sum(length == max_length for length in self.lengths)
         if num_full:
-            logger.info(
-                "%d of %d %s texts fill or exceed %d tokens and may be cut.",
-                num_full,
-                len(texts),
-                name,
-                max_length,
-            )
+            said = "%d of %d %s texts fill or exceed %d tokens and may be cut."
+            logger.info(said, num_full, len(texts), name, max_length)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -84,13 +84,8 @@ class ParallelText:
                 num_empty += 1
         if num_empty and split not in self._warned:
             self._warned.add(split)
-            logger.warning(
-                "%s, %s: %d of %d pairs have an empty side and were left out.",
-                self.name,
-                split,
-                num_empty,
-                num_empty + num_kept,
-            )
+            said = "%s, %s: %d of %d pairs have an empty side and were left out."
+            logger.warning(said, self.name, split, num_empty, num_empty + num_kept)
         if not num_kept:
             raise UserError(
                 f"The {split} split of {self.name} holds no pair with text: give such files, or "
@@ -120,10 +115,8 @@ def _in_folder(folder: Path, dataset: TranslationDataConfig) -> dict[str, Pairs]
         for language in (source, target)
     ]
     both = sorted(stems[0] & stems[1])
-    named: dict[str, str] = {}
-    for stem in both:
-        if split := named_split(stem):
-            named.setdefault(split, stem)
+    # Of several files for a split the first by name.
+    named = {split: stem for stem in reversed(both) if (split := named_split(stem))}
     if dataset.test is not None:
         if dataset.test not in both:
             raise UserError(
@@ -143,11 +136,7 @@ def _in_folder(folder: Path, dataset: TranslationDataConfig) -> dict[str, Pairs]
 
 
 def read_pairs(source: Path, target: Path) -> Iterator[Pair]:
-    """Yield the pairs of two files, line by line.
-
-    Raises:
-        UserError: The files have different numbers of lines, or are not UTF-8.
-    """
+    """Yield the pairs of two files, line by line; UserError if one has more lines or no UTF-8."""
     sides = [read_lines([path]) for path in (source, target)]
     for number, (one, other) in enumerate(zip_longest(*sides)):
         if one is None or other is None:
@@ -277,6 +266,14 @@ def joint_tokenizer(text: ParallelText, dataset: TranslationDataConfig) -> Any:
     return tokenizer
 
 
+def encode_split(
+    text: ParallelText, split: str, tokenizer: Any, max_length: int, *, truncate: bool
+) -> EncodedPairs:
+    """Return a split as token ids; see `encode_pairs`."""
+    name = f"{text.name}, {split}"
+    return encode_pairs(text.pairs(split), tokenizer, max_length, name, truncate=truncate)
+
+
 def encode_pairs(
     pairs: Iterable[Pair], tokenizer: Any, max_length: int, name: str, *, truncate: bool
 ) -> EncodedPairs:
@@ -302,14 +299,9 @@ def encode_pairs(
             if truncate:
                 encoded.pairs.append(pair)
     if num_long:
-        logger.warning(
-            "%s: %d of %d pairs are longer than %d tokens and were %s.",
-            name,
-            num_long,
-            num_pairs,
-            max_length,
-            "cut" if truncate else "left out",
-        )
+        said = "%s: %d of %d pairs are longer than %d tokens and were %s."
+        done = "cut" if truncate else "left out"
+        logger.warning(said, name, num_long, num_pairs, max_length, done)
     if num_long == num_pairs and not truncate:
         raise UserError(
             f"All {num_pairs} pairs of {name} are longer than {max_length} tokens: raise "

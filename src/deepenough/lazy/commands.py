@@ -35,15 +35,14 @@ def train(config: Any) -> None:
     from deepenough.lazy import programs, training
     from deepenough.training.distributed import is_main_process
 
-    trainers: dict[str, Callable[[Any], RunFolder]] = {
-        "translation": training.train_translation,
-        "programs": programs.train_programs,
-        "language": training.train_language,
+    tasks: dict[str, tuple[Callable[[Any], RunFolder], str, str]] = {
+        "translation": (training.train_translation, "translate", " < sentences.txt"),
+        "programs": (programs.train_programs, "eval", ""),
+        "language": (training.train_language, "generate", " The"),
     }
-    run = trainers[config.task](config)
+    train_task, verb, rest = tasks[config.task]
+    run = train_task(config)
     if is_main_process():
-        verbs = {"translation": ("translate", " < sentences.txt"), "language": ("generate", " The")}
-        verb, rest = verbs.get(config.task, ("eval", ""))
         print(f"model in {run.model}; next: deepenough lazy {verb} {quote(str(run.path))}{rest}")
 
 

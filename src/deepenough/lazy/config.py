@@ -34,11 +34,6 @@ TRANSLATION, PROGRAMS, LANGUAGE = "translation", "programs", "language"
 STEPS_RECORD, EPSILONS_RECORD, TOKENS_RECORD = "steps", "epsilons", "lazy_tokens"
 """Kinds of the records of `lazy sweep`, and of the text that `lazy plot` draws."""
 
-CALL_OPTIONS = (
-    *("encoder_steps", "decoder_steps", "epsilon", "decoder_epsilon", "patience", "halt_on"),
-)
-"""Options of a model that every call can give anew."""
-
 
 @dataclass
 class LazyModelConfig:
@@ -148,11 +143,8 @@ class LazyModelConfig:
 class LazyTransformerConfig(PreTrainedConfig, LazyModelConfig):
     """Hugging Face configuration of both Lazy Transformers.
 
-    Args:
-        vocab_size: Size of the vocabulary.
-        max_positions: Longest sequence, in tokens.
-        is_encoder_decoder: False for the causal language model.
-        **kwargs: The options of `LazyModelConfig` and those of every `PreTrainedConfig`.
+    `max_positions` are those of the longest sequence; `is_encoder_decoder` is False for the causal
+    language model. Further arguments are the options of `LazyModelConfig` and `PreTrainedConfig`.
     """
 
     model_type = "lazy-transformer"
@@ -242,6 +234,10 @@ class HaltingConfig:
         """Return the steps and what decides halting, as far as given."""
         chosen = {name: getattr(self, name) for name in CALL_OPTIONS}
         return {name: value for name, value in chosen.items() if value is not None}
+
+
+CALL_OPTIONS = tuple(option.name for option in fields(HaltingConfig))
+"""Options of a model that every call can give anew."""
 
 
 @dataclass
@@ -412,11 +408,8 @@ class LanguageTrainConfig(LazyTrainConfig):
 
 def train_config(task: str | None) -> type[LazyTrainConfig]:
     """Return the settings of a training for a task; None is translation."""
-    known = {
-        TRANSLATION: TranslationTrainConfig,
-        PROGRAMS: ProgramTrainConfig,
-        LANGUAGE: LanguageTrainConfig,
-    }
+    tasks = (TranslationTrainConfig, ProgramTrainConfig, LanguageTrainConfig)
+    known: dict[str, type[LazyTrainConfig]] = {settings.task: settings for settings in tasks}
     name = TRANSLATION if task is None else str(task)
     if name not in known:
         raise UserError(f"There is no task {name!r}: choose {', '.join(known)}.")

@@ -9,8 +9,6 @@ save beside other methods is for `deepenough compare`.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import shlex
 import time
@@ -27,7 +25,7 @@ from deepenough.artifacts import FinishedParts, files_of
 from deepenough.config import validate
 from deepenough.data.tokenizer import lowers_case
 from deepenough.data.tokens import TokenFile, split_tokens
-from deepenough.data.translation import EncodedPairs, Pair, encode_pairs, open_parallel
+from deepenough.data.translation import EncodedPairs, Pair, encode_split, open_parallel
 from deepenough.errors import UserError
 from deepenough.lazy.config import (
     ANGLE,
@@ -46,8 +44,7 @@ from deepenough.lazy.config import (
     TranslationTrainConfig,
 )
 from deepenough.lazy.inference import (
-    Translator,
-    Writer,
+    TrainedModel,
     bleu,
     keep_record,
     last_words,
@@ -60,12 +57,7 @@ from deepenough.lazy.inference import (
     write_beside,
 )
 from deepenough.lazy.modeling import LazyTransformerForConditionalGeneration
-from deepenough.lazy.programs import (
-    encode_programs,
-    held_out_programs,
-    measure_programs,
-    measured_programs,
-)
+from deepenough.lazy.programs import encode_programs, measure_programs, measured_programs
 from deepenough.lazy.transition import step_similarity
 from deepenough.measurement import (
     ComparedData,
@@ -192,12 +184,10 @@ def measured_epsilons(
 
 def _csv(points: list[dict[str, Any]]) -> str:
     """Return measurements as a table, one a line; their nested parts are left out."""
+    import pandas  # here, because most commands do not need it
+
     names = [name for name, value in points[0].items() if not isinstance(value, list | dict)]
-    text = io.StringIO()
-    table = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
-    table.writeheader()
-    table.writerows(points)
-    return text.getvalue()
+    return pandas.DataFrame(points, dtype=object)[names].to_csv(index=False, lineterminator="\n")
 
 
 # -- translation -----------------------------------------------------------------------------------
@@ -205,60 +195,56 @@ def _csv(points: list[dict[str, Any]]) -> str:
 
 def _translation(config: LazyEvalConfig) -> Measurement:
     translator = load_translator(config.run)
+    model, tokenizer = translator
     pairs = measured_pairs(config, translator).head(getattr(config, "sentences", None))
-    measure = partial(_measure_translation, config, translator, pairs)
-    sample = pairs.batch(range(len(pairs))[:SAMPLED], translator.model.device)
-    return Measurement(translator.model, measure, sample)
+    references = [pair.target for pair in pairs.pairs]
+    lowercase = lowers_case(tokenizer)
+
+    def measure(search: BeamSearchConfig) -> dict[str, Any]:
+        started = time.perf_counter()
+        translations = translate_pairs(model, tokenizer, pairs, search)
+        seconds = time.perf_counter() - started
+        score = bleu(translations, references, lowercase)
+        characters = sacrebleu.CHRF(lowercase=lowercase)
+        values: dict[str, Any] = {"bleu": score.score, "signature": score.signature}
+        values["chrf"] = float(characters.corpus_score(translations, [references]).score)
+        values["chrf_signature"] = str(characters.get_signature())
+        values |= _settings(model, search)
+        values |= {"length_penalty": search.length_penalty, "length_formula": search.length_formula}
+        values |= {"sentences": len(pairs), "seconds": seconds}
+        values |= measure_encoder(model, pairs, search, NUM_TIMINGS)
+        values |= {"split": config.split, "test": config.test}
+        values["bleu_by_length"] = bleu_by_length(pairs.pairs, translations, lowercase)
+        values["hypotheses"] = translations
+        return values | intervals_of(bleu=bleu_interval(translations, references, lowercase))
+
+    return Measurement(model, measure, pairs.batch(range(len(pairs))[:SAMPLED], model.device))
 
 
-def measured_pairs(config: LazyEvalConfig, translator: Translator) -> EncodedPairs:
-    """Return the pairs of the split, from the text that the model was trained on."""
+def measured_pairs(
+    config: LazyEvalConfig, translator: TrainedModel, data: str | None = None
+) -> EncodedPairs:
+    """Return the pairs of the split, of `data` or of the text that the model was trained on."""
     trained = trained_with(TranslationTrainConfig, config.run)
     dataset = replace(trained.dataset, test=config.test or trained.dataset.test)
-    text = open_parallel(trained.data, dataset)
-    name = f"{text.name}, {config.split}"
-    return encode_pairs(
-        text.pairs(config.split), translator.tokenizer, dataset.max_length, name, truncate=True
-    )
+    text = open_parallel(data or trained.data, dataset)
+    tokenizer, longest = translator.tokenizer, dataset.max_length
+    return encode_split(text, config.split, tokenizer, longest, truncate=True)
 
 
-def _measure_translation(
-    config: LazyEvalConfig, translator: Translator, pairs: EncodedPairs, search: BeamSearchConfig
-) -> dict[str, Any]:
-    """Return BLEU, chrF and seconds of the search, what the encoder did, and the translations."""
-    model = translator.model
-    started = time.perf_counter()
-    translations = translate_pairs(*translator, pairs, search)
-    seconds = time.perf_counter() - started
-    references = [pair.target for pair in pairs.pairs]
-    lowercase = lowers_case(translator.tokenizer)
-    score = bleu(translations, references, lowercase)
-    characters = sacrebleu.CHRF(lowercase=lowercase)
-    values: dict[str, Any] = {"bleu": score.score, "signature": score.signature}
-    values["chrf"] = float(characters.corpus_score(translations, [references]).score)
-    values["chrf_signature"] = str(characters.get_signature())
-    values |= {"mechanism": model.config.mechanism, "beams": search.num_beams}
-    values |= {name: getattr(model.config, name) for name in CALL_OPTIONS} | search.halting()
-    values |= {"length_penalty": search.length_penalty, "length_formula": search.length_formula}
-    values |= {"sentences": len(pairs), "seconds": seconds}
-    values |= measure_encoder(model, pairs, search, NUM_TIMINGS)
-    values |= {"split": config.split, "test": config.test}
-    values["bleu_by_length"] = bleu_by_length(pairs.pairs, translations, lowercase)
-    values["hypotheses"] = translations
-    return values | intervals_of(bleu=bleu_interval(translations, references, lowercase))
+def _settings(model: Any, search: BeamSearchConfig) -> dict[str, Any]:
+    """Return how a model was run, for its record."""
+    options = {name: getattr(model.config, name) for name in CALL_OPTIONS} | search.halting()
+    return {"mechanism": model.config.mechanism, "beams": search.num_beams} | options
 
 
 def bleu_by_length(
     pairs: Sequence[Pair], translations: Sequence[str], lowercase: bool = False
 ) -> list[dict[str, Any]]:
     """Return BLEU of sources of similar length, counted in words between spaces."""
-    found = []
+    found, lengths = [], [len(pair.source.split()) for pair in pairs]
     for low, high in zip((0, *LENGTHS), (*LENGTHS, None), strict=True):
-        rows = [
-            row
-            for row, pair in enumerate(pairs)
-            if low < len(pair.source.split()) <= (high or math.inf)
-        ]
+        rows = [row for row, num in enumerate(lengths) if low < num <= (high or math.inf)]
         if rows:
             texts, references = [translations[i] for i in rows], [pairs[i].target for i in rows]
             score = bleu(texts, references, lowercase).score
@@ -313,28 +299,24 @@ def measure_encoder(
 
 
 def _programs(config: LazyEvalConfig) -> Measurement:
-    translator = load_translator(config.run)
-    model = translator.model
+    model, tokenizer = load_translator(config.run)
     programs, dataset = measured_programs(config)
     programs = programs[: getattr(config, "sentences", None)]
     # Longer programs than in training need only more of the same position encodings.
     longest = 2 * dataset.max_length + 16
     model.config.max_positions = max(model.config.max_positions, longest)
-    pairs = encode_programs(programs, translator.tokenizer)
+    pairs = encode_programs(programs, tokenizer)
 
     def measure(search: BeamSearchConfig) -> dict[str, Any]:
         search = replace(search, beams=search.beams or 1)
-        values = measure_programs(*translator, programs, search)
+        values = measure_programs(model, tokenizer, programs, search)
         values |= {"split": config.split, "length": dataset.length, "nesting": dataset.nesting}
-        values |= {"programs": len(programs), "mechanism": model.config.mechanism}
-        values |= {"beams": search.num_beams}
-        values |= {name: getattr(model.config, name) for name in CALL_OPTIONS} | search.halting()
+        values |= {"programs": len(programs)} | _settings(model, search)
         values |= measure_encoder(model, pairs, search)
         right = round(values["exact"] * len(programs))
         return values | intervals_of(exact=share_interval(right, len(programs)))
 
-    sample = pairs.batch(range(len(pairs))[:SAMPLED], model.device)
-    return Measurement(model, measure, sample)
+    return Measurement(model, measure, pairs.batch(range(len(pairs))[:SAMPLED], model.device))
 
 
 # -- language --------------------------------------------------------------------------------------
@@ -372,7 +354,7 @@ def _language(config: LazyEvalConfig) -> Measurement:
     return Measurement(model, measure, {"input_ids": ids[None].to(model.device)})
 
 
-def measured_tokens(config: LazyEvalConfig, writer: Writer) -> TokenFile:
+def measured_tokens(config: LazyEvalConfig, writer: TrainedModel) -> TokenFile:
     """Return the tokens of the split, of the text that the model was trained on."""
     trained = trained_with(LanguageTrainConfig, config.run)
     dataset, tokenizer = trained.dataset, writer.tokenizer
@@ -402,19 +384,16 @@ class TranslationCandidate:
         self.references = [pair.target for pair in self.pairs.pairs]
 
     def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, ComparedTask]:
-        trained, tokenizer = trained_with(TranslationTrainConfig, run), self.translator.tokenizer
-        dataset = trained.dataset
-        text, split = open_parallel(data.data or trained.data, dataset), data.split or "test"
-        name = f"{text.name}, {split}"
-        pairs = encode_pairs(text.pairs(split), tokenizer, dataset.max_length, name, truncate=True)
-        kept = pairs.head(min(len(pairs), data.limit or COMPARED_SENTENCES))
+        trained, split = trained_with(TranslationTrainConfig, run), data.split or "test"
+        pairs = measured_pairs(LazyEvalConfig(run, split), self.translator, data.data)
+        kept, dataset = pairs.head(data.limit or COMPARED_SENTENCES), trained.dataset
+        lowercase, name = lowers_case(self.translator.tokenizer), data.data or trained.data
         detail = {"sentences": len(kept), "languages": f"{dataset.source} to {dataset.target}"}
-        detail |= {"lowercase": lowers_case(tokenizer), "content": content_of(kept.pairs)}
-        return kept, ComparedTask("translation", text.name, split, "sentence", "BLEU", True, detail)
+        detail |= {"lowercase": lowercase, "content": content_of(kept.pairs)}
+        return kept, ComparedTask("translation", name, split, "sentence", "BLEU", True, detail)
 
     def _quality(self, texts: list[str]) -> Interval:
-        lowercase = lowers_case(self.translator.tokenizer)
-        return bleu_interval(texts, self.references, lowercase)
+        return bleu_interval(texts, self.references, lowers_case(self.translator.tokenizer))
 
     def points(self) -> Sequence[OperatingPoint]:
         """Return all steps, fewer steps, and epsilons, the deepest first."""
@@ -465,14 +444,12 @@ class ProgramCandidate(TranslationCandidate):
     """A program executor in a comparison: an answer is right to the last digit, or wrong."""
 
     def _open(self, run: str, data: ComparedData) -> tuple[EncodedPairs, ComparedTask]:
-        split = data.split or "test"
-        trained = trained_with(ProgramTrainConfig, run)
-        programs = held_out_programs(trained.dataset, split, trained.train.seed)
-        pairs = encode_programs(
-            programs[: data.limit or COMPARED_SENTENCES], self.translator.tokenizer
-        )
+        split, seed = data.split or "test", trained_with(ProgramTrainConfig, run).train.seed
+        programs, dataset = measured_programs(LazyEvalConfig(run, split))
+        kept = programs[: data.limit or COMPARED_SENTENCES]
+        pairs = encode_programs(kept, self.translator.tokenizer)
         # There is no file of programs: what they are drawn from identifies them.
-        detail = {"programs": len(pairs), "seed": trained.train.seed, **asdict(trained.dataset)}
+        detail = {"programs": len(pairs), "seed": seed, **asdict(dataset)}
         task = ComparedTask("execution", PROGRAMS, split, "program", "exact match", True, detail)
         return pairs, task
 
@@ -483,14 +460,13 @@ class ProgramCandidate(TranslationCandidate):
 
 def open_candidate(run: str, name: str, data: ComparedData) -> TranslationCandidate:
     """Return a finished run as a comparison measures it."""
+    candidates = {TRANSLATION: TranslationCandidate, PROGRAMS: ProgramCandidate}
     task = task_of(run)
-    if task == TRANSLATION:
-        return TranslationCandidate(run, name, data)
-    if task == PROGRAMS:
-        return ProgramCandidate(run, name, data)
-    raise UserError(
-        f"{run} was trained on {task}, which has no operating points to compare: leave it out."
-    )
+    if task not in candidates:
+        raise UserError(
+            f"{run} was trained on {task}, which has no operating points to compare: leave it out."
+        )
+    return candidates[task](run, name, data)
 
 
 def _mean_steps(traces: Sequence[DepthTrace]) -> float:

@@ -117,16 +117,10 @@ def tokens_figure(run: Run) -> FigureSpec:
     longest = max(len(pair[side]["tokens"]) for side in _sides(pair))
     if longest > MAX_TOKENS:
         caption += f" The first {MAX_TOKENS} of {longest} tokens are shown."
+    title, columns = "How much each token still changes", len(panels) // len(_sides(pair))
     command = _plot_command(run, pair)
     return FigureSpec(
-        "lazy_tokens",
-        "How much each token still changes",
-        caption,
-        panels,
-        run.name,
-        command,
-        columns=len(panels) // len(_sides(pair)),
-        wide=True,
+        "lazy_tokens", title, caption, panels, run.name, command, columns=columns, wide=True
     )
 
 
@@ -143,19 +137,19 @@ def _heat(part: dict[str, Any], key: str, scale: Axis, title: str) -> HeatMap:
     depth = part.get("depth", ()) if key == "gates" else ()
     if table.shape != (len(tokens), num_steps) or len(depth) not in (0, len(tokens)):
         raise ValueError("a table that does not fit its tokens")
-    shown = table[:MAX_TOKENS]
-    texts = [[_digits(value) for value in row] for row in shown]
-    return HeatMap(
-        [shortened(visible(token), 16) for token in tokens[:MAX_TOKENS]],
-        [str(step + 1) for step in range(num_steps)],
-        shown.tolist(),
-        Axis("step"),
-        Axis(),
-        scale,
-        texts=texts if num_steps <= MAX_NUMBERED else (),
-        framed=[(token, steps - 1) for token, steps in enumerate(depth[:MAX_TOKENS])],
-        title=title,
-    )
+    names = [shortened(visible(token), 16) for token in tokens[:MAX_TOKENS]]
+    steps = [str(step + 1) for step in range(num_steps)]
+    framed = [(token, last - 1) for token, last in enumerate(depth[:MAX_TOKENS])]
+    return _step_map(names, steps, table[:MAX_TOKENS], Axis(), scale, title=title, framed=framed)
+
+
+def _step_map(
+    rows: list[str], steps: list[str], table: np.ndarray, y: Axis, scale: Axis, **look: Any
+) -> HeatMap:
+    """Return a table by steps, with its numbers where there is room for them."""
+    texts = [[_digits(value) for value in row] for row in table]
+    look["texts"] = texts if len(steps) <= MAX_NUMBERED else ()
+    return HeatMap(rows, steps, table.tolist(), Axis("step"), y, scale, **look)
 
 
 def _digits(value: float) -> str:
@@ -192,22 +186,9 @@ def cka_figure(run: Run) -> FigureSpec:
         steps = [str(step) for step in range(len(pair[side]["sentence"]) + 1)]
         if table.shape != (len(steps), len(steps)):
             raise ValueError("a table that does not fit its steps")
-        texts = [[_digits(value) for value in row] for row in table]
         scale = Axis("CKA", low=math.floor(10 * table.min()) / 10, high=1.0)
-        panels.append(
-            HeatMap(
-                steps,
-                steps,
-                table.tolist(),
-                Axis("step"),
-                Axis("step"),
-                scale,
-                texts=texts if len(steps) <= MAX_NUMBERED else (),
-                upwards=True,
-                square=True,
-                title=f"{name}: CKA of the states at two steps",
-            )
-        )
+        look = {"upwards": True, "square": True, "title": f"{name}: CKA of the states at two steps"}
+        panels.append(_step_map(steps, steps, table, Axis("step"), scale, **look))
     caption = f"Linear CKA over the tokens of “{shortened(visible(pair['source']), 80)}”"
     caption += " and its target" * ("target" in pair) + "; step 0 are the embeddings."
     title = "How alike a sentence is at any two steps"
@@ -254,12 +235,7 @@ def grid_figure(run: Run) -> FigureSpec:
     return FigureSpec("lazy_steps", title, caption, [panel], run.name, command)
 
 
-FIGURES: tuple[FigureBuilder, ...] = (
-    tokens_figure,
-    sentence_figure,
-    cka_figure,
-    grid_figure,
-)
+FIGURES: tuple[FigureBuilder, ...] = (tokens_figure, sentence_figure, cka_figure, grid_figure)
 
 
 def _plot_command(run: Run, pair: dict[str, Any]) -> str:

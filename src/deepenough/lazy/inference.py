@@ -52,68 +52,62 @@ TRANSLATED_TOKENS = 4096
 # -- finished runs ---------------------------------------------------------------------------------
 
 
-class Translator(NamedTuple):
-    """A text-to-text model and its tokenizer."""
+class TrainedModel(NamedTuple):
+    """A text-to-text or language model, and its tokenizer."""
 
-    model: LazyTransformerForConditionalGeneration
+    model: Any
     tokenizer: Any
 
 
-class Writer(NamedTuple):
-    """A language model and its tokenizer."""
-
-    model: LazyTransformerForCausalLM
-    tokenizer: Any
-
-
-def load_model(run: str) -> Translator | Writer:
+def load_model(run: str) -> TrainedModel:
     """Return the model of a finished run, or of a folder in Hugging Face form, ready for use."""
     _check_method(run)
     place = str(model_folder(run))
     options: dict[str, Any] = {"name": run, "trust_remote_code": None}
     config = from_pretrained(LazyTransformerConfig, place, "config", **options)
     is_causal = LazyTransformerForCausalLM.__name__ in (config.architectures or ())
+    kind = LazyTransformerForCausalLM if is_causal else LazyTransformerForConditionalGeneration
     with without_bars():
-        if is_causal:
-            model = from_pretrained(LazyTransformerForCausalLM, place, "model", **options)
-            return Writer(model, load_tokenizer(place))
-        model = from_pretrained(LazyTransformerForConditionalGeneration, place, "model", **options)
-        return Translator(model, load_tokenizer(place))
+        return TrainedModel(from_pretrained(kind, place, "model", **options), load_tokenizer(place))
 
 
-def load_translator(run: str) -> Translator:
+def load_translator(run: str) -> TrainedModel:
     """Return the model of a finished run that translates or executes programs."""
     found = load_model(run)
-    if isinstance(found, Translator):
-        return found
-    raise UserError(
-        f"The model in {run} is a language model, which has no source to translate: give the "
-        "folder of a translator."
-    )
+    if not found.model.config.is_encoder_decoder:
+        raise UserError(
+            f"The model in {run} is a language model, which has no source to translate: give the "
+            "folder of a translator."
+        )
+    return found
 
 
-def load_writer(run: str) -> Writer:
+def load_writer(run: str) -> TrainedModel:
     """Return the language model of a finished run."""
     found = load_model(run)
-    if isinstance(found, Writer):
-        return found
-    raise UserError(
-        f"The model in {run} answers to a source and does not continue text: use deepenough lazy "
-        "translate, or give the folder of a language model."
-    )
+    if found.model.config.is_encoder_decoder:
+        raise UserError(
+            f"The model in {run} answers to a source and does not continue text: use deepenough "
+            "lazy translate, or give the folder of a language model."
+        )
+    return found
+
+
+def run_folder(run: str) -> RunFolder:
+    """Return the folder of the run that a model belongs to, where it belongs to one."""
+    return RunFolder(model_folder(run).parent)
 
 
 def _check_method(run: str) -> None:
     """Refuse the model of another method, which transformers would fill with new weights."""
-    place = model_folder(run)
-    folder = RunFolder(place.parent)
+    folder = run_folder(run)
     method = read_config(str(folder.path)).get("method") if folder.config.is_file() else None
     if method not in (None, LanguageTrainConfig.METHOD):
         raise UserError(
             f"{run} is a run of deepenough {method}: give the folder of deepenough lazy train."
         )
     try:
-        kind = parse_json((place / "config.json").read_bytes()).get("model_type")
+        kind = parse_json((model_folder(run) / "config.json").read_bytes()).get("model_type")
     except (OSError, ValueError):  # said when it is loaded
         return
     if kind != LazyTransformerConfig.model_type:
@@ -124,7 +118,7 @@ def _check_method(run: str) -> None:
 
 
 def _trained_folder(run: str) -> RunFolder:
-    folder = RunFolder(model_folder(run).parent)
+    folder = run_folder(run)
     if not folder.config.is_file():
         raise UserError(
             f"Nothing tells what the model in {run} was trained on: give the folder of a run."
@@ -145,7 +139,7 @@ def trained_with(config_class: type[C], run: str) -> C:
 
 def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
     """Append to the run's records, at its last step, once; a bare model folder keeps none."""
-    folder = RunFolder(model_folder(run).parent)
+    folder = run_folder(run)
     if not folder.metrics.is_file():
         return
     records, _ = read_records(folder.metrics)
@@ -157,7 +151,7 @@ def keep_record(run: str, kind: str, values: dict[str, Any]) -> None:
 
 def write_beside(run: str, name: str, text: str) -> None:
     """Write a file into the folder of a run."""
-    folder = RunFolder(model_folder(run).parent)
+    folder = run_folder(run)
     with folder.lock():
         write_text(folder.path / name, text)
 
@@ -172,7 +166,7 @@ def continue_text(config: LazyGenerateConfig) -> str:
     config.halting.check_for(model)
     options |= config.halting.halting()
     del options["halting"]
-    is_run = RunFolder(model_folder(config.run).parent).config.is_file()
+    is_run = run_folder(config.run).config.is_file()
     ends_lines = is_run and trained_with(LanguageTrainConfig, config.run).dataset.ends_lines
     if ends_lines:  # the end token is a line's end, and the text goes on behind it
         model.generation_config.eos_token_id = None
@@ -209,7 +203,7 @@ def read_passages(file: str) -> list[Pair]:
 
 
 @torch.inference_mode()
-def last_words(writer: Writer, rests: Sequence[str], length: int) -> list[str]:
+def last_words(writer: TrainedModel, rests: Sequence[str], length: int) -> list[str]:
     """Return the next word that a language model writes behind each text, greedily; "" for none.
 
     Of a text the last `length` tokens are read, as many as the model was trained to see at once.
@@ -285,7 +279,7 @@ class _LengthLimits(StoppingCriteria):
 
 
 def translate_lines(
-    translator: Translator, lines: Iterable[str], search: BeamSearchConfig, at_once: int = 32
+    translator: TrainedModel, lines: Iterable[str], search: BeamSearchConfig, at_once: int = 32
 ) -> Iterator[str]:
     """Yield the translation of every line, in order; that of an empty line is empty."""
     if at_once < 1:
@@ -293,13 +287,12 @@ def translate_lines(
     iterator = iter(lines)
     while chunk := list(islice(iterator, at_once)):
         encoded = encode_input(translator, [Pair(check_text(line, "A line"), "") for line in chunk])
-        for line, translation in zip(
-            chunk, translate_pairs(*translator, encoded, search), strict=True
-        ):
+        translations = translate_pairs(*translator, encoded, search)
+        for line, translation in zip(chunk, translations, strict=True):
             yield translation if line.strip() else ""
 
 
-def encode_input(translator: Translator, pairs: Iterable[Pair]) -> EncodedPairs:
+def encode_input(translator: TrainedModel, pairs: Iterable[Pair]) -> EncodedPairs:
     """Return pairs as ids, cut so that a translation twice as long still has positions."""
     limit = max(2, (translator.model.config.max_positions - 16) // 2)
     return encode_pairs(pairs, translator.tokenizer, limit, "input", truncate=True)
@@ -338,8 +331,7 @@ def plain_loss(
 ) -> dict[str, float]:
     """Return the mean loss per target token and their number; processes share the batches."""
     rank, world = place_among(accelerator)
-    total = 0.0
-    num_tokens = 0
+    total, num_tokens = 0.0, 0
     order = pairs.target.lengths.argsort(kind="stable")
     lengths = np.maximum(pairs.source.lengths, pairs.target.lengths)
     for rows in cut_by_tokens(order, lengths, batch_tokens)[rank::world]:

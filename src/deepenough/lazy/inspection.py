@@ -21,8 +21,7 @@ from deepenough.lazy.config import (
 )
 from deepenough.lazy.evaluation import measured_pairs, measured_tokens
 from deepenough.lazy.inference import (
-    Translator,
-    Writer,
+    TrainedModel,
     encode_input,
     keep_record,
     load_model,
@@ -43,19 +42,21 @@ def inspect_run(config: LazyPlotConfig) -> None:
     model's text, also the steps that its tokens make at `epsilon`.
     """
     validate(config)
+    if config.source is not None and not config.source.strip():
+        raise UserError("The source is empty: give a sentence, a program or a text.")
     model, tokenizer = loaded = load_model(config.run)
-    if isinstance(loaded, Translator):
+    if model.config.is_encoder_decoder:
         pair = _inspected_pair(config, loaded)
         values: dict[str, Any] = {"source": pair.source, "target": pair.target}
         batch = encode_input(loaded, [pair]).batch([0], model.device)
-        decoder_ids = loaded.model.prepare_decoder_input_ids_from_labels(batch["targets"])
+        decoder_ids = model.prepare_decoder_input_ids_from_labels(batch["targets"])
         sides = {"encoder": batch["input_ids"], "decoder": decoder_ids}
-        halting, side = "epsilon", "encoder"
+        halting = "epsilon"
     else:
         ids = _inspected_text(config, loaded)
         values = {"source": tokenizer.decode(ids[0], skip_special_tokens=True)}
         batch, sides = {"input_ids": ids}, {"decoder": ids}
-        halting, side = "decoder_epsilon", "decoder"
+        halting = "decoder_epsilon"
     output = model(**batch, epsilon=0.0, decoder_epsilon=0.0, output_hidden_states=True)
     for name, ids in sides.items():
         states, gates = output[f"{name}_hidden_states"], getattr(output, f"{name}_gates")
@@ -72,12 +73,12 @@ def inspect_run(config: LazyPlotConfig) -> None:
         values["halt_on"] = config.halt_on or model.config.halt_on
         values["epsilon"] = config.epsilon or model.config.default_epsilons(config.halt_on)[-1]
         halted = model(**batch, **{halting: values["epsilon"]}, halt_on=config.halt_on)
-        trace = halted.encoder_trace if side == "encoder" else halted.trace
+        side, trace = next(iter(sides)), halted.encoder_trace or halted.trace
         values[side]["depth"] = trace.depth[0].tolist()
     keep_record(config.run, TOKENS_RECORD, values)
 
 
-def _inspected_pair(config: LazyPlotConfig, translator: Translator) -> Pair:
+def _inspected_pair(config: LazyPlotConfig, translator: TrainedModel) -> Pair:
     """Return the pair to look at: the one given, or one of the split."""
     if config.source is None:
         measured = LazyEvalConfig(config.run)
@@ -90,16 +91,15 @@ def _inspected_pair(config: LazyPlotConfig, translator: Translator) -> Pair:
                 f"The test split has {len(pairs)} pairs, counted from 0: got {config.sentence}."
             )
         return pairs[config.sentence]
-    encoded = encode_input(translator, [Pair(_not_empty(config.source), "")])
+    encoded = encode_input(translator, [Pair(config.source, "")])
     return Pair(config.source, translate_pairs(*translator, encoded, BeamSearchConfig())[0])
 
 
-def _inspected_text(config: LazyPlotConfig, writer: Writer) -> Tensor:
+def _inspected_text(config: LazyPlotConfig, writer: TrainedModel) -> Tensor:
     """Return the ids of the text to look at, `[1, T]`: of the one given, or a test segment."""
     length = writer.model.config.max_positions
     if config.source is not None:
-        text = _not_empty(config.source)
-        ids = writer.tokenizer.encode(text, add_special_tokens=False)[:length]
+        ids = writer.tokenizer.encode(config.source, add_special_tokens=False)[:length]
         return torch.tensor([ids], device=writer.model.device)
     length = trained_with(LanguageTrainConfig, config.run).dataset.length
     tokens = measured_tokens(LazyEvalConfig(config.run), writer)
@@ -110,12 +110,6 @@ def _inspected_text(config: LazyPlotConfig, writer: Writer) -> Tensor:
             f"The test split has {number} segments, counted from 0: got {config.sentence}."
         )
     return torch.tensor([segment.tolist()], device=writer.model.device)
-
-
-def _not_empty(source: str) -> str:
-    if not source.strip():
-        raise UserError("The source is empty: give a sentence, a program or a text.")
-    return source
 
 
 def _readable(piece: str) -> str:

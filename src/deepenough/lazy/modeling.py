@@ -200,16 +200,6 @@ class LazyEncoder(_Side):
         return output if return_dict is not False else output.to_tuple()
 
 
-class DecoderOutput(NamedTuple):
-    """Output of the decoder."""
-
-    steps: StackOutput
-    real_BT: Tensor | None
-    """Which new tokens are not padding; None if all are real."""
-    trace: DepthTrace | None
-    """One unit per new token; in evaluation only."""
-
-
 class LazyDecoder(_Side):
     """Update target tokens, which attend to earlier ones and, if there is one, to the source."""
 
@@ -223,8 +213,11 @@ class LazyDecoder(_Side):
         cache: Cache | None,
         options: StepOptions,
         logits_to_keep: int,
-    ) -> DecoderOutput:
-        """Decode new tokens; `attention_mask` covers cached tokens too, `[B, K]`."""
+    ) -> tuple[StackOutput, DepthTrace | None]:
+        """Decode new tokens; `attention_mask` covers cached tokens too, `[B, K]`.
+
+        The trace has one unit per new token; it is made in evaluation only.
+        """
         config = self.config
         num_past = cache.get_seq_length() if cache is not None else 0
         num_new = input_ids.shape[1]
@@ -248,7 +241,7 @@ class LazyDecoder(_Side):
             num_source = None if memory is None else memory.states.shape[1]
             each = step_flops(config, num_keys, num_source)
             trace = _trace(output, each, extra, real)
-        return DecoderOutput(output, real, trace)
+        return output, trace
 
 
 def step_flops(config: LazyTransformerConfig, num_keys: int, num_source: int | None = None) -> int:
@@ -323,7 +316,8 @@ class LazyPreTrainedModel(SealedPreTrainedModel):
 
     def _output(
         self,
-        decoded: DecoderOutput,
+        steps: StackOutput,
+        trace: DepthTrace | None,
         targets: Tensor | None,
         with_logits: bool,
         logits_to_keep: int,
@@ -333,7 +327,7 @@ class LazyPreTrainedModel(SealedPreTrainedModel):
 
         Without logits, scores are computed only for tokens that have a target.
         """
-        state_BTD = decoded.steps.state
+        state_BTD = steps.state
         logits = self.output(state_BTD[:, -logits_to_keep:]) if with_logits else None
         loss = plain = None
         if targets is not None:
@@ -350,9 +344,9 @@ class LazyPreTrainedModel(SealedPreTrainedModel):
             logits=logits,
             plain_loss=plain,
             past_key_values=cache,
-            decoder_hidden_states=decoded.steps.states,
-            decoder_gates=decoded.steps.gates,
-            trace=decoded.trace,
+            decoder_hidden_states=steps.states,
+            decoder_gates=steps.gates,
+            trace=trace,
         )
 
     def _add_ponder_cost(
@@ -428,12 +422,12 @@ class LazyTransformerForConditionalGeneration(LazyPreTrainedModel, CheckedGenera
         memory = EncoderMemory(states, padding_mask(attention_mask), self.config.num_heads, cross)
         keep_states = bool(output_hidden_states)
         options = StepOptions(decoder_steps, decoder_epsilon, patience, halt_on, keep_states)
-        decoded = self.decoder(
+        steps, trace = self.decoder(
             decoder_input_ids, decoder_attention_mask, memory, own, options, logits_to_keep
         )
-        output = self._output(decoded, wanted, targets is None, logits_to_keep, cache)
+        output = self._output(steps, trace, wanted, targets is None, logits_to_keep, cache)
         if wanted is not None:
-            self._add_ponder_cost(output, decoded.steps.ponder_cost, wanted != IGNORE_INDEX)
+            self._add_ponder_cost(output, steps.ponder_cost, wanted != IGNORE_INDEX)
             cost = getattr(encoder_outputs, "ponder_cost", None)
             self._add_ponder_cost(output, cost, attention_mask)
         output.encoder_last_hidden_state = states
@@ -494,12 +488,13 @@ class LazyTransformerForCausalLM(LazyPreTrainedModel, CheckedGenerationMixin):
             cache = DynamicCache()
         keep_states = bool(output_hidden_states)
         options = StepOptions(decoder_steps, decoder_epsilon, patience, halt_on, keep_states)
-        decoded = self.decoder(input_ids, attention_mask, None, cache, options, logits_to_keep)
+        steps, trace = self.decoder(input_ids, attention_mask, None, cache, options, logits_to_keep)
         wanted = targets
         if labels is not None:
             wanted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)[:, -logits_to_keep:]
-        output = self._output(decoded, wanted, targets is None, logits_to_keep, cache)
-        self._add_ponder_cost(output, decoded.steps.ponder_cost, decoded.real_BT)
+        output = self._output(steps, trace, wanted, targets is None, logits_to_keep, cache)
+        real = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+        self._add_ponder_cost(output, steps.ponder_cost, real)
         return output if return_dict is not False else output.to_tuple()
 
 

@@ -38,6 +38,7 @@ from deepenough.config import validate
 from deepenough.data.tokenizer import SPECIAL_TOKENS
 from deepenough.data.translation import EncodedPairs, Pair, encode_pairs
 from deepenough.errors import UserError
+from deepenough.hf.intercept import eval_mode
 from deepenough.lazy.config import (
     MAX_NESTING,
     BeamSearchConfig,
@@ -91,12 +92,9 @@ def make_programs(dataset: ProgramConfig, num: int, seed: int | str) -> Iterator
     validate(dataset)
     for number in range(num):
         draw = random.Random(f"{seed} {number}")
-        program = make_program(dataset, draw)
-        for _ in range(MAX_DRAWS):
-            if split_of(program) == "train":
-                break
-            program = make_program(dataset, draw)
-        else:
+        drawn = (make_program(dataset, draw) for _ in range(MAX_DRAWS))
+        program = next((each for each in drawn if split_of(each) == "train"), None)
+        if program is None:
             raise _too_few(dataset, "train")
         yield program
 
@@ -268,11 +266,11 @@ class ProgramTask(PairsTask):
         encoded, batches = self.pool(index // POOL)
         return encoded, batches[index % POOL]
 
-    def measure(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return the plain loss and the share of right answers, of all and of each kind."""
-        greedy = BeamSearchConfig(beams=1)
-        programs = self.held_out[split]
-        values = measure_programs(self.model, self.tokenizer, programs, greedy, accelerator)
+        greedy, programs = BeamSearchConfig(beams=1), self.held_out[split]
+        with eval_mode(self.model):
+            values = measure_programs(self.model, self.tokenizer, programs, greedy, accelerator)
         return {name: value for name, value in values.items() if isinstance(value, float)}
 
     def identity(self) -> dict[str, Any]:

@@ -29,16 +29,9 @@ from torch import nn
 
 from deepenough.config import validate
 from deepenough.data.batches import TokenBatches
-from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import lowers_case, save_tokenizer
 from deepenough.data.tokens import Prepared, prepare
-from deepenough.data.translation import (
-    EncodedPairs,
-    ParallelText,
-    encode_pairs,
-    joint_tokenizer,
-    open_parallel,
-)
+from deepenough.data.translation import EncodedPairs, encode_split, joint_tokenizer, open_parallel
 from deepenough.errors import UserError
 from deepenough.hf.intercept import eval_mode
 from deepenough.lazy.config import (
@@ -48,13 +41,7 @@ from deepenough.lazy.config import (
     LazyTransformerConfig,
     TranslationTrainConfig,
 )
-from deepenough.lazy.inference import (
-    bleu,
-    load_model,
-    plain_loss,
-    trained_with,
-    translate_pairs,
-)
+from deepenough.lazy.inference import bleu, load_model, plain_loss, trained_with, translate_pairs
 from deepenough.lazy.modeling import (
     LazyPreTrainedModel,
     LazyTransformerForCausalLM,
@@ -84,26 +71,19 @@ def train_translation(config: TranslationTrainConfig) -> RunFolder:
     config = with_tokenizer_of_start(config)
     text = open_parallel(config.data, config.dataset)
     tokenizer = joint_tokenizer(text, config.dataset)
-    pairs = encode_splits(text, tokenizer, config.dataset.max_length)
+    max_length = config.dataset.max_length
+    pairs = {
+        split: encode_split(text, split, tokenizer, max_length, truncate=split != "train")
+        for split in text.splits
+    }
     torch.manual_seed(config.train.seed)
-    model = new_translator(config.model, tokenizer, config.dataset.max_length)
+    model = new_translator(config.model, tokenizer, max_length)
     start_from(model, config.start)
     config.search.check_for(model)
     task = TranslationTask(config, model, tokenizer, pairs, accelerator)
     with training(config, task, accelerator) as trainer:
         trainer.fit()
     return trainer.run
-
-
-def encode_splits(text: ParallelText, tokenizer: Any, max_length: int) -> dict[str, EncodedPairs]:
-    """Return all splits as ids, with the text of those that are measured on."""
-    encoded = {}
-    for split in text.splits:
-        name, truncate = f"{text.name}, {split}", split != "train"
-        encoded[split] = encode_pairs(
-            text.pairs(split), tokenizer, max_length, name, truncate=truncate
-        )
-    return encoded
 
 
 def new_translator(
@@ -146,8 +126,7 @@ def with_tokenizer_of_start(config: T) -> T:
 def start_from(model: LazyPreTrainedModel, run: str | None) -> None:
     """Give a new model the weights of a run's, those that both have under one name; say so.
 
-    Raises:
-        UserError: The run's model is of another shape, or has another vocabulary.
+    A model of another shape or with another vocabulary is refused.
     """
     if run is None:
         return
@@ -205,15 +184,6 @@ class PairsTask(Task, ABC):
     @abstractmethod
     def pairs_of(self, index: int) -> tuple[EncodedPairs, list[int]]:
         """Return the pairs of batch `index`, counted over the whole training: pairs and rows."""
-
-    @abstractmethod
-    def measure(self, accelerator: Accelerator, split: str) -> dict[str, float]:
-        """Return the quality of the model, in evaluation mode, on a split."""
-
-    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
-        """Return the quality on a split, nothing where there is no such split."""
-        with eval_mode(self.model):
-            return self.measure(accelerator, split)
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss of this process's share of a batch, weighted by its tokens."""
@@ -274,14 +244,15 @@ class TranslationTask(PairsTask):
         """Return the training pairs and the rows of batch `index`."""
         return self.pairs["train"], self.batches.rows(index)
 
-    def measure(self, accelerator: Accelerator, split: str) -> dict[str, float]:
+    def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return plain loss and BLEU; greedy on the valid split, beam search on others."""
         pairs = self.pairs.get(split)
         if pairs is None:
             return {}
-        values = plain_loss(self.model, pairs, self.dataset.batch_tokens, accelerator)
         search = BeamSearchConfig(beams=1) if split == "valid" else self.search
-        translations = translate_pairs(self.model, self.tokenizer, pairs, search, accelerator)
+        with eval_mode(self.model):
+            values = plain_loss(self.model, pairs, self.dataset.batch_tokens, accelerator)
+            translations = translate_pairs(self.model, self.tokenizer, pairs, search, accelerator)
         references = [pair.target for pair in pairs.pairs]
         measured = bleu(translations, references, lowers_case(self.tokenizer))
         logger.info("BLEU %.2f on the %s split (%s)", measured.score, split, measured.signature)
@@ -334,19 +305,9 @@ def train_language(config: LanguageTrainConfig) -> RunFolder:
 
 
 class LazyLanguageTask(LanguageTask):
-    """Language modelling whose recorded loss is the plain one, as labels may be smoothed."""
+    """Language modelling in which options that only decide halting may change."""
 
     model: LazyTransformerForCausalLM
-    data: DatasetConfig
-
-    def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
-        """Return the loss of the next segment of every stream."""
-        batches = self.batches[phase]
-        batch = batches[(step * self.train.accumulate + micro) % len(batches)]
-        device = self.model.device
-        targets = batch["labels"].to(device)
-        output = model(batch["input_ids"].to(device), targets=targets)
-        return BatchLoss(output.loss, output.plain_loss, targets.numel())
 
     def identity(self) -> dict[str, Any]:
         """Return what a run must share with the checkpoint that it continues from."""

@@ -99,13 +99,9 @@ class LazyTransition(nn.Module):
     ) -> TransitionOutput:
         """Return the new states, the gates and the tracked noise.
 
-        Args:
-            state: `[..., D]`.
-            *args: Passed to the block after the states.
-            noise: Noise that earlier dropout left in the states, to be removed from the gates; None
-                leaves the gates as they are.
-            keep_clean: Whether to return the new states without dropout too.
-            **kwargs: Passed to the block.
+        `noise` is what earlier dropout left in the states, to be removed from the gates; None
+        leaves the gates as they are. With `keep_clean`, the new states without dropout come too;
+        all other arguments are the block's.
         """
         update = self.block(state, *args, **kwargs)
         dropped = self.dropout(update)
@@ -182,14 +178,3 @@ def step_cka(states: Sequence[Tensor]) -> Tensor:
     grams = torch.stack([(x @ x.T).flatten() for x in samples])
     grams = grams / grams.norm(dim=1, keepdim=True).clamp(min=torch.finfo(grams.dtype).tiny)
     return (grams @ grams.T).clamp(0.0, 1.0)
-
-
-def linear_cka_ref(x: Tensor, y: Tensor) -> Tensor:
-    """Return the CKA of one token's two vectors by the literal formula, as a reference for tests.
-
-    `<K, L> / sqrt(<K, K> * <L, L>)` with `K = x x^T` and `L = y y^T` (arXiv 1905.00414, eq. 1 and
-    3, without centring).
-    """
-    gram_x, gram_y = torch.outer(x, x), torch.outer(y, y)
-    inner = (gram_x * gram_y).sum()
-    return inner / ((gram_x * gram_x).sum() * (gram_y * gram_y).sum()).sqrt()

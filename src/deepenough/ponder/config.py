@@ -26,6 +26,14 @@ from deepenough.training.config import TrainingConfig
 Exit = Literal["quantile", "sampled", "confidence", "patience", "fixed"]
 QUANTILE, CONFIDENCE = 0.5, 0.9
 """Thresholds of the exits of these names where none is given."""
+EXITS: dict[Exit, tuple[str, Any]] = {
+    "quantile": ("exit_threshold", QUANTILE),
+    "confidence": ("exit_threshold", CONFIDENCE),
+    "patience": ("exit_patience", 2),
+    "fixed": ("exit_pass", None),
+    "sampled": ("exit_seed", None),
+}
+"""The option of `PonderConfig` that is the setting of each exit, and what it is if not given."""
 
 
 @dataclass
@@ -95,16 +103,17 @@ class PonderConfig:
         return self.exit or usual[self.objective]
 
     @property
+    def exit_value(self) -> Any:
+        """The setting of the exit, the default resolved."""
+        option, usual = EXITS[self.exit_kind]
+        given = getattr(self, option)
+        return usual if given is None else given
+
+    @property
     def exit_setting(self) -> str:
         """The exit and its setting, as people read them."""
-        settings: dict[Exit, Any] = {
-            "quantile": self.exit_threshold or QUANTILE,
-            "confidence": self.exit_threshold or CONFIDENCE,
-            "patience": self.exit_patience,
-            "fixed": self.exit_pass or "all passes",
-            "sampled": "random",
-        }
-        return f"{self.exit_kind} at {settings[self.exit_kind]}"
+        shown = "random" if self.exit_kind == "sampled" else self.exit_value or "all passes"
+        return f"{self.exit_kind} at {shown}"
 
     def check(self) -> None:
         """Refuse exits that need halting probabilities nobody trains."""
@@ -124,9 +133,7 @@ class PonderConfig:
     def check_depth(self, depth: int, shared: bool) -> int:
         """Check all settings for an encoder of `depth` layers; return the number of passes.
 
-        Args:
-            depth: Layers that the encoder applies.
-            shared: Whether they are one layer, which can be applied any number of times.
+        `shared` says that they are one layer, which can be applied any number of times.
         """
         validate(self)
         num_passes = depth if self.num_passes is None else self.num_passes
@@ -220,24 +227,18 @@ class ExitConfig:
     seed: int | None = None
     """Seed of the sampled exit."""
 
-    READERS: ClassVar[dict[str, tuple[str, tuple[Exit, ...]]]] = {
-        "threshold": ("exit_threshold", ("quantile", "confidence")),
-        "patience": ("exit_patience", ("patience",)),
-        "passes": ("exit_pass", ("fixed",)),
-        "seed": ("exit_seed", ("sampled",)),
-    }
-    """The option of `PonderConfig` that each replaces, and the exits that read it."""
-
     def applied_to(self, trained: PonderConfig) -> PonderConfig:
         """Return a model's options with the exit asked for here in the place of its own."""
         kind = self.exit or trained.exit_kind
         changes: dict[str, Any] = {"exit": kind}
         if kind != trained.exit_kind:  # a threshold chosen for another exit says nothing of this
             changes["exit_threshold"] = None
-        for name, (option, readers) in self.READERS.items():
+        for name in ("threshold", "patience", "passes", "seed"):
+            option = "exit_pass" if name == "passes" else f"exit_{name}"
             if getattr(self, name) is None:
                 continue
-            if kind not in readers:
+            if option != EXITS[kind][0]:
+                readers = [each for each, (read, _) in EXITS.items() if read == option]
                 raise UserError(
                     f"exit.{name} is an option of the {' or '.join(readers)} exit, not of {kind}: "
                     f"leave it out, or give --exit.exit {readers[0]}."
@@ -287,6 +288,8 @@ SOURCE_NAMES = {"target_halt_probability": "halting_target"}
 """What PonderALBERT's source calls options that have another name here."""
 DEPTH = "num_hidden_layers"
 LABEL_ARGUMENTS = ("num_labels", "id2label", "label2id", "problem_type")
+ARGUMENTS = {*OPTIONS, *SOURCE_NAMES, *LABEL_ARGUMENTS, "classifier_dropout"}
+"""What a pondering model is made with besides an encoder."""
 
 
 class PonderAlbertConfig(AlbertConfig):
@@ -390,21 +393,17 @@ def pondering_config(
 ) -> PonderAlbertConfig | PonderEncoderConfig:
     """Return a checked config of the wanted class; that of a plain encoder becomes one.
 
-    Checked before a model is made, since transformers may have changed it.
-
-    Args:
-        config: Of a pondering model, or of the encoder that is to ponder.
-        wanted: `PonderAlbertConfig` or `PonderEncoderConfig`.
-        options: Of `PonderConfig`, in the place of the config's own.
+    Checked before a model is made, since transformers may have changed it. `options` are those of
+    `PonderConfig`, in the place of the config's own.
     """
-    known = {*OPTIONS, *SOURCE_NAMES, *LABEL_ARGUMENTS, "classifier_dropout"}
-    if unknown := sorted(options.keys() - known):
-        raise UserError(f"A pondering model has no option {unknown[0]!r}: it has {sorted(known)}.")
+    if unknown := sorted(options.keys() - ARGUMENTS):
+        known = sorted(ARGUMENTS)
+        raise UserError(f"A pondering model has no option {unknown[0]!r}: it has {known}.")
     made: Any = config
     if not isinstance(config, wanted):
         if wanted is PonderEncoderConfig:
-            kept = {name: getattr(config, name) for name in ("id2label", "label2id")}
-            kept |= {"problem_type": config.problem_type}
+            names = ("id2label", "label2id", "problem_type")
+            kept = {name: getattr(config, name) for name in names}
             made = wanted(encoder=config, **kept | options)
         elif config.model_type == "albert":
             values = config.to_dict()
@@ -434,8 +433,8 @@ def pondering_config(
 
 def problem_of(config: PreTrainedConfig) -> ProblemType:
     """Return what a model's outputs are; a single one is a value where nothing else is said."""
-    problem: Any = config.problem_type or (REGRESSION if config.num_labels == 1 else SINGLE_LABEL)
-    return problem  # type: ignore[no-any-return]
+    problem: ProblemType | None = config.problem_type
+    return problem or (REGRESSION if config.num_labels == 1 else SINGLE_LABEL)
 
 
 def options_of(config: PonderAlbertConfig | PonderEncoderConfig) -> PonderConfig:
@@ -452,8 +451,7 @@ def _take_options(kwargs: dict[str, Any]) -> PonderConfig:
 
 def _set_options(config: Any, options: PonderConfig, shared: bool) -> None:
     options.num_passes = options.check_depth(_depth(config), shared)
-    for name in OPTIONS:
-        setattr(config, name, getattr(options, name))
+    vars(config).update(vars(options))
 
 
 def _depth(config: Any) -> int:

@@ -13,7 +13,7 @@ Shapes: B examples, N passes, C labels.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from deepenough.measurement import (
     share_interval,
 )
 from deepenough.ponder.config import (
+    EXITS,
     ExitConfig,
     PonderConfig,
     PonderEvalConfig,
@@ -53,20 +54,12 @@ from deepenough.ponder.config import (
     options_of,
 )
 from deepenough.ponder.figures import EXIT, PASSES
-from deepenough.ponder.halting import (
-    ConfidenceExit,
-    FixedExit,
-    HaltingPolicy,
-    PatienceExit,
-    QuantileExit,
-    answer_loss,
-    decide,
-    make_policy,
-)
+from deepenough.ponder.halting import POLICIES, HaltingPolicy, answer_loss, decide, make_policy
 from deepenough.ponder.inference import PonderOutput, Prediction, Text, replay, select_pass
 from deepenough.ponder.modeling import PonderClassifier
 from deepenough.runs import Record, RunFolder, model_folder, read_records, replace_records
 from deepenough.trace import DepthTrace
+from deepenough.training.distributed import place_among
 from deepenough.training.logging import without_bars
 
 THRESHOLDS: tuple[float, ...] = tuple(round(0.05 * step, 2) for step in range(1, 21))
@@ -104,8 +97,7 @@ class AllPasses:
 
     def passes(self, policy: HaltingPolicy) -> Tensor:
         """Return the pass at which each example stops, `[B]`."""
-        halts = self.halt_logits
-        return replay(policy, self.step_logits, halts, problem=self.problem)
+        return replay(policy, self.step_logits, self.halt_logits, problem=self.problem)
 
 
 @torch.no_grad()
@@ -116,7 +108,7 @@ def all_passes(
     metrics: tuple[str, ...] | None = None,
 ) -> AllPasses:
     """Run all examples at full depth, each process its share of the batches."""
-    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    rank, world = place_among(accelerator)
     shape = model.num_passes, len(examples), model.num_labels
     step_logits = torch.zeros(shape, device=model.device)
     halt_logits = torch.zeros(len(examples), model.num_passes - 1, device=model.device)
@@ -199,16 +191,17 @@ def sweep(
     confidences: Sequence[float] = CONFIDENCES,
 ) -> list[dict[str, Any]]:
     """Return the quality of every threshold, confidence, patience and fixed exit."""
-    policies: list[tuple[str, float, HaltingPolicy]] = []
+    grid: dict[str, Sequence[float]] = {}
     if answers.halt_logits is not None:
-        policies += [("quantile", value, QuantileExit(value)) for value in thresholds]
+        grid["quantile"] = thresholds
     if answers.problem != REGRESSION:
-        policies += [("confidence", value, ConfidenceExit(value)) for value in confidences]
-    policies += [("patience", n, PatienceExit(n)) for n in range(1, answers.num_passes)]
-    policies += [("fixed", n, FixedExit(n)) for n in range(1, answers.num_passes + 1)]
+        grid["confidence"] = confidences
+    grid["patience"] = range(1, answers.num_passes)
+    grid["fixed"] = range(1, answers.num_passes + 1)
     return [
-        {"policy": name, "setting": setting} | quality(answers, policy)
-        for name, setting, policy in policies
+        {"policy": name, "setting": setting} | quality(answers, POLICIES[name](setting))
+        for name, settings in grid.items()
+        for setting in settings
     ]
 
 
@@ -240,13 +233,10 @@ def choose_exit(answers: AllPasses, options: PonderConfig) -> tuple[PonderConfig
 
     # At a tie the most cautious setting.
     best = max(points, key=lambda p: (score(p), -p["passes"], p["setting"]))
-    names = {"patience": "exit_patience", "fixed": "exit_pass"}
-    chosen = {names.get(best["policy"], "exit_threshold"): best["setting"]}
-    metric = " and ".join(answers.metrics)
-    reason = why.format(
-        passes=best["passes"], all=answers.num_passes, metric=metric, best=score(best)
-    )
-    reason = f"{reason} on {len(answers.labels)} validation examples"
+    chosen = {EXITS[best["policy"]][0]: best["setting"]}
+    told = {"all": answers.num_passes, "metric": " and ".join(answers.metrics)}
+    reason = why.format(passes=best["passes"], best=score(best), **told)
+    reason += f" on {len(answers.labels)} validation examples"
     return replace(options, exit=best["policy"], exit_budget=None, **chosen), reason
 
 
@@ -389,12 +379,12 @@ def records(
 # -- comparison ------------------------------------------------------------------------------------
 
 COMPARED_EXAMPLES, COMPARED_BATCH = 512, 32
-POLICIES: dict[str, tuple[Callable[[Any], HaltingPolicy], str]] = {
-    "threshold": (QuantileExit, "--exit.exit quantile --exit.threshold {value:g}"),
-    "confidence": (ConfidenceExit, "--exit.exit confidence --exit.threshold {value:g}"),
-    "passes": (FixedExit, "--exit.exit fixed --exit.passes {value}"),
+COMPARED_EXITS = {
+    "threshold": ("quantile", "--exit.threshold {value:g}"),
+    "confidence": ("confidence", "--exit.threshold {value:g}"),
+    "passes": ("fixed", "--exit.passes {value}"),
 }
-"""Policies of operating points, and how `ponder eval` is told the same."""
+"""Exits of operating points, and how `ponder eval` is told their setting."""
 
 
 class PonderCandidate:
@@ -443,10 +433,15 @@ class PonderCandidate:
         usual_sure = [0.99, 0.9] if self.model.problem != REGRESSION else []
         values = usual_sure if grid.confidence is None else grid.confidence
         found += [OperatingPoint(f"sure {v:g}", {"confidence": v}, "confidence") for v in values]
+        command = f"deepenough ponder eval {shlex.quote(self.path)}{self.where}"
+        points = []
         for point in found:
             _policy(point)  # refused before the first is measured
-        run = f"{shlex.quote(self.path)}{self.where}"
-        return [replace(point, command=_command(run, point)) for point in found]
+            ((kind, value),) = point.settings.items()
+            exit, setting = COMPARED_EXITS[kind]
+            options = f"--exit.exit {exit} {setting.format(value=value)}"
+            points.append(replace(point, command=f"{command} {options}"))
+        return points
 
     @torch.inference_mode()
     def run(self, point: OperatingPoint) -> list[PonderOutput]:
@@ -459,23 +454,14 @@ class PonderCandidate:
         logits = [output.logits for output in answers if output.logits is not None]
         given = decide(torch.cat(logits), self.model.problem)
         trace = DepthTrace.join([output.trace for output in answers if output.trace is not None])
-        return Scores(
-            quality=score_interval(self.metric, given.cpu(), self.labels.cpu()),
-            units=len(given),
-            layers=trace.mean_blocks,
-            flops=trace.total_flops,
-        )
+        score = score_interval(self.metric, given.cpu(), self.labels.cpu())
+        return Scores(score, len(given), trace.mean_blocks, trace.total_flops)
 
 
 open_candidate = PonderCandidate
 """Opens a finished run as `deepenough compare` measures it."""
 
 
-def _command(run: str, point: OperatingPoint) -> str:
-    ((kind, value),) = point.settings.items()
-    return f"deepenough ponder eval {run} {POLICIES[kind][1].format(value=value)}"
-
-
 def _policy(point: OperatingPoint) -> HaltingPolicy:
     ((kind, value),) = point.settings.items()
-    return POLICIES[kind][0](value)
+    return POLICIES[COMPARED_EXITS[kind][0]](value)

@@ -139,9 +139,8 @@ def frontier_figure(run: Run) -> FigureSpec | None:
         caption += f" Settings below {low:.0%} {metric} are not shown."
     y = Axis(metric, percent=True, low=low - 0.004, high=top + 0.006)
     chart = Chart(Axis("mean passes", whole=True), y, lines)
-    return _figure(
-        run, "ponder_frontier", f"{metric.capitalize()} against mean passes", caption, [chart]
-    )
+    title = f"{metric.capitalize()} against mean passes"
+    return _figure(run, "ponder_frontier", title, caption, [chart])
 
 
 def passes_figure(run: Run) -> FigureSpec | None:
@@ -188,14 +187,9 @@ def parity_figure(run: Run) -> FigureSpec | None:
         low, high = beyond[0].lowest - 0.5, beyond[-1].highest + 0.5
         spans.append(Span(low, high, "harder than in training"))
     x = Axis("entries that are not zero", low=bands[0].lowest - 0.5, high=bands[-1].highest + 0.5)
-    accuracy = Chart(
-        x,
-        Axis("accuracy", percent=True, low=0.44, high=1.02),
-        [Line(name, middles, [band.accuracy for band in bands])],
-        rules=[Rule(CHANCE, "chance")],
-        spans=spans,
-        title="accuracy",
-    )
+    y, chance = Axis("accuracy", percent=True, low=0.44, high=1.02), [Rule(CHANCE, "chance")]
+    lines = [Line(name, middles, [band.accuracy for band in bands])]
+    accuracy = Chart(x, y, lines, rules=chance, spans=spans, title="accuracy")
     lines = [Line(name, middles, [band.passes for band in bands])]
     passes = Chart(x, Axis("passes", low=0.0), lines, spans=spans, title="passes")
     caption = "Measured on vectors that were not trained on; the more entries are not zero, the "
@@ -210,17 +204,12 @@ def _figure(
     """Return a figure of these panels, None without any."""
     if not panels:
         return None
-    command = f"deepenough ponder eval {shlex.quote(run.path)}"
-    if name == "parity":
-        command = training_command(run)
+    measured = f"deepenough ponder eval {shlex.quote(run.path)}"
+    command = training_command(run) if name == "parity" else measured
     return FigureSpec(name, title, caption, panels, run.name, command, **layout)
 
 
-FIGURES: tuple[FigureBuilder, ...] = (
-    frontier_figure,
-    passes_figure,
-    parity_figure,
-)
+FIGURES: tuple[FigureBuilder, ...] = (frontier_figure, passes_figure, parity_figure)
 
 
 def training_command(run: Run) -> str:

@@ -23,9 +23,6 @@ all weight on the last pass, or weights growing with the pass (PABEE, arXiv 2006
 what it must remember of an example is a row of a tensor: in whatever batch an example runs, it
 halts at the same pass.
 
-Functions ending in `_ref` are the equations as plain loops over one example; tests compare with
-them.
-
 Shapes: B examples, R of them still running, N passes, D width, C labels, K numbers remembered.
 """
 
@@ -72,17 +69,12 @@ class HaltingHead(nn.Module):
     def __init__(self, kind: str, width: int) -> None:
         super().__init__()
         self.kind = kind
-        if kind in ("previous", "answer"):
-            self.hidden: nn.Module = nn.Sequential(
-                nn.Linear(2 * width, HALTING_WIDTH),
-                nn.Tanh(),
-                nn.Linear(HALTING_WIDTH, HALTING_WIDTH),
-                nn.Tanh(),
-            )
-            self.out = nn.Linear(HALTING_WIDTH, 1, bias=False)
-        else:
-            self.hidden = nn.Identity()
-            self.out = nn.Linear(width, 1, bias=False)
+        self.hidden: nn.Module = nn.Identity()
+        if kind != "second_cls":
+            sizes = (2 * width, HALTING_WIDTH), (HALTING_WIDTH, HALTING_WIDTH)
+            first, second = (nn.Linear(*size) for size in sizes)
+            self.hidden, width = nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), HALTING_WIDTH
+        self.out = nn.Linear(width, 1, bias=False)
         self.bias = nn.Parameter(torch.zeros(()))  # starts at the prior's halting probability
         self.lead = nn.Parameter(torch.zeros(())) if kind == "answer" else None
 
@@ -136,25 +128,6 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     little mass, and pays nothing for passes it never uses.
     """
     return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def halting_ref(lambdas: Sequence[float]) -> list[float]:
-    """Return `p_n` of one example; the last `lambda` is not used."""
-    result, left = [], 1.0
-    for halt in lambdas[:-1]:
-        result.append(left * halt)
-        left *= 1.0 - halt
-    return [*result, left]
-
-
-def geometric_ref(target: float, num_passes: int) -> list[float]:
-    """Return the geometric prior, whose `lambda` is the same at every pass."""
-    return halting_ref([target] * num_passes)
-
-
-def kl_ref(p: Sequence[float], q: Sequence[float]) -> float:
-    """Return `KL(p || q)`, with `0 log 0 = 0`."""
-    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
 
 
 # -- the loss --------------------------------------------------------------------------------------
@@ -305,23 +278,6 @@ class PonderClassificationLoss:
         return {"total_loss": loss.total, **terms}
 
 
-def ponder_loss_ref(
-    step_logits_NBC: Tensor, lambdas_BN: Tensor, labels: Tensor, target: float, beta: float
-) -> tuple[float, float, float]:
-    """Return total, task and divergence, one example and one pass at a time."""
-    step_logits_NBC, lambdas_BN = step_logits_NBC.detach(), lambdas_BN.detach()
-    num_passes, num_examples, _ = step_logits_NBC.shape
-    task = divergence = 0.0
-    for example in range(num_examples):
-        p = halting_ref(lambdas_BN[example].tolist())
-        for n in range(num_passes):
-            log_probabilities = step_logits_NBC[n, example].log_softmax(-1)
-            task -= p[n] * float(log_probabilities[labels[example]])
-        divergence += kl_ref(p, geometric_ref(target, num_passes))
-    task, divergence = task / num_examples, divergence / num_examples
-    return task + beta * divergence, task, divergence
-
-
 # -- policies --------------------------------------------------------------------------------------
 
 
@@ -455,16 +411,19 @@ class FixedExit(HaltingPolicy):
         return torch.full_like(view.logits[:, 0], halts, dtype=torch.bool), memory
 
 
+POLICIES: dict[str, Callable[[Any], HaltingPolicy]] = {
+    "quantile": QuantileExit,
+    "confidence": ConfidenceExit,
+    "patience": PatienceExit,
+    "fixed": FixedExit,
+    "sampled": SampledExit,
+}
+"""Policies by the names of exits; each takes the exit's setting."""
+
+
 def make_policy(config: PonderConfig) -> HaltingPolicy:
     """Return the policy of the exit that a config names or has by default, with its options."""
-    policies: dict[str, Callable[[], HaltingPolicy]] = {
-        "quantile": lambda: QuantileExit(config.exit_threshold or QUANTILE),
-        "sampled": lambda: SampledExit(config.exit_seed),
-        "confidence": lambda: ConfidenceExit(config.exit_threshold or CONFIDENCE),
-        "patience": lambda: PatienceExit(config.exit_patience),
-        "fixed": lambda: FixedExit(config.exit_pass),
-    }
-    return policies[config.exit_kind]()
+    return POLICIES[config.exit_kind](config.exit_value)
 
 
 def check_threshold(threshold: float) -> None:

@@ -2,7 +2,7 @@
 
 `run_batch`: after every pass the policy says who halts. Their answers are kept, their rows dropped,
 and columns that were padding for everyone left are cut off. So the time of a batch follows the sum
-of its passes, not the slowest example. `run_batch_ref` does the same one example at a time.
+of its passes, not the slowest example.
 
 `predict`: from texts to labels, batch after batch of similar length. Filling the rows of halted
 examples with the next texts at once was measured too, and gained nothing on a CPU.
@@ -28,13 +28,7 @@ from deepenough.data.classification import EncodedExamples, Example
 from deepenough.data.config import REGRESSION, SINGLE_LABEL
 from deepenough.data.tokenizer import check_text
 from deepenough.errors import UserError
-from deepenough.ponder.halting import (
-    HaltingPolicy,
-    StepView,
-    confidence,
-    decide,
-    log_survival,
-)
+from deepenough.ponder.halting import HaltingPolicy, StepView, confidence, decide, log_survival
 from deepenough.trace import DepthTrace
 
 if TYPE_CHECKING:
@@ -183,23 +177,6 @@ def run_batch(
     )
 
 
-def run_batch_ref(
-    model: PonderClassifier, inputs: Inputs, policy: HaltingPolicy, example_ids: Tensor
-) -> PonderOutput:
-    """Run the same one example at a time: nobody ever leaves a batch."""
-    outputs = []
-    for row in range(len(example_ids)):
-        own = {name: tensor[row, None] for name, tensor in inputs.items()}
-        outputs.append(run_batch(model, own, policy, example_ids[row, None]))
-    joined: dict[str, Any] = {
-        name: torch.cat([output[name] for output in outputs])
-        for name in ("logits", "passes", "halting")
-        if outputs[0][name] is not None
-    }
-    traces = [output.trace for output in outputs if output.trace is not None]
-    return PonderOutput(**joined, trace=DepthTrace.join(traces))
-
-
 def replay(
     policy: HaltingPolicy,
     step_logits_NBC: Tensor,
@@ -257,16 +234,10 @@ def predict(
     batch_size: int = 32,
     max_length: int | None = None,
 ) -> Iterator[Prediction]:
-    """Yield answers in the order of the texts, which may be endless.
+    """Yield answers in the order of the texts, which may be endless; some batches are read ahead.
 
-    Args:
-        model: A classifier in evaluation mode.
-        texts: Texts, or pairs of texts.
-        tokenizer: The one that the model was trained with.
-        policy: Replaces the exit of the model's config.
-        batch_size: Texts in one batch; some batches are read ahead.
-        max_length: Tokens at which texts are cut; by default a text that is longer than the model
-            takes is refused.
+    `policy` replaces the exit of the model's config. Texts are cut at `max_length` tokens; by
+    default a text that is longer than the model takes is refused.
     """
     if batch_size < 1:
         raise UserError(f"batch_size must be at least 1: got {batch_size}.")

@@ -48,10 +48,8 @@ from deepenough.hf.intercept import LayerStack, eval_mode
 from deepenough.hf.layouts import LAYOUTS, register
 from deepenough.hf.loading import from_pretrained
 from deepenough.ponder.config import (
+    ARGUMENTS,
     ENCODERS,
-    LABEL_ARGUMENTS,
-    OPTIONS,
-    SOURCE_NAMES,
     PonderAlbertConfig,
     PonderEncoderConfig,
     check_encoder,
@@ -99,14 +97,8 @@ def linear_flops(module: nn.Module) -> int:
 
 def classifier_head(width: int, num_labels: int, dropout: float) -> nn.Module:
     """Return the classification head of BERT with its pooler, from `[R, D]` to logits `[R, C]`."""
-    return nn.Sequential(
-        OrderedDict(
-            dense=nn.Linear(width, width),
-            tanh=nn.Tanh(),
-            dropout=nn.Dropout(dropout),
-            out=nn.Linear(width, num_labels),
-        )
-    )
+    pooler = {"dense": nn.Linear(width, width), "tanh": nn.Tanh(), "dropout": nn.Dropout(dropout)}
+    return nn.Sequential(OrderedDict(pooler, out=nn.Linear(width, num_labels)))
 
 
 class PonderClassifier(SealedPreTrainedModel):
@@ -122,12 +114,9 @@ class PonderClassifier(SealedPreTrainedModel):
     accepts_loss_kwargs = False  # the loss is a mean, which a trainer divides when it accumulates
 
     def __init__(self, config: PreTrainedConfig, tokenizer: Any = None, **options: Any) -> None:
-        """Make a model with new weights.
+        """Make a model with new weights; arguments as for `pondering_config`.
 
-        Args:
-            config: Of a pondering model, or of the encoder that is to ponder.
-            tokenizer: For calls with texts; by default that of the checkpoint.
-            options: Of `PonderConfig`, in the place of the config's own.
+        The tokenizer is for calls with texts, by default that of the checkpoint.
         """
         config = pondering_config(config, self.config_class, options)
         super().__init__(config)
@@ -369,19 +358,14 @@ class PonderClassifier(SealedPreTrainedModel):
     def max_length(self) -> int | None:
         """The longest text in tokens, those that the tokenizer adds included."""
         limit = self.adapter.max_length
-        own = self.config.halting_head == "second_cls"
-        return None if limit is None else limit - own
+        return None if limit is None else limit - (self.config.halting_head == "second_cls")
 
     def exit_policy(self) -> HaltingPolicy:
         """Return the policy that the config asks for."""
         return make_policy(options_of(self.config))
 
     def _run_all(
-        self,
-        inputs: Inputs,
-        labels: Tensor | None,
-        policy: HaltingPolicy,
-        example_ids: Tensor,
+        self, inputs: Inputs, labels: Tensor | None, policy: HaltingPolicy, example_ids: Tensor
     ) -> PonderOutput:
         """Make every pass; return the answers of all, and where the policy would have stopped."""
         calls = self.stack.begin(**inputs)
@@ -548,8 +532,7 @@ class PonderEncoderForSequenceClassification(PonderClassifier):
         if isinstance(config, PonderEncoderConfig):
             return super().from_pretrained(name, *args, **kwargs)
         check_encoder(config)
-        own = (*OPTIONS, *SOURCE_NAMES, *LABEL_ARGUMENTS, "classifier_dropout")
-        options = {key: kwargs.pop(key) for key in own if key in kwargs}
+        options = {key: kwargs.pop(key) for key in ARGUMENTS & kwargs.keys()}
         labels = {"id2label": config.id2label, "label2id": config.label2id}
         encoder = AutoModel.from_pretrained(name, *args, **kwargs)
         return cls.from_encoder(encoder, **labels | options).eval()

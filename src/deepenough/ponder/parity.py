@@ -22,7 +22,6 @@ Shapes: B inputs, D entries, N passes, H width, C labels.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -169,15 +168,6 @@ def parity_batch(
     signs = torch.randint(0, 2, (num, size), generator=generator) * 2 - 1
     vectors = torch.where(ranks < nonzero, signs, 0)
     return vectors.float(), (vectors == 1).sum(1) % 2
-
-
-def parity_ref(vector: Sequence[float]) -> int:
-    """Return the label of one vector, straight from its definition."""
-    label = 0
-    for entry in vector:
-        if entry == 1:
-            label = 1 - label
-    return label
 
 
 # -- network ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from deepenough.config import validate
 from deepenough.data.batches import LengthBatches
@@ -50,12 +50,7 @@ logger = logging.getLogger("deepenough")
 
 
 def train(config: PonderTrainConfig, texts: LabelledTexts | None = None) -> RunFolder:
-    """Train a classifier and return its run folder.
-
-    Args:
-        config: All settings.
-        texts: Examples to train on in the place of `config.data`.
-    """
+    """Train a classifier and return its run folder; `texts` stand in the place of `config.data`."""
     validate(config)
     accelerator = make_accelerator(config.train)
     check_folder(config, accelerator)
@@ -90,13 +85,11 @@ class ClassificationTask(Task):
         metrics: Sequence[str],
     ) -> None:
         self.model, self.tokenizer, self.examples = model, tokenizer, examples
-        self.metrics = tuple(metrics)
-        self.accelerator = accelerator
+        self.config, self.metrics, self.accelerator = config, tuple(metrics), accelerator
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.batches = LengthBatches(
             examples["train"].lengths, config.dataset.batch_size, config.train.seed
         )
-        self.config = config
         if config.ponder.exit_budget is not None and not len(examples.get("valid", ())):
             raise UserError(
                 "ponder.exit_budget chooses the exit on validation examples, and there are none: "
@@ -152,10 +145,9 @@ class ClassificationTask(Task):
     def choose_exit(self) -> None:
         """Give the trained model the exit that is best on validation examples, if none is named."""
         config, examples = self.model.config, self.examples.get("valid")
-        options, usual = options_of(config), PonderConfig()
-        named = [name for name in OPTIONS if name.startswith("exit")]
-        is_open = all(getattr(options, name) == getattr(usual, name) for name in named)
-        is_open = is_open or options.exit_budget is not None
+        options, usual = options_of(config), vars(PonderConfig())
+        is_usual = (value == usual[name] for name, value in vars(options).items() if "exit" in name)
+        is_open = options.exit_budget is not None or all(is_usual)
         if is_open and examples is not None and len(examples):
             answers = all_passes(self.model, examples, metrics=self.metrics)
             options, reason = choose_exit(answers, options)
@@ -207,7 +199,14 @@ def make_classifier(
     }
     base: Any
     if encoder.encoder.endswith(".json"):
-        config, tokenizer = _read_config(encoder.encoder), None
+        path, tokenizer = Path(encoder.encoder).expanduser(), None
+        if not path.is_file():
+            raise UserError(
+                f"There is no config file {encoder.encoder}: give one that AutoConfig reads."
+            )
+        config = from_pretrained(
+            AutoConfig, str(path), "config", encoder.encoder, trust_remote_code=None
+        )
         base = None if config.model_type == ALBERT else AutoModel.from_config(config)
     else:
         base, tokenizer = load(
@@ -237,16 +236,6 @@ def make_classifier(
             if isinstance(part, nn.Dropout):
                 part.p = encoder.dropout
     return model, tokenizer
-
-
-def _read_config(name: str) -> PreTrainedConfig:
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise UserError(f"There is no config file {name}: give one that AutoConfig reads.")
-    config: PreTrainedConfig = from_pretrained(
-        AutoConfig, str(path), "config", name, trust_remote_code=None
-    )
-    return config
 
 
 def _load_tokenizer(name: str, model_type: str) -> Any:
