@@ -37,13 +37,9 @@ COSTS = ("layers", "flops", "milliseconds")
 def compare(runs: Sequence[str | os.PathLike[str]], **options: Any) -> dict[str, Any]:
     """Measure finished runs of one task at several operating points, under one protocol.
 
-    Args:
-        runs: Their folders.
-        options: Those of `deepenough compare`, such as `out`, `rounds`, `data` or `limit`.
-
-    Returns:
-        What `frontier.json` in the folder `out` holds: the task, the protocol, and every point
-        with quality, layers, FLOPs and milliseconds.
+    Options are those of `deepenough compare`, such as `out`, `rounds`, `data` or `limit`. Returned
+    is what `frontier.json` in the folder `out` holds: the task, the protocol, and every point with
+    quality, layers, FLOPs and milliseconds.
     """
     overrides = {"runs": [os.fspath(run) for run in runs], **options}
     return run_comparison(resolve(CompareConfig, overrides=overrides))

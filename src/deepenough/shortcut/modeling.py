@@ -137,26 +137,11 @@ class Shortcuts:
     ) -> Shortcuts:
         """Run the model over texts and fit the maps in one pass.
 
-        Under `torchrun` the processes share the batches, and all of them get the same maps.
-
-        Args:
-            model: A Hugging Face model.
-            tokenizer: Its tokenizer.
-            texts: Strings.
-            positions: Whether every token of a text counts, or one drawn at random.
-            targets: Map every layer to every later one ("all"), or to the last only ("last").
-            affine: Whether maps have biases.
-            ridge: Penalty: this times the squared entries of a map is added to the squared errors
-                summed over all tokens (scikit-learn's alpha).
-            seed: Seed of the random positions.
-            resume: A folder where the sums are saved every `save_every` seconds and at the end, and
-                from which the fit goes on if they are there already.
-            save_every: Seconds.
-            progress: Called with the number of texts read, and of all texts or None.
-            batch_tokens: Most tokens in a batch, padding included.
-            window: Longest stretch of text that is run at once; by default what the model allows,
-                up to 1024 tokens.
-            submodules: Also fit the parts inside the blocks, in the same pass.
+        Under `torchrun` the processes share the batches, and all of them get the same maps. The
+        options of the same names in `MapsConfig` say what is fitted, on batches of `batch_tokens`
+        at most, padding included; `seed` draws the random positions. In the folder `resume` the
+        sums are saved every `save_every` seconds and at the end, and from there a fit goes on.
+        `progress` is called with the number of texts read, and of all texts or None.
         """
         began = time.perf_counter()
         adapter = model if isinstance(model, Adapter) else adapt(model)
@@ -203,15 +188,9 @@ class Shortcuts:
         count, cka = statistics.count, statistics.cka()
         maps, biases, dependent = statistics.solve(affine, ridge, dtype)
         meta["fit"] |= {"positions": count, "dependent": dependent}
-        return cls(
-            statistics.num_layers,
-            statistics.width,
-            maps,
-            biases,
-            targets=statistics.targets,
-            cka=cka,
-            meta=meta,
-        )
+        layers, width = statistics.num_layers, statistics.width
+        about: dict[str, Any] = {"targets": statistics.targets, "cka": cka, "meta": meta}
+        return cls(layers, width, maps, biases, **about)
 
     # -- use ---------------------------------------------------------------------------------
 
@@ -234,17 +213,10 @@ class Shortcuts:
         return self.biases.get((i, j))
 
     def apply(self, hidden: Tensor, i: int, j: int, mode: str | None = None) -> Tensor:
-        """Take states `[..., d]` of layer `i` to layer `j`.
+        """Take states `[..., d]` of layer `i` to layer `j`, with their own dtype and device.
 
-        Args:
-            hidden: The states.
-            i: The layer they are of.
-            j: The layer they are taken to.
-            mode: None for the maps as they were fitted, "id" for none, "tuned" for those whose
-                predictions were trained.
-
-        Returns:
-            States with the dtype and the device of `hidden`.
+        The mode is None for the maps as they were fitted, "id" for none, "tuned" for those whose
+        predictions were trained.
         """
         if mode == "id" or i == j:
             return hidden
@@ -328,11 +300,9 @@ class Shortcuts:
     def from_pretrained(
         cls, name: str | os.PathLike[str], revision: str | None = None
     ) -> Shortcuts:
-        """Read shortcuts from a folder or from the hub; safetensors and JSON only.
+        """Read what `save_pretrained` wrote, safetensors and JSON only, from a folder or the hub.
 
-        Args:
-            name: A folder that `save_pretrained` wrote, or the name of such a folder on the hub.
-            revision: Branch, tag or commit on the hub.
+        There, `revision` is a branch, tag or commit.
         """
         folder = _find_folder(name, revision)
         if not (folder / INDEX).is_file():

@@ -145,11 +145,7 @@ def batches(
 ) -> Iterator[TokenBatch]:
     """Yield all batches, in an order that depends on the texts and on nothing else.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        texts: Strings.
-        reading: Which positions are wanted, and how large windows and batches are.
-        tally: Counts the texts while they are read.
+    `tally` counts the texts while they are read.
     """
     if isinstance(texts, str):
         raise UserError("The texts are a single string: give a list of texts.")

@@ -252,10 +252,7 @@ class Replacement:
         mask_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the last state `[B, T, D]` of texts from their inputs of block `layer`."""
-        with (
-            self.replaced(kind, layer),
-            start_at(self.counter, self.forms, layer, hidden_BTD),
-        ):
+        with self.replaced(kind, layer), start_at(self.counter, self.forms, layer, hidden_BTD):
             return self.adapter.states(ids_BT, attention_mask=mask_BT)[-1]
 
     def _forwards(self, chain: Chain, maps: dict[int, AffineMap]) -> dict[nn.Module, Forward]:

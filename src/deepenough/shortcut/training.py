@@ -71,15 +71,10 @@ def tune(
 ) -> Shortcuts:
     """Return the same shortcuts with tuned maps to the last layer, `tuned[i] = (A, b)`.
 
-    Args:
-        shortcuts: Closed-form maps to start from.
-        model: The model they were fitted for, with a language-model head.
-        tokenizer: Its tokenizer.
-        texts: Strings to tune on.
-        config: Options of tuning and training, and the folder for records, checkpoints and, as
-            `model`, the result. Without a folder, nothing is left on disk.
-        changes: Fields of `TuneConfig` (batch, top_tokens, layers ...), of `TrainingConfig` (steps,
-            lr, seed ...) and of `RunConfig` (out, resume, overwrite) that differ from `config`.
+    `config` also names the folder for records, checkpoints and, as `model`, the result; without a
+    folder, nothing is left on disk. `changes` are fields of `TuneConfig` (batch, top_tokens, layers
+    ...), of `TrainingConfig` (steps, lr, seed ...) and of `RunConfig` (out, resume, overwrite) that
+    differ from `config`.
     """
     config = _merge(config or TuneTrainingConfig(), changes)
     if not config.out:
@@ -294,16 +289,9 @@ class TuningStates:
     ) -> None:
         """Read texts and hold a part of them out.
 
-        Args:
-            adapter: The model.
-            tokenizer: Its tokenizer.
-            texts: Strings.
-            layers: Layers whose states are wanted.
-            batch: Positions in a step, and most tokens in a batch of text.
-            seed: Seed of samples and of the order of positions.
-            share: `(k, n)`: of `n` processes, number `k` keeps every `n`-th batch of the text. All
-                of them make the batches of one process, from which each takes what it keeps.
-            window: Longest stretch of text that is run at once.
+        `batch` is the number of positions in a step, and of most tokens in a batch of text. With a
+        share `(k, n)`, process `k` of `n` keeps every `n`-th batch of the text: all of them make
+        the batches of one process, from which each takes what it keeps.
         """
         self.adapter, self.layers, self.tally = adapter, list(layers), Tally()
         how = make_reading(adapter, "all", seed, batch_tokens=batch, window=window)

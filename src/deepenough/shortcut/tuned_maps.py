@@ -115,12 +115,7 @@ def divergences(
     """Return `KL(p || q)` of every layer, the mean over positions.
 
     Gradients by the states are found on the way, so that the logits of one layer exist at a time.
-
-    Args:
-        mapped_LND: States as of the last layer, one set for each layer.
-        logits: From states to logits.
-        log_p_NV: The target, log-probabilities.
-        log_weight_V: Added to the logits; `log_p_NV` has it already.
+    `log_weight_V` is added to them; the target `log_p_NV` has it already.
     """
     values = []
     for mapped_ND in mapped_LND:
