@@ -184,16 +184,15 @@ def frontier_figure(found: Comparison) -> FigureSpec:
         f"95 %{', of times the fastest and the slowest round' if few else ''}. Every point was "
         f"timed {rounds or 'several'} times, in random order. Choose a point to see its command."
     )
-    return FigureSpec(
-        "frontier",
-        f"{found.task.quality} against cost",
-        caption,
-        panels,
-        str(found.task),
-        found.command,
-        choice="cost",
-        wide=True,
-    )
+    title = f"{found.task.quality} against cost"
+    return _comparison_figure(found, "frontier", title, caption, panels, choice="cost")
+
+
+def _comparison_figure(
+    found: Comparison, name: str, title: str, caption: str, panels: Sequence[Panel], choice: str
+) -> FigureSpec:
+    about = str(found.task), found.command
+    return FigureSpec(name, title, caption, panels, *about, choice=choice, wide=True)
 
 
 def _cost_panel(found: Comparison, cost: str) -> Scatter:
@@ -240,17 +239,9 @@ def sample_figure(found: Comparison) -> FigureSpec | None:
         panels.append(TokenText(texts, sample.depth, layers, "layers run", title=title, key=key))
     if not panels:
         return None
+    title = "How deep each token went"
     caption = "What was generated; the prompt is not shaded. Bright: all layers ran."
-    return FigureSpec(
-        "sample",
-        "How deep each token went",
-        caption,
-        panels,
-        str(found.task),
-        found.command,
-        choice="setting",
-        wide=True,
-    )
+    return _comparison_figure(found, "sample", title, caption, panels, choice="setting")
 
 
 def frontier_section(found: Comparison) -> Section:

@@ -234,17 +234,10 @@ def draw_diagram(axes: Axes, panel: Diagram) -> None:
     facts = style.drawable(shortened(panel.facts, int(diagram_size(panel)[0] * 12)))
     axes.set_title(facts, fontsize=style.TEXT_SIZE, color=style.MUTED)
     centred: dict[str, Any] = {"ha": "center", "va": "center"}
+    name_look = centred | {"fontsize": style.SMALL_SIZE, "color": "black"}
     for i, block in enumerate(["tokens", *panel.blocks, "next\ntoken"]):
         row, column = divmod(i, per_row)
-        axes.text(
-            column,
-            row,
-            block,
-            fontsize=style.SMALL_SIZE,
-            color="black",
-            bbox=BLOCKS.get(block),
-            **centred,
-        )
+        axes.text(column, row, block, bbox=BLOCKS.get(block), **name_look)
         if block in BLOCKS:
             axes.text(column, row + 0.32, str(i), fontsize=7, color=style.MUTED, **centred)
         if i:

@@ -396,15 +396,8 @@ def lens_figure(run: Run) -> FigureSpec | None:
         "The prompt. A token's shade: the layer from which on every layer predicts the same next "
         "token as the last one. Choose a token to see what every layer predicts."
     )
-    return FigureSpec(
-        "lens",
-        "Token by token",
-        caption,
-        [panel],
-        _subject(run),
-        f"deepenough shortcut lens {shlex.join(words)}",
-        wide=True,
-    )
+    figure = _figure(run, "lens", "Token by token", caption, [panel], wide=True)
+    return replace(figure, command=f"deepenough shortcut lens {shlex.join(words)}")
 
 
 FIGURES: tuple[FigureBuilder, ...] = (
