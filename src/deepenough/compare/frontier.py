@@ -27,9 +27,9 @@ from deepenough.errors import UserError
 from deepenough.figure import distinct_names, writing
 from deepenough.measurement import Candidate
 from deepenough.registry import METHODS
+from deepenough.report.figures import FRONTIER
 from deepenough.runs import RunFolder, read_config
 
-FRONTIER = "frontier.json"
 #: Costs, the less the better; each has a chart and a frontier of its own.
 COSTS = ("layers", "flops", "milliseconds")
 

@@ -8,17 +8,10 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
-from matplotlib.ticker import (
-    FixedLocator,
-    FuncFormatter,
-    LogLocator,
-    MaxNLocator,
-    NullFormatter,
-    PercentFormatter,
-)
 from matplotlib.transforms import Bbox
 
 from deepenough.figure import GREY, Axis, Bars, Chart, Line, Panel, Scatter
@@ -146,9 +139,6 @@ def draw_scatter(axes: Axes, panel: Scatter, names: Sequence[str]) -> None:
     set_axis(axes, "y", panel.y)
 
 
-# -- axes -------------------------------------------------------------------------------------
-
-
 def to_angle(value: Any) -> Any:
     """Return how far a squared cosine stands from 1, by the sine of its angle."""
     return 1.0 - np.sqrt(np.clip(1.0 - np.asarray(value), 0.0, 1.0))
@@ -168,19 +158,17 @@ def set_axis(axes: Axes, which: str, spec: Axis) -> None:
     axis.set_label_text(style.drawable(spec.label))
     if spec.scale == "log":
         getattr(axes, f"set_{which}scale")("log", nonpositive="mask")
-        axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0), numticks=12))
-        axis.set_minor_formatter(NullFormatter())
+        axis.set_major_locator(ticker.LogLocator(10, subs=(1.0, 2.0, 5.0), numticks=12))
+        axis.set_minor_formatter(ticker.NullFormatter())
     elif spec.scale == "angle":
         getattr(axes, f"set_{which}scale")("function", functions=(to_angle, from_angle))
-        axis.set_major_locator(FixedLocator(ANGLE_TICKS))
+        axis.set_major_locator(ticker.FixedLocator(ANGLE_TICKS))
     else:
-        axis.set_major_locator(MaxNLocator(5 if which == "x" else 6, integer=spec.whole))
+        axis.set_major_locator(ticker.MaxNLocator(5 if which == "x" else 6, integer=spec.whole))
     getattr(axes, f"set_{which}lim")(spec.low, spec.high)
-    percent = PercentFormatter(1.0)
-    axis.set_major_formatter(percent if spec.percent else FuncFormatter(style.short_number))
+    percent = ticker.PercentFormatter(1.0)
+    axis.set_major_formatter(percent if spec.percent else ticker.FuncFormatter(style.short_number))
 
-
-# -- names beside points ----------------------------------------------------------------------
 
 #: Lengths in points (1/72 inch); a name on the first ring is plainly its marker's.
 RINGS = (7.0, 14.0, 24.0, 36.0, 50.0, 66.0)

@@ -103,18 +103,14 @@ def evaluate(
         measuring.flush()
     if not measuring.positions:
         raise UserError("There is nothing to measure on: give texts of two tokens or more.")
-    return Evaluation(
-        adapter.num_layers,
-        torch.cat(measuring.positions),
-        torch.cat(measuring.texts),
-        sum(measuring.lengths) / len(measuring.lengths),
-        {
-            place: TokenScores(*map(torch.cat, zip(*pieces, strict=True)))
-            for place, pieces in measuring.scores.items()
-        },
-        {mode: stream.table() for mode, stream in measuring.streams.items()},
-        given[0].table,
-    )
+    places = torch.cat(measuring.positions), torch.cat(measuring.texts)
+    length = sum(measuring.lengths) / len(measuring.lengths)
+    scores = {
+        place: TokenScores(*map(torch.cat, zip(*pieces, strict=True)))
+        for place, pieces in measuring.scores.items()
+    }
+    r2 = {mode: stream.table() for mode, stream in measuring.streams.items()}
+    return Evaluation(adapter.num_layers, *places, length, scores, r2, given[0].table)
 
 
 def _by_mode(given: Sequence[Shortcuts]) -> dict[str, Shortcuts]:
@@ -160,10 +156,7 @@ class _Measuring:
         self._num_waiting = 0
 
     def add(self, batch: TokenBatch) -> None:
-        """Run the model on a batch, and with parts replaced from every layer on.
-
-        What is waiting then is measured if it is enough for the head.
-        """
+        """Run the model on a batch, also with parts replaced; measure if enough rows wait."""
         ids, mask = batch.inputs(self.adapter)
         row, position = (places.to(ids.device) for places in batch.wanted())
         with only_wanted(self.adapter, batch):
@@ -224,9 +217,6 @@ class _Measuring:
                 else:
                     replaced = block[kind, layer]
                 keep(kind, layer, reference.score(self.adapter.logits(replaced)))
-
-
-# -- what was measured ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -316,9 +306,6 @@ def _means(scores: TokenScores) -> dict[str, Any]:
 
 def _rows(table: Tensor) -> list[list[float | None]]:
     return [[None if math.isnan(value) else value for value in row] for row in table.tolist()]
-
-
-# -- early exit ----------------------------------------------------------------------------------
 
 
 def thresholds(lambda_: float, position_N: Tensor, mean_length: float) -> Tensor:

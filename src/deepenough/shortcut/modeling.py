@@ -114,8 +114,6 @@ class Shortcuts:
         """The pairs `(i, j)` that have a map."""
         return sorted(self.maps)
 
-    # -- fitting -----------------------------------------------------------------------------
-
     @classmethod
     def fit(
         cls,
@@ -192,8 +190,6 @@ class Shortcuts:
         about: dict[str, Any] = {"targets": statistics.targets, "cka": cka, "meta": meta}
         return cls(layers, width, maps, biases, **about)
 
-    # -- use ---------------------------------------------------------------------------------
-
     def matrix(self, i: int, j: int) -> Tensor:
         """Return `A` of shape `(d, d)` with `h_j ~ A @ h_i`; the identity for `i = j`."""
         if i == j and 0 <= i <= self.num_layers:
@@ -236,11 +232,14 @@ class Shortcuts:
             )
         return self.matrix(i, j), self.bias(i, j)
 
-    # -- measures ----------------------------------------------------------------------------
-
     def r2(self, states: Sequence[Tensor], mode: str | None = None) -> Tensor:
         """Return the `(L + 1, L + 1)` table of r^2 on given states; NaN where there is no map."""
-        self._check_shape(len(states) - 1, states[0].shape[-1] if len(states) else 0)
+        num_layers, width = len(states) - 1, states[0].shape[-1] if len(states) else 0
+        if (num_layers, width) != (self.num_layers, self.width):
+            raise UserError(
+                f"These shortcuts are of {self.num_layers} layers and width {self.width}, but "
+                f"{num_layers} layers of width {width} were given."
+            )
         stream = self.r2_stream(mode)
         with torch.no_grad(), OneDnnProducts():
             stream.update(states)
@@ -262,22 +261,11 @@ class Shortcuts:
         values = {"model": model.get("model"), "pairs": len(self.maps), "mode": self.mode}
         return Record(0, "fit", values | self.meta.get("fit", {}) | self.meta.get("data", {}))
 
-    # -- the model they belong to ------------------------------------------------------------
-
-    def _check_shape(self, num_layers: int, width: int) -> None:
-        if (num_layers, width) != (self.num_layers, self.width):
-            raise UserError(
-                f"These shortcuts are of {self.num_layers} layers and width {self.width}, but "
-                f"{num_layers} layers of width {width} were given."
-            )
-
     @property
     def made_for(self) -> dict[str, Any]:
         """Return what is known of the model they were fitted for, as `Adapter.identity` has it."""
         shape = {"layers": self.num_layers, "width": self.width}
         return shape | (self.meta.get("model") or {})
-
-    # -- files -------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write `shortcuts.json` and safetensors, as `from_pretrained` takes them."""
@@ -324,12 +312,9 @@ def _find_folder(name: str | os.PathLike[str], revision: str | None) -> Path:
     if Path(name).exists() or os.path.isabs(name) or str(name).count("/") != 1:
         return Path(name)
     try:
-        local, files = is_only_local(str(name)), [INDEX, TENSORS]
-        return Path(
-            snapshot_download(
-                str(name), revision=revision, allow_patterns=files, local_files_only=local
-            )
-        )
+        options: dict[str, Any] = {"allow_patterns": [INDEX, TENSORS], "revision": revision}
+        options["local_files_only"] = is_only_local(str(name))
+        return Path(snapshot_download(str(name), **options))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"{name} is neither a folder here nor shortcuts that the hub gives "

@@ -200,9 +200,6 @@ def check_enough(count: int, width: int, ridge: float) -> None:
         )
 
 
-# -- all layers of a model -----------------------------------------------------------------------
-
-
 def layer_targets(num_layers: int, targets: Targets = "all") -> dict[int, range]:
     """Return the target layers of every source of a model of `num_layers` layers (one state more).
 
@@ -373,9 +370,6 @@ class LayerStatistics:
         return aligned / (own[:, None] * own)
 
 
-# -- how much of a layer a map explains ----------------------------------------------------------
-
-
 class R2:
     """r^2 of given maps over a stream of states.
 
@@ -432,9 +426,6 @@ class R2:
         for (i, j), residual in self.residuals.items():
             left = rows[j] - self.predict(rows[i], i, j)
             residual += left.square_().sum(0, dtype=torch.float64)
-
-
-# -- what is refused -----------------------------------------------------------------------------
 
 
 def check_states(states: Sequence[Tensor]) -> None:

@@ -85,12 +85,8 @@ class TunedMaps(nn.Module):
         # W x + c = A0 h + b0 for x = P (h - m): W = A0 P^-1, c = A0 m + b0
         start = torch.linalg.solve(white.root_LDD.double(), matrices_LDD.double(), left=False)
         offset = torch.einsum("lij,lj->li", matrices_LDD, white.mean_LD) + biases_LD
-        self.register_buffer("start", start.float())
-        self.register_buffer("offset", offset)
-        self.register_buffer("error", error_LD)
-        self.start: Tensor
-        self.offset: Tensor
-        self.error: Tensor
+        self.start, self.offset = nn.Buffer(start.float()), nn.Buffer(offset)
+        self.error = nn.Buffer(error_LD)
         self.change = nn.Parameter(torch.zeros_like(self.start))
         self.shift = nn.Parameter(torch.zeros_like(offset))
 
@@ -126,9 +122,6 @@ def divergences(
         # The second term is zero and has this gradient.
         values.append(value.detach() + ((mapped_ND - state_ND.detach()) * gradient_ND).sum())
     return torch.stack(values)
-
-
-# -- a part of the vocabulary -------------------------------------------------------------------
 
 
 class TokenSampler:
