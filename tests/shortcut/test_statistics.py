@@ -27,8 +27,8 @@ def assert_sums(statistics: LayerStatistics, states: list[Tensor]) -> None:
         own = torch.cat([states[i], *(states[j] for j in targets)], dim=1)
         assert equations.count == len(own)
         torch.testing.assert_close(equations.sums, own.sum(0))
-        torch.testing.assert_close(equations.gram(), states[i].T @ states[i])
-        torch.testing.assert_close(equations.cross(), states[i].T @ own[:, 6:])
+        torch.testing.assert_close(equations.moments(centred=False)[0], states[i].T @ states[i])
+        torch.testing.assert_close(equations.moments(centred=False)[1], states[i].T @ own[:, 6:])
 
 
 def test_one_map_by_hand() -> None:
@@ -85,8 +85,8 @@ def test_a_case_by_hand() -> None:
     statistics.update([torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])])
     statistics.flush()
     equations = statistics.equations[0]
-    assert equations.gram().tolist() == [[1.0, 2.0], [2.0, 5.0]]
-    assert equations.cross().tolist() == [[3.0, 4.0], [7.0, 8.0]]
+    assert equations.moments(centred=False)[0].tolist() == [[1.0, 2.0], [2.0, 5.0]]
+    assert equations.moments(centred=False)[1].tolist() == [[3.0, 4.0], [7.0, 8.0]]
     assert equations.sums.tolist() == [1.0, 3.0, 4.0, 4.0]
     # Centred, the two rows are half their difference, once with each sign: (1, 1) and (2, 4).
     gram, cross = equations.moments(centred=True)

@@ -102,13 +102,19 @@ def batch(num_texts: int = 4, length: int = 6, seed: int = 1) -> tuple[Tensor, T
     return ids, mask
 
 
-def fit(adapter: Adapter, num_texts: int = 40, length: int = 6, **options: Any) -> Submodules:
+def fit(
+    adapter: Adapter,
+    num_texts: int = 40,
+    length: int = 6,
+    affine: bool = False,
+    ridge: float = 0.0,
+) -> Submodules:
     statistics = SubmoduleStatistics(adapter)
     ids, _ = batch(num_texts, length)
     row, position = torch.ones_like(ids).nonzero().unbind(1)
     with statistics.observing(row, position):
         adapter.states(ids, torch.ones_like(ids))
-    return Submodules.from_statistics(statistics, adapter, **options)
+    return Submodules.from_statistics(statistics, adapter, affine, ridge)
 
 
 def test_a_pass_from_a_stored_state_is_the_pass(adapter: Adapter) -> None:

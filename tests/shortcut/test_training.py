@@ -274,7 +274,7 @@ def test_states_are_kept_as_exactly_as_the_limit_allows(
 ) -> None:
     def kept(limit: float) -> TuningStates:
         found = TuningStates(adapt(llama), tokenizer, make_texts(0, 60), [0, 2], 32, 0)
-        found.keep(whitening(found.sample(10_000).states), limit)
+        found.keep(whitening(found.sample(found.tuned_on, 10_000).states), limit)
         return found
 
     full = kept(1e9)
@@ -293,7 +293,7 @@ def test_states_are_kept_as_exactly_as_the_limit_allows(
 
 def test_an_epoch_has_every_position_once(llama: PreTrainedModel, tokenizer: Any) -> None:
     found = TuningStates(adapt(llama), tokenizer, make_texts(0, 60), [0, 2], 1, 0)
-    found.keep(whitening(found.sample(10_000).states), 1e9)
+    found.keep(whitening(found.sample(found.tuned_on, 10_000).states), 1e9)
     total = sum(found.batch(index)[0].last.double().sum(0) for index in range(len(found.last)))
     torch.testing.assert_close(total, found.last.double().sum(0))
 
@@ -306,15 +306,16 @@ def test_processes_share_the_text_but_not_the_sample(
         for share in ((0, 1), (0, 2), (1, 2))
     )
     for each in (whole, *parts):
-        each.keep(whitening(each.sample(10_000).states), 1e9)
+        each.keep(whitening(each.sample(each.tuned_on, 10_000).states), 1e9)
     assert sum(len(part.last) for part in parts) == len(whole.last)
     for index in range(12):  # into the second epoch
         (expected, share), *found = (each.batch(index) for each in (whole, *parts))
         assert share == 1 and sum(own for _, own in found) == pytest.approx(2)
         rows = [row for batch, own in found if own for row in batch.last.tolist()]
         assert sorted(rows) == sorted(expected.last.tolist())
-    assert torch.equal(parts[0].sample(50).last, parts[1].sample(50).last)
-    held_out = [part.held_out(20).last for part in parts]
+    samples = [part.sample(part.tuned_on, 50).last for part in parts]
+    assert torch.equal(*samples)
+    held_out = [part.sample(part.held_out, 20).last for part in parts]
     assert torch.equal(*held_out) and len(held_out[0]) == 20
 
 
@@ -368,7 +369,7 @@ def test_records_tell_the_closed_form_and_the_end(
         (12, "valid"),
     ]
     texts = TuningStates(adapt(llama), tokenizer, make_texts(0, 40), [0, 2], batch=32, seed=0)
-    states, last = texts.held_out(40)
+    states, last = texts.sample(texts.held_out, 40)
     for place, layer in enumerate((0, 2)):
         kl, agreed = closed_form_quality(llama, closed_form, states[place], last, layer)
         assert records[0].values[f"kl_{layer}"] == pytest.approx(kl, rel=1e-3)

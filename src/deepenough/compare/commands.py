@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 def _compare(config: CompareConfig) -> None:
     """Measure, print a table, and write frontier.json with its pictures."""
-    from deepenough.compare.frontier import FRONTIER, run_comparison
+    from deepenough.compare.frontier import run_comparison
     from deepenough.report.drawing import save_figures
-    from deepenough.report.figures import frontier_figure, read_frontier
+    from deepenough.report.figures import FRONTIER, frontier_figure, read_frontier
     from deepenough.training.logging import reading
 
     with reading("passes") as progress:

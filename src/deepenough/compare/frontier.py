@@ -27,9 +27,9 @@ from deepenough.errors import UserError
 from deepenough.figure import distinct_names, writing
 from deepenough.measurement import Candidate
 from deepenough.registry import METHODS
+from deepenough.report.figures import FRONTIER
 from deepenough.runs import RunFolder, read_config
 
-FRONTIER = "frontier.json"
 #: Costs, the less the better; each has a chart and a frontier of its own.
 COSTS = ("layers", "flops", "milliseconds")
 
@@ -37,13 +37,9 @@ COSTS = ("layers", "flops", "milliseconds")
 def compare(runs: Sequence[str | os.PathLike[str]], **options: Any) -> dict[str, Any]:
     """Measure finished runs of one task at several operating points, under one protocol.
 
-    Args:
-        runs: Their folders.
-        options: Those of `deepenough compare`, such as `out`, `rounds`, `data` or `limit`.
-
-    Returns:
-        What `frontier.json` in the folder `out` holds: the task, the protocol, and every point
-        with quality, layers, FLOPs and milliseconds.
+    Options are those of `deepenough compare`, such as `out`, `rounds`, `data` or `limit`. Returned
+    is what `frontier.json` in the folder `out` holds: the task, the protocol, and every point with
+    quality, layers, FLOPs and milliseconds.
     """
     overrides = {"runs": [os.fspath(run) for run in runs], **options}
     return run_comparison(resolve(CompareConfig, overrides=overrides))

@@ -49,11 +49,8 @@ def measure(
     """Measure every operating point of every candidate.
 
     What a point scored and every round that is timed are `parts`: those that are there already are
-    not measured again.
-
-    Returns:
-        A row of `frontier.json` for every point, and the time that the rounds took with no model
-        at work, as a share of the rest.
+    not measured again. Returned are a row of `frontier.json` for every point, and the time that the
+    rounds took with no model at work, as a share of the rest.
     """
     pairs = [(candidate, point) for candidate in candidates for point in candidate.points()]
     parts = parts or FinishedParts(None, "compare")

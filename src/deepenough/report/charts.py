@@ -8,17 +8,10 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
-from matplotlib.ticker import (
-    FixedLocator,
-    FuncFormatter,
-    LogLocator,
-    MaxNLocator,
-    NullFormatter,
-    PercentFormatter,
-)
 from matplotlib.transforms import Bbox
 
 from deepenough.figure import GREY, Axis, Bars, Chart, Line, Panel, Scatter
@@ -53,22 +46,15 @@ def draw_chart(axes: Axes, chart: Chart, names: Sequence[str], width: float) -> 
     """Draw lines, bars, rules and spans; `names` give the colours."""
     for span in chart.spans:
         axes.axvspan(span.low, span.high, color=style.YELLOW, alpha=0.18, linewidth=0)
-        axes.text(
-            span.low,
-            0.02,
-            f" {span.name}",
-            transform=axes.get_xaxis_transform(),
-            fontsize=style.LABEL_SIZE,
-            color=style.MUTED,
-            va="bottom",
-        )
+        look: dict[str, Any] = {"fontsize": style.LABEL_SIZE, "color": style.MUTED, "va": "bottom"}
+        axes.text(span.low, 0.02, f" {span.name}", transform=axes.get_xaxis_transform(), **look)
     for line in chart.lines:
         _draw_line(axes, line, names.index(line.name))
     for bars in chart.bars:
         _draw_bars(axes, chart, bars, names.index(bars.name))
     for rule in chart.rules:
         draw, dashes = (axes.axvline, "--") if rule.vertical else (axes.axhline, ":")
-        look: dict[str, Any] = {"color": style.MUTED, "linewidth": 1.1, "zorder": 3}
+        look = {"color": style.MUTED, "linewidth": 1.1, "zorder": 3}
         draw(rule.value, linestyle=dashes, label=style.label(rule.name), **look)
     # A panel's title says what its vertical axis shows, where both would be the same words.
     set_axis(axes, "y", replace(chart.y, label="") if chart.y.label == chart.title else chart.y)
@@ -122,15 +108,8 @@ def _draw_bars(axes: Axes, chart: Chart, bars: Bars, index: int) -> None:
             axes.plot(ends, [mark, mark], zorder=3, label=mark_label, **_MARK)
         if bars.texts:
             top = value if mark is None else max(value, mark)
-            axes.annotate(
-                bars.texts[place],
-                (x, top),
-                (0, 3),
-                textcoords="offset points",
-                ha="center",
-                va="bottom",
-                fontsize=style.LABEL_SIZE,
-            )
+            look = {"ha": "center", "va": "bottom", "fontsize": style.LABEL_SIZE}
+            axes.annotate(bars.texts[place], (x, top), (0, 3), textcoords="offset points", **look)
     if bars.texts:
         axes.margins(y=0.1)
 
@@ -142,39 +121,22 @@ def draw_scatter(axes: Axes, panel: Scatter, names: Sequence[str]) -> None:
     cheaper of the two is what one can have.
     """
     best = sorted((point for point in panel.points if point.optimal), key=lambda point: point.x)
-    axes.plot(
-        [p.x for p in best],
-        [p.y for p in best],
-        drawstyle="steps-post",
-        color=style.FAINT,
-        linewidth=1.4,
-        zorder=1.5,
-        label="Pareto-optimal",
-    )
+    look: dict[str, Any] = {"color": style.FAINT, "linewidth": 1.4, "zorder": 1.5}
+    look |= {"drawstyle": "steps-post", "label": "Pareto-optimal"}
+    axes.plot([p.x for p in best], [p.y for p in best], **look)
     for place, group in enumerate(names):
         own = [point for point in panel.points if point.group == group]
         x_ends = [(0 if p.x_low is None else p.x - p.x_low, (p.x_high or p.x) - p.x) for p in own]
         y_ends = [(0 if p.y_low is None else p.y - p.y_low, (p.y_high or p.y) - p.y) for p in own]
-        axes.errorbar(
-            [p.x for p in own],
-            [p.y for p in own],
-            xerr=np.transpose(x_ends),
-            yerr=np.transpose(y_ends),
-            color=style.color(place),
-            linestyle="none",
-            elinewidth=1.2,
-            marker=style.marker(place),
-            markersize=6.5,
-            markeredgecolor="white",
-            markeredgewidth=0.7,
-            label=style.label(group or "measured"),
-        )
+        look = {"color": style.color(place), "linestyle": "none", "elinewidth": 1.2}
+        look |= {"marker": style.marker(place), "markersize": 6.5}
+        look |= {"markeredgecolor": "white", "markeredgewidth": 0.7}
+        look |= {"xerr": np.transpose(x_ends), "yerr": np.transpose(y_ends)}
+        name = style.label(group or "measured")
+        axes.errorbar([p.x for p in own], [p.y for p in own], label=name, **look)
     axes.margins(0.12)
     set_axis(axes, "x", panel.x)
     set_axis(axes, "y", panel.y)
-
-
-# -- axes -------------------------------------------------------------------------------------
 
 
 def to_angle(value: Any) -> Any:
@@ -196,19 +158,17 @@ def set_axis(axes: Axes, which: str, spec: Axis) -> None:
     axis.set_label_text(style.drawable(spec.label))
     if spec.scale == "log":
         getattr(axes, f"set_{which}scale")("log", nonpositive="mask")
-        axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0), numticks=12))
-        axis.set_minor_formatter(NullFormatter())
+        axis.set_major_locator(ticker.LogLocator(10, subs=(1.0, 2.0, 5.0), numticks=12))
+        axis.set_minor_formatter(ticker.NullFormatter())
     elif spec.scale == "angle":
         getattr(axes, f"set_{which}scale")("function", functions=(to_angle, from_angle))
-        axis.set_major_locator(FixedLocator(ANGLE_TICKS))
+        axis.set_major_locator(ticker.FixedLocator(ANGLE_TICKS))
     else:
-        axis.set_major_locator(MaxNLocator(5 if which == "x" else 6, integer=spec.whole))
+        axis.set_major_locator(ticker.MaxNLocator(5 if which == "x" else 6, integer=spec.whole))
     getattr(axes, f"set_{which}lim")(spec.low, spec.high)
-    percent = PercentFormatter(1.0)
-    axis.set_major_formatter(percent if spec.percent else FuncFormatter(style.short_number))
+    percent = ticker.PercentFormatter(1.0)
+    axis.set_major_formatter(percent if spec.percent else ticker.FuncFormatter(style.short_number))
 
-
-# -- names beside points ----------------------------------------------------------------------
 
 #: Lengths in points (1/72 inch); a name on the first ring is plainly its marker's.
 RINGS = (7.0, 14.0, 24.0, 36.0, 50.0, 66.0)

@@ -21,34 +21,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
+from deepenough import figure as fig
 from deepenough.artifacts import atomic_path, write_text
 from deepenough.errors import UserError
-from deepenough.figure import (
-    Chart,
-    Diagram,
-    FigureSpec,
-    HeatMap,
-    Panel,
-    Scatter,
-    TokenText,
-    as_json,
-    shortened,
-    thin,
-    writing,
-)
-from deepenough.report import style
-from deepenough.report.charts import chart_size, draw_chart, draw_scatter, place_labels
-from deepenough.report.pictures import (
-    add_scale,
-    diagram_size,
-    draw_diagram,
-    draw_heat,
-    draw_tokens,
-    fill_cells,
-    heat_size,
-    lens_map,
-    tokens_size,
-)
+from deepenough.report import charts, pictures, style
 
 FORMATS = ("png", "pdf", "svg", "gif")
 _NO_DATE = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
@@ -59,22 +35,22 @@ FRAME_MS = 120
 LAST_FRAME_MS = 2500
 
 
-def save_figures(figures: Sequence[FigureSpec], folder: Path | str) -> list[Path]:
+def save_figures(figures: Sequence[fig.FigureSpec], folder: Path | str) -> list[Path]:
     """Draw figures into `folder`, each beside its data as NAME.data.json, and return the files."""
     written: list[Path] = []
     for figure in figures:
         written += save(figure, folder)
         data = Path(folder) / f"{figure.name}.data.json"
-        with writing(data.parent):
-            write_text(data, json.dumps(as_json(figure)) + "\n")
+        with fig.writing(data.parent):
+            write_text(data, json.dumps(fig.as_json(figure)) + "\n")
         written.append(data)
     return written
 
 
-def save(spec: FigureSpec, folder: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
+def save(spec: fig.FigureSpec, folder: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Draw a figure into `folder` and return the files written."""
     written = []
-    with style.applied(), writing(Path(folder)):
+    with style.applied(), fig.writing(Path(folder)):
         for name, figure in draw(spec):
             for ending in (ending for ending in formats if ending != "gif"):
                 file = Path(folder) / f"{name}.{ending}"
@@ -83,7 +59,7 @@ def save(spec: FigureSpec, folder: Path | str, formats: Sequence[str] = FORMATS)
                     figure.savefig(partial, format=ending, metadata=about)
                 written.append(file)
         for panel in spec.panels if "gif" in formats else ():
-            if isinstance(panel, HeatMap) and len(panel.frames) > 1:
+            if isinstance(panel, fig.HeatMap) and len(panel.frames) > 1:
                 file = Path(folder) / f"{spec.name}.gif"
                 with atomic_path(file) as partial:
                     save_gif(animate(spec, panel), partial)
@@ -91,7 +67,7 @@ def save(spec: FigureSpec, folder: Path | str, formats: Sequence[str] = FORMATS)
     return written
 
 
-def draw(spec: FigureSpec) -> list[tuple[str, Figure]]:
+def draw(spec: fig.FigureSpec) -> list[tuple[str, Figure]]:
     """Return the pictures of a figure, each with its file name without the ending."""
     if not spec.panels:
         raise UserError(f"The figure {spec.title!r} has nothing to draw.")
@@ -104,8 +80,10 @@ def draw(spec: FigureSpec) -> list[tuple[str, Figure]]:
         ]
 
 
-def _draw_panels(spec: FigureSpec, panels: Sequence[Panel]) -> Figure:
-    panels = [lens_map(p) if isinstance(p, TokenText) and p.lens else p for p in panels]
+def _draw_panels(spec: fig.FigureSpec, panels: Sequence[fig.Panel]) -> Figure:
+    panels = [
+        pictures.lens_map(p) if isinstance(p, fig.TokenText) and p.lens else p for p in panels
+    ]
     columns = min(spec.columns, len(panels))
     sizes = [_size(panel, columns) for panel in panels]
     widths = [max(width for width, _ in sizes[i::columns]) for i in range(columns)]
@@ -117,65 +95,65 @@ def _draw_panels(spec: FigureSpec, panels: Sequence[Panel]) -> Figure:
     grid = figure.add_gridspec(
         len(heights), columns, width_ratios=widths, height_ratios=heights
     ).subplots(squeeze=False)
-    drawn: list[tuple[Axes, Panel]] = list(zip(grid.flat, panels, strict=False))
+    drawn: list[tuple[Axes, fig.Panel]] = list(zip(grid.flat, panels, strict=False))
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     names = _names(panels)
     for i, (axes, panel) in enumerate(drawn):
         _draw_panel(axes, panel, names, widths[i % columns])
     _add_legend(figure, panels)
-    heading = " · ".join(filter(None, (spec.title, shortened(spec.subject, 60))))
-    heading = style.drawable(shortened(heading, int(figure.get_figwidth() * 10)))
+    heading = " · ".join(filter(None, (spec.title, fig.shortened(spec.subject, 60))))
+    heading = style.drawable(fig.shortened(heading, int(figure.get_figwidth() * 10)))
     figure.suptitle(heading, x=0.01, ha="left", fontsize=style.TITLE_SIZE)
     # From here on the layout stays: labels are placed in it.
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for axes, panel in drawn:
-        place_labels(axes, panel)
+        charts.place_labels(axes, panel)
     return figure
 
 
-def _size(panel: Panel, columns: int) -> tuple[float, float]:
+def _size(panel: fig.Panel, columns: int) -> tuple[float, float]:
     """Return the inches that a panel wants."""
-    if isinstance(panel, HeatMap):
-        return heat_size(panel)
-    if isinstance(panel, Diagram):
-        return diagram_size(panel)
-    if isinstance(panel, TokenText):
-        return tokens_size(panel)
-    return chart_size(panel, columns)
+    if isinstance(panel, fig.HeatMap):
+        return pictures.heat_size(panel)
+    if isinstance(panel, fig.Diagram):
+        return pictures.diagram_size(panel)
+    if isinstance(panel, fig.TokenText):
+        return pictures.tokens_size(panel)
+    return charts.chart_size(panel, columns)
 
 
-def _draw_panel(axes: Axes, panel: Panel, names: Sequence[str], width: float) -> None:
+def _draw_panel(axes: Axes, panel: fig.Panel, names: Sequence[str], width: float) -> None:
     if panel.title:
         lines = textwrap.wrap(style.drawable(panel.title), max(20, int(width * 12.5)))[:3]
         axes.set_title("\n".join(lines), fontsize=style.TEXT_SIZE)
-    if isinstance(panel, Chart):
-        draw_chart(axes, panel, names, width)
-    elif isinstance(panel, Scatter):
-        draw_scatter(axes, panel, names)
-    elif isinstance(panel, HeatMap):
-        draw_heat(axes, panel)
-        add_scale(axes, axes.images[0], panel.value)
-    elif isinstance(panel, TokenText):
-        draw_tokens(axes, panel)
+    if isinstance(panel, fig.Chart):
+        charts.draw_chart(axes, panel, names, width)
+    elif isinstance(panel, fig.Scatter):
+        charts.draw_scatter(axes, panel, names)
+    elif isinstance(panel, fig.HeatMap):
+        pictures.draw_heat(axes, panel)
+        pictures.add_scale(axes, axes.images[0], panel.value)
+    elif isinstance(panel, fig.TokenText):
+        pictures.draw_tokens(axes, panel)
     else:
-        draw_diagram(axes, panel)
+        pictures.draw_diagram(axes, panel)
 
 
-def _names(panels: Sequence[Panel]) -> list[str]:
+def _names(panels: Sequence[fig.Panel]) -> list[str]:
     """Return the names that have colours, in the order in which they first come up."""
     found: list[str] = []
     for panel in panels:
-        if isinstance(panel, Chart):
+        if isinstance(panel, fig.Chart):
             found += [line.name for line in panel.lines]
             found += [bars.name for bars in panel.bars]
-        elif isinstance(panel, Scatter):
+        elif isinstance(panel, fig.Scatter):
             found += [point.group for point in panel.points]
     return list(dict.fromkeys(found))
 
 
-def _add_legend(figure: Figure, panels: Sequence[Panel]) -> None:
+def _add_legend(figure: Figure, panels: Sequence[fig.Panel]) -> None:
     """Add what tells the names apart below the panels; nothing for a single one."""
     found: dict[str, Artist] = {}
     for axes in figure.axes:
@@ -191,15 +169,15 @@ def _add_legend(figure: Figure, panels: Sequence[Panel]) -> None:
     figure.legend(found.values(), found, loc="outside lower center", ncols=min(columns, len(found)))
 
 
-def animate(spec: FigureSpec, panel: HeatMap) -> list[Image.Image]:
+def animate(spec: fig.FigureSpec, panel: fig.HeatMap) -> list[Image.Image]:
     """Return pictures of a heat map that moves, `MAX_FRAMES` at most."""
     with style.applied():
         figure = _draw_panels(spec, [panel])
         figure.set_dpi(GIF_DPI)
         axes, canvas = figure.axes[0], cast(FigureCanvasAgg, figure.canvas)
         images = []
-        for frame in thin(panel.frames, MAX_FRAMES):
-            fill_cells(axes, frame.values, frame.texts)
+        for frame in fig.thin(panel.frames, MAX_FRAMES):
+            pictures.fill_cells(axes, frame.values, frame.texts)
             axes.set_title(style.drawable(frame.name), fontsize=style.TEXT_SIZE)
             canvas.draw()
             images.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB"))

@@ -12,30 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from deepenough import figure as fig
 from deepenough.artifacts import read_json
 from deepenough.config import from_fields
 from deepenough.errors import UserError
-from deepenough.figure import (
-    BLACK,
-    BLUE,
-    GREY,
-    VERMILION,
-    Axis,
-    Chart,
-    FigureSpec,
-    Line,
-    Panel,
-    Point,
-    Run,
-    Scatter,
-    Section,
-    TokenText,
-    build_figures,
-    distinct_names,
-    readable,
-    series,
-    shortened,
-)
 from deepenough.measurement import Comparison
 from deepenough.registry import METHODS
 
@@ -51,9 +31,9 @@ MAX_LOSS = 100.0
 KINDS = ("train", "valid", "test")
 SMOOTHED = "train (smoothed)"
 SMALL_PANELS = (
-    ("tau", Axis("temperature", low=0.0)),
-    ("lr", Axis("learning rate", low=0.0)),
-    ("entropy", Axis("entropy of the search (0: decided)", low=0.0, high=1.0)),
+    ("tau", fig.Axis("temperature", low=0.0)),
+    ("lr", fig.Axis("learning rate", low=0.0)),
+    ("entropy", fig.Axis("entropy of the search (0: decided)", low=0.0, high=1.0)),
 )
 
 
@@ -72,53 +52,56 @@ def smooth(steps: Sequence[float], values: Sequence[float], half_window: int) ->
     return fitted
 
 
-def training_figure(*runs: Run, command: str = "") -> FigureSpec | None:
+def training_figure(*runs: fig.Run, command: str = "") -> fig.FigureSpec | None:
     """Return the curves of one run, or of several over one another; None without any curve."""
     several = len(runs) > 1
-    step = Axis("step", whole=True, low=0.0)
-    panels: list[Panel] = []
+    step = fig.Axis("step", whole=True, low=0.0)
+    panels: list[fig.Panel] = []
     lines = [line for place, run in enumerate(runs) for line in _loss_lines(run, place, several)]
     if lines:
-        panels.append(Chart(step, Axis("loss"), lines, title="loss"))
-        if any(series(run, kind, "perplexity")[0] for run in runs for kind in KINDS):
+        panels.append(fig.Chart(step, fig.Axis("loss"), lines, title="loss"))
+        if any(fig.series(run, kind, "perplexity")[0] for run in runs for kind in KINDS):
             panels.append(_perplexity_panel(step, lines))
-    for name, axis in SMALL_PANELS:
+    names = [fig.shortened(run.name, 32) if several else SMOOTHED for run in runs]
+    for key, axis in SMALL_PANELS:
+        found = [fig.series(run, "train", key) for run in runs]
         curves = [
-            Line(shortened(run.name, 32) if several else SMOOTHED, *found, place, marker=False)
-            for place, run in enumerate(runs)
-            if (found := series(run, "train", name))[0]
+            fig.Line(names[place], *own, place, marker=False)
+            for place, own in enumerate(found)
+            if own[0]
         ]
         if curves:
-            panels.append(Chart(step, axis, curves, title=axis.label))
+            panels.append(fig.Chart(step, axis, curves, title=axis.label))
     if not panels:
         return None
+    title = "Training curves"
     caption = "As recorded while training; the training loss is smoothed."
     subject = ", ".join(run.name for run in runs)
-    return FigureSpec("training", "Training curves", caption, panels, subject, command, wide=True)
+    return fig.FigureSpec("training", title, caption, panels, subject, command, wide=True)
 
 
-def _loss_lines(run: Run, place: int, several: bool) -> list[Line]:
+def _loss_lines(run: fig.Run, place: int, several: bool) -> list[fig.Line]:
     """Return the losses of a run alone, or of one of several in its own colour."""
-    train, valid, test = (series(run, kind, "loss") for kind in KINDS)
+    train, valid, test = (fig.series(run, kind, "loss") for kind in KINDS)
     smoothed = train[0], smooth(*train, int(SMOOTHING_SHARE * len(train[0])))
     if several:
-        name = shortened(run.name, 32)
+        name = fig.shortened(run.name, 32)
         kind, held_out = ("valid", valid) if valid[0] else ("test", test)
         lines = [
-            Line(name, *smoothed, place, marker=False),
-            Line(f"{name}, {kind}", *held_out, place, style="none"),
+            fig.Line(name, *smoothed, place, marker=False),
+            fig.Line(f"{name}, {kind}", *held_out, place, style="none"),
         ]
     else:
         lines = [
-            Line("train (each record)", *train, GREY, marker=False),
-            Line(SMOOTHED, *smoothed, BLUE, marker=False),
-            Line("valid", *valid, VERMILION, style="none"),
-            Line("test", *test, BLACK, style="none"),
+            fig.Line("train (each record)", *train, fig.GREY, marker=False),
+            fig.Line(SMOOTHED, *smoothed, fig.BLUE, marker=False),
+            fig.Line("valid", *valid, fig.VERMILION, style="none"),
+            fig.Line("test", *test, fig.BLACK, style="none"),
         ]
     return [line for line in lines if line.x]
 
 
-def _perplexity_panel(step: Axis, loss_lines: Sequence[Line]) -> Chart:
+def _perplexity_panel(step: fig.Axis, loss_lines: Sequence[fig.Line]) -> fig.Chart:
     lines = []
     for line in loss_lines:
         kept = [i for i, loss in enumerate(line.y) if loss < MAX_LOSS]
@@ -127,21 +110,19 @@ def _perplexity_panel(step: Axis, loss_lines: Sequence[Line]) -> Chart:
             lines.append(replace(line, x=steps, y=np.exp(values).tolist()))
     values = [value for line in lines for value in line.y]
     wide = bool(values) and max(values) > LOG_SCALE_FACTOR * min(values)
-    return Chart(step, Axis("perplexity", "log" if wide else "linear"), lines, title="perplexity")
+    y = fig.Axis("perplexity", "log" if wide else "linear")
+    return fig.Chart(step, y, lines, title=y.label)
 
 
-# -- all figures of a run ---------------------------------------------------------------------
-
-
-def run_figures(run: Run) -> list[FigureSpec]:
+def run_figures(run: fig.Run) -> list[fig.FigureSpec]:
     """Return every figure that the run has data for, training curves last."""
     builders = [build for method in METHODS for build in method.load("figures", "FIGURES", ())]
-    return build_figures(run, [*builders, training_figure])
+    return fig.build_figures(run, [*builders, training_figure])
 
 
-def compared_curves(runs: Sequence[Run]) -> list[FigureSpec]:
+def compared_curves(runs: Sequence[fig.Run]) -> list[fig.FigureSpec]:
     """Return the training curves of several runs over one another, if there are any."""
-    names = distinct_names([run.path for run in runs])
+    names = fig.distinct_names([run.path for run in runs])
     named = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
     figure = training_figure(*named)
     return [] if figure is None else [figure]
@@ -149,7 +130,7 @@ def compared_curves(runs: Sequence[Run]) -> list[FigureSpec]:
 
 # -- comparisons ------------------------------------------------------------------------------
 
-FRONTIER_FILE = "frontier.json"
+FRONTIER = "frontier.json"
 COSTS = {
     "milliseconds": ("milliseconds per {unit}", 1.0),
     "layers": ("blocks run per {unit}", 1.0),
@@ -160,7 +141,7 @@ COSTS = {
 
 def read_frontier(folder: Path | str) -> Comparison:
     """Read a comparison from its folder."""
-    file = Path(folder) / FRONTIER_FILE
+    file = Path(folder) / FRONTIER
     try:
         content = from_fields(Comparison, read_json(file))
     except OSError as error:
@@ -173,7 +154,7 @@ def read_frontier(folder: Path | str) -> Comparison:
     return content
 
 
-def frontier_figure(found: Comparison) -> FigureSpec:
+def frontier_figure(found: Comparison) -> fig.FigureSpec:
     """Return quality against each cost, with intervals and the command of every point."""
     panels = [_cost_panel(found, cost) for cost in COSTS]
     rounds = found.protocol.get("rounds")
@@ -184,19 +165,18 @@ def frontier_figure(found: Comparison) -> FigureSpec:
         f"95 %{', of times the fastest and the slowest round' if few else ''}. Every point was "
         f"timed {rounds or 'several'} times, in random order. Choose a point to see its command."
     )
-    return FigureSpec(
-        "frontier",
-        f"{found.task.quality} against cost",
-        caption,
-        panels,
-        str(found.task),
-        found.command,
-        choice="cost",
-        wide=True,
-    )
+    title = f"{found.task.quality} against cost"
+    return _comparison_figure(found, "frontier", title, caption, panels, choice="cost")
 
 
-def _cost_panel(found: Comparison, cost: str) -> Scatter:
+def _comparison_figure(
+    found: Comparison, name: str, title: str, caption: str, panels: Sequence[fig.Panel], choice: str
+) -> fig.FigureSpec:
+    about = str(found.task), found.command
+    return fig.FigureSpec(name, title, caption, panels, *about, choice=choice, wide=True)
+
+
+def _cost_panel(found: Comparison, cost: str) -> fig.Scatter:
     label, scale = COSTS[cost]
     points = []
     for row in found.points:
@@ -208,7 +188,7 @@ def _cost_panel(found: Comparison, cost: str) -> Scatter:
             for key, (text, divisor) in COSTS.items()
         ]
         points.append(
-            Point(
+            fig.Point(
                 name=found.name_of(row),
                 x=getattr(row, cost) / scale,
                 y=row.quality,
@@ -224,36 +204,28 @@ def _cost_panel(found: Comparison, cost: str) -> Scatter:
             )
         )
     name = label.format(unit=found.task.unit)
-    return Scatter(Axis(name), Axis(found.task.quality), points, title=name, key=cost)
+    return fig.Scatter(fig.Axis(name), fig.Axis(found.task.quality), points, title=name, key=cost)
 
 
-def sample_figure(found: Comparison) -> FigureSpec | None:
+def sample_figure(found: Comparison) -> fig.FigureSpec | None:
     """Return the texts that settings generated, every token shaded by the layers it ran."""
-    panels: list[TokenText] = []
+    panels: list[fig.TokenText] = []
     for row in found.points:
         sample = row.sample
         if sample is None:
             continue
         key = "" if not panels else str(len(panels) + 1)
-        texts = [readable(token) for token in sample.tokens]
-        title, layers = found.name_of(row), sample.layers
-        panels.append(TokenText(texts, sample.depth, layers, "layers run", title=title, key=key))
+        texts = [fig.readable(token) for token in sample.tokens]
+        text = fig.TokenText(texts, sample.depth, sample.layers, "layers run", key=key)
+        panels.append(replace(text, title=found.name_of(row)))
     if not panels:
         return None
+    title = "How deep each token went"
     caption = "What was generated; the prompt is not shaded. Bright: all layers ran."
-    return FigureSpec(
-        "sample",
-        "How deep each token went",
-        caption,
-        panels,
-        str(found.task),
-        found.command,
-        choice="setting",
-        wide=True,
-    )
+    return _comparison_figure(found, "sample", title, caption, panels, choice="setting")
 
 
-def frontier_section(found: Comparison) -> Section:
+def frontier_section(found: Comparison) -> fig.Section:
     """Return a comparison: its chart, samples, and which setting one would choose."""
     title, protocol = str(found.task), found.protocol
     about = f"{title[:1].upper()}{title[1:]}"
@@ -262,7 +234,7 @@ def frontier_section(found: Comparison) -> Section:
     about += f"; measuring itself took {100 * found.bookkeeping:.2g} % of the time"
     sample = sample_figure(found)
     figures = [frontier_figure(found)] + ([] if sample is None else [sample])
-    return Section("Frontier", f"{about}.", [_choice(found)], figures)
+    return fig.Section("Frontier", f"{about}.", [_choice(found)], figures)
 
 
 def _choice(found: Comparison) -> str:

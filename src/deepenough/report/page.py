@@ -22,32 +22,14 @@ from string import Template
 from typing import Any
 from urllib.parse import quote
 
+from deepenough import figure as fig
 from deepenough.artifacts import write_text
 from deepenough.errors import UserError
-from deepenough.figure import (
-    Chart,
-    FigureSpec,
-    HeatMap,
-    Panel,
-    Run,
-    Section,
-    as_json,
-    read_run,
-    thin,
-    writing,
-)
 from deepenough.registry import METHODS
-from deepenough.report.figures import (
-    FRONTIER_FILE,
-    frontier_section,
-    read_frontier,
-    training_figure,
-)
+from deepenough.report.figures import FRONTIER, frontier_section, read_frontier, training_figure
 from deepenough.runs import RunFolder
 
 SCRIPTS = ("charts.js", "tables.js", "page.js")
-
-# -- what is reported -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,7 +37,7 @@ class Entry:
     """One run or one comparison in a report."""
 
     title: str
-    section: Section
+    section: fig.Section
     folder: str = ""
 
     @property
@@ -83,13 +65,13 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
         if place.is_file():
             notes.append(f"{path} is a file, no run, and was left out: give the folder of a run.")
             continue
-        if (place / FRONTIER_FILE).is_file():
+        if (place / FRONTIER).is_file():
             found = frontier_section(read_frontier(place))
             comparisons.append(Entry(f"Frontier: {place.resolve().name}", found))
             if not RunFolder(place).is_run():
                 continue
         try:
-            own = [read_run(place), *_derived(place, paths)]
+            own = [fig.read_run(place), *_derived(place, paths)]
         except UserError as error:
             if not RunFolder(place).is_run():
                 raise
@@ -111,17 +93,17 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
     return Report(title, entries, notes)
 
 
-def _derived(place: Path, paths: Sequence[Path | str]) -> list[Run]:
+def _derived(place: Path, paths: Sequence[Path | str]) -> list[fig.Run]:
     """Return the model that a search led to, a run inside of its own, unless it is named too."""
     derived = RunFolder(place).derived
     if derived.resolve() in {Path(path).resolve() for path in paths}:
         return []
     with contextlib.suppress(UserError):
-        return [read_run(derived)]
+        return [fig.read_run(derived)]
     return []
 
 
-def run_section(run: Run) -> Section | None:
+def run_section(run: fig.Run) -> fig.Section | None:
     """Return all that the methods, and the training curves, have to show of a run."""
     found = [make(run) for m in METHODS if (make := m.load("figures", "section")) is not None]
     sections = [section for section in found if section is not None]
@@ -130,18 +112,15 @@ def run_section(run: Run) -> Section | None:
     training = training_figure(run, command=command(run) if command is not None else "")
     if training is not None:
         heading = own.load("figures", "HEADING", own.name) if own is not None else "Training"
-        sections.append(Section(heading, figures=[training]))
+        sections.append(fig.Section(heading, figures=[training]))
     if not sections:
         return None
-    return Section(
+    return fig.Section(
         sections[0].heading,
         " ".join(section.about for section in sections if section.about),
         [finding for section in sections for finding in section.findings],
         [figure for section in sections for figure in section.figures],
     )
-
-
-# -- thinning ---------------------------------------------------------------------------------
 
 
 MAX_FRAMES = 150
@@ -150,15 +129,15 @@ MAX_POINTS = 300
 """Points of one line."""
 
 
-def thinned(spec: FigureSpec) -> FigureSpec:
+def thinned(spec: fig.FigureSpec) -> fig.FigureSpec:
     """Return a figure small enough for a page; its caption says what was left out."""
-    panels: list[Panel] = []
+    panels: list[fig.Panel] = []
     notes: dict[str, None] = {}
     for panel in spec.panels:
-        if isinstance(panel, Chart):
+        if isinstance(panel, fig.Chart):
             lines = []
             for line in panel.lines:
-                picks = thin(range(len(line.x)), MAX_POINTS)
+                picks = fig.thin(range(len(line.x)), MAX_POINTS)
                 if len(picks) < len(line.x):
                     notes[f"{len(picks)} of {len(line.x)} points of “{line.name}”"] = None
                 kept: dict[str, Any] = {
@@ -168,8 +147,8 @@ def thinned(spec: FigureSpec) -> FigureSpec:
                 }
                 lines.append(replace(line, **kept))
             panels.append(replace(panel, lines=lines))
-        elif isinstance(panel, HeatMap):
-            frames = thin(panel.frames, MAX_FRAMES)
+        elif isinstance(panel, fig.HeatMap):
+            frames = fig.thin(panel.frames, MAX_FRAMES)
             if len(frames) < len(panel.frames):
                 notes[f"{len(frames)} of {len(panel.frames)} recorded steps"] = None
             panels.append(replace(panel, frames=frames))
@@ -179,16 +158,13 @@ def thinned(spec: FigureSpec) -> FigureSpec:
     return replace(spec, panels=panels, caption=spec.caption + shown)
 
 
-# -- HTML -------------------------------------------------------------------------------------
-
-
 def write_page(report: Report, file: Path) -> None:
     """Write the report as one HTML file."""
     _write(file, compose(report))
 
 
 def _write(file: Path, content: str) -> None:
-    with writing(file.parent):
+    with fig.writing(file.parent):
         write_text(file, _valid(content))
 
 
@@ -212,7 +188,7 @@ def compose(report: Report) -> str:
         figures = []
         for figure in map(thinned, entry.section.figures):
             figures.append(_figure(len(data), figure))
-            data.append(as_json(figure))
+            data.append(fig.as_json(figure))
         about = f"<p>{html.escape(entry.section.about)}</p>" if entry.section.about else ""
         heading = f'<h2 id="section-{number}">{title}</h2>'
         drawn = "\n".join(figures)
@@ -235,7 +211,7 @@ def compose(report: Report) -> str:
     return _valid(page)
 
 
-def _figure(number: int, figure: FigureSpec) -> str:
+def _figure(number: int, figure: fig.FigureSpec) -> str:
     wide = ' class="wide"' if figure.wide else ""
     title, caption = html.escape(figure.title), html.escape(figure.caption)
     return (
@@ -249,9 +225,6 @@ def _figure(number: int, figure: FigureSpec) -> str:
 def _file(name: str) -> str:
     folder = resources.files("deepenough.report") / "page_files"
     return (folder / name).read_text(encoding="utf-8")
-
-
-# -- Markdown ---------------------------------------------------------------------------------
 
 
 def write_markdown(report: Report, file: Path) -> list[Path]:

@@ -52,9 +52,6 @@ def add_scale(axes: Axes, mappable: ScalarMappable, value: Axis, **place: Any) -
         bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-# -- tables of colours ------------------------------------------------------------------------
-
-
 def heat_size(panel: HeatMap) -> tuple[float, float]:
     """Return the inches that a heat map wants."""
     if panel.square:
@@ -72,14 +69,9 @@ def draw_heat(axes: Axes, panel: HeatMap) -> None:
     table = np.array(panel.values, dtype=float)
     rows, columns = table.shape
     scale = matplotlib.colormaps[style.COLOR_SCALE].with_extremes(under=BELOW_COLOR, bad="white")
-    axes.imshow(
-        table,
-        cmap=scale,
-        norm=_norm(panel.value),
-        aspect="equal" if panel.square else "auto",
-        interpolation="nearest",
-        origin="lower" if panel.upwards else "upper",
-    )
+    look: dict[str, Any] = {"aspect": "equal" if panel.square else "auto"}
+    look |= {"origin": "lower" if panel.upwards else "upper", "interpolation": "nearest"}
+    axes.imshow(table, cmap=scale, norm=_norm(panel.value), **look)
     width, height = heat_size(panel)
     cell = (SQUARE_INCHES if panel.square else width - 1.6) / columns
     every = max(1, int(np.ceil(0.24 / cell)))
@@ -98,7 +90,7 @@ def draw_heat(axes: Axes, panel: HeatMap) -> None:
         axes.tick_params(which="minor", length=0)
         axes.set_axisbelow(False)
     for row, column in np.argwhere(table < (panel.value.low or 0.0)):
-        look: dict[str, Any] = {"hatch": "/////", "edgecolor": style.FAINT, "linewidth": 0}
+        look = {"hatch": "/////", "edgecolor": style.FAINT, "linewidth": 0}
         axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, **look))
     for row, column in panel.framed:
         # Within its cell: frames that touched would make a frame of a cell between them.
@@ -162,9 +154,6 @@ def lens_map(panel: TokenText) -> HeatMap:
     )
 
 
-# -- texts ------------------------------------------------------------------------------------
-
-
 def tokens_size(panel: TokenText) -> tuple[float, float]:
     """Return the inches that a text wants."""
     return 9.0, 0.8 + 0.28 * (1 + max(line for line, _, _, _ in _wrapped(panel)))
@@ -210,9 +199,6 @@ def _width(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
-# -- diagrams ---------------------------------------------------------------------------------
-
-
 def diagram_size(panel: Diagram) -> tuple[float, float]:
     """Return the inches that a diagram wants."""
     rows, per_row = _rows(panel)
@@ -234,17 +220,10 @@ def draw_diagram(axes: Axes, panel: Diagram) -> None:
     facts = style.drawable(shortened(panel.facts, int(diagram_size(panel)[0] * 12)))
     axes.set_title(facts, fontsize=style.TEXT_SIZE, color=style.MUTED)
     centred: dict[str, Any] = {"ha": "center", "va": "center"}
+    name_look = centred | {"fontsize": style.SMALL_SIZE, "color": "black"}
     for i, block in enumerate(["tokens", *panel.blocks, "next\ntoken"]):
         row, column = divmod(i, per_row)
-        axes.text(
-            column,
-            row,
-            block,
-            fontsize=style.SMALL_SIZE,
-            color="black",
-            bbox=BLOCKS.get(block),
-            **centred,
-        )
+        axes.text(column, row, block, bbox=BLOCKS.get(block), **name_look)
         if block in BLOCKS:
             axes.text(column, row + 0.32, str(i), fontsize=7, color=style.MUTED, **centred)
         if i:

@@ -64,30 +64,13 @@ RC: dict[str, Any] = {
 
 #: Fonts with the scripts that DejaVu Sans lacks, as the common systems bring them.
 MORE_FONTS = (
-    "Noto Sans CJK SC",
-    "Noto Sans CJK JP",
-    "Noto Sans CJK KR",
-    "Noto Sans SC",
-    "Noto Sans JP",
-    "Noto Sans KR",
-    "WenQuanYi Micro Hei",
-    "WenQuanYi Zen Hei",
-    "Droid Sans Fallback",
-    "Microsoft YaHei",
-    "Yu Gothic",
-    "Malgun Gothic",
-    "PingFang SC",
-    "Hiragino Sans",
-    "Apple SD Gothic Neo",
-    "Arial Unicode MS",
-    "Noto Sans Devanagari",
-    "Noto Sans Bengali",
-    "Noto Sans Tamil",
-    "Noto Sans Thai",
-    "Nirmala UI",
-    "Leelawadee UI",
-    "Noto Emoji",
-    "Segoe UI Symbol",
+    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR"),
+    *("Noto Sans SC", "Noto Sans JP", "Noto Sans KR"),
+    *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback"),
+    *("Microsoft YaHei", "Yu Gothic", "Malgun Gothic"),
+    *("PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Arial Unicode MS"),
+    *("Noto Sans Devanagari", "Noto Sans Bengali", "Noto Sans Tamil", "Noto Sans Thai"),
+    *("Nirmala UI", "Leelawadee UI", "Noto Emoji", "Segoe UI Symbol"),
 )
 
 

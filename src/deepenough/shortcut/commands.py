@@ -46,9 +46,6 @@ _LENS_ROWS = 10
 _LENS_SHOWS = {"token": "words", "rank": "target_rank"}
 
 
-# -- fit -----------------------------------------------------------------------------------------
-
-
 def fit(config: ShortcutFitConfig) -> None:
     """Run `deepenough shortcut fit`; interrupted, it goes on with `resume`."""
     from deepenough.hf.adapter import adapt
@@ -84,19 +81,12 @@ def _fit_all(
 
     if is_main_process():
         dump(replace(config, resume=False, overwrite=False), run.config)
-    is_affine = config.fit.maps == "affine"
-    found = {"shortcuts": _fit(config, run, model, tokenizer, texts, "shortcuts", is_affine)}
-    if config.fit.maps == "both":
-        found["affine"] = _fit(config, run, model, tokenizer, texts, "affine", True)
+    names = config.fit.folders
+    found = {name: _fit(config, run, model, tokenizer, texts, name) for name in names}
     tuning = RunFolder(run.path / "tuning")
     if config.tuned:
-        options = TuneTrainingConfig(
-            out=str(tuning.path),
-            resume=config.resume,
-            overwrite=not config.resume,
-            tune=config.tune,
-            train=config.train,
-        )
+        options = TuneTrainingConfig(str(tuning.path), tune=config.tune, train=config.train)
+        options.resume, options.overwrite = config.resume, not config.resume
         found["shortcuts"] = tune(found["shortcuts"], model, tokenizer, texts, options)
     if not is_main_process():
         return
@@ -118,7 +108,6 @@ def _fit(
     tokenizer: Any,
     texts: list[str],
     name: str,
-    affine: bool,
     seed: int = 0,
 ) -> Shortcuts:
     """Fit the maps `shortcuts` or `affine` of a run, or read those it has fitted already."""
@@ -128,41 +117,24 @@ def _fit(
     from deepenough.training.logging import reading
 
     chosen = config.fit
-    targets = chosen.targets if name == "shortcuts" else "last"
+    is_first = name == "shortcuts"
+    options: dict[str, Any] = {"affine": chosen.maps == "affine" or not is_first}
+    options |= {"targets": chosen.targets if is_first else "last", "ridge": chosen.ridge}
     folder = run.path / name
     if (folder / INDEX).is_file():  # finished before the run was interrupted
         finished = Shortcuts.from_pretrained(folder)
         adapt(model).check_made_for(finished.made_for, "These shortcuts")
         fitted = finished.meta.get("fit", {})
-        wanted = {
-            "affine": affine,
-            "targets": targets,
-            "positions_taken": chosen.positions,
-            "ridge": chosen.ridge,
-            "window": chosen.window or fitted.get("window"),
-        }
-        if chosen.submodules and name == "shortcuts":
+        window = chosen.window or fitted.get("window")
+        wanted = options | {"positions_taken": chosen.positions, "window": window}
+        if chosen.submodules and is_first:
             fitted, wanted["submodules"] = fitted | {"submodules": bool(finished.submodules)}, True
         check_same_fit(folder, fitted, wanted)
         return finished
+    options |= {"positions": chosen.positions, "window": chosen.window, "seed": seed}
+    options |= {"submodules": chosen.submodules and is_first, "resume": run.checkpoints / name}
     with reading("texts") as progress:
-        return Shortcuts.fit(
-            model,
-            tokenizer,
-            texts,
-            chosen.positions,
-            targets,
-            affine,
-            chosen.ridge,
-            seed,
-            resume=run.checkpoints / name,
-            progress=progress,
-            window=chosen.window,
-            submodules=chosen.submodules and name == "shortcuts",
-        )
-
-
-# -- eval ----------------------------------------------------------------------------------------
+        return Shortcuts.fit(model, tokenizer, texts, progress=progress, **options)
 
 
 def evaluate(config: ShortcutEvalConfig) -> None:
@@ -185,32 +157,16 @@ def evaluate(config: ShortcutEvalConfig) -> None:
             raise UserError(
                 f"The maps of {config.run} have no sub-modules: leave out --submodules."
             )
-        parts = Shortcuts.fit(
-            model,
-            tokenizer,
-            fitted.dataset.read(fitted.data),
-            fitted.fit.positions,
-            "last",
-            ridge=fitted.fit.ridge,
-            window=fitted.fit.window,
-            submodules=True,
-        ).submodules
+        own = fitted.fit
+        options: dict[str, Any] = {"targets": "last", "submodules": True, "ridge": own.ridge}
+        options |= {"positions": own.positions, "window": own.window}
+        read = fitted.dataset.read(fitted.data)
+        parts = Shortcuts.fit(model, tokenizer, read, **options).submodules
+    options = {"positions": config.positions, "submodules": parts, "window": fitted.fit.window}
     with reading("texts") as progress:
-        evaluation = measure(
-            model,
-            tokenizer,
-            shortcuts,
-            texts,
-            positions=config.positions,
-            submodules=parts,
-            window=fitted.fit.window,
-            progress=progress,
-        )
-    about = {
-        "settings": asdict(config),
-        "positions": evaluation.positions,
-        "seconds": time.perf_counter() - started,
-    }
+        evaluation = measure(model, tokenizer, shortcuts, texts, progress=progress, **options)
+    seconds = time.perf_counter() - started
+    about = {"settings": asdict(config), "positions": evaluation.positions, "seconds": seconds}
     records = evaluation.records(config.exit)
     with run.lock():
         replace_records(run.metrics, [Record(0, "evaluation", about), *records])
@@ -230,9 +186,6 @@ def evaluate(config: ShortcutEvalConfig) -> None:
     print("loss and rank (from 1): of the token that really comes next")
     print(f"on {number:,} tokens, so that a share of them is certain to about {half:.1g}")
     print(f"next: deepenough shortcut plot {config.run}")
-
-
-# -- lens ----------------------------------------------------------------------------------------
 
 
 def lens(config: ShortcutLensConfig) -> None:
@@ -275,9 +228,6 @@ def _lens_cell(content: str | float | None) -> str:
     return f"{content:.0f}" if content.is_integer() else f"{content:.3g}"
 
 
-# -- paper and import ----------------------------------------------------------------------------
-
-
 def paper(config: ShortcutPaperConfig) -> None:
     """Run `deepenough shortcut paper`; interrupted, it goes on with `resume`."""
     from deepenough.hf.adapter import adapt
@@ -314,14 +264,7 @@ def repeat_paper(
     """Fit on sentences, measure on others, write all into `config.out`; return the seconds."""
     from deepenough.artifacts import write_text
     from deepenough.shortcut.evaluation import evaluate as measure
-    from deepenough.shortcut.paper import (
-        MEANS,
-        NUM_TOP,
-        RESULTS,
-        SENTENCES,
-        save_means,
-        save_samples,
-    )
+    from deepenough.shortcut.paper import NUM_TOP, SENTENCES, save_means, save_samples
     from deepenough.training.logging import reading
     from deepenough.training.trainer import keep_freed_memory
 
@@ -329,33 +272,23 @@ def repeat_paper(
     run, seed, began = RunFolder(Path(config.out)), config.sentences.seed, time.perf_counter()
     dump(config, run.config)
     write_text(run.path / SENTENCES, "".join(f"{sentence}\n" for sentence in (*train, *test)))
-    names = {"shortcuts": config.fit.maps == "affine"}
-    names |= {"affine": True} if config.fit.maps == "both" else {}
     maps = []
-    for name, affine in names.items():
-        maps.append(_fit(config, run, model, tokenizer, train, name, affine, seed))
+    for name in config.fit.folders:
+        maps.append(_fit(config, run, model, tokenizer, train, name, seed))
         maps[-1].save_pretrained(run.path / name)
         shutil.rmtree(run.checkpoints / name, ignore_errors=True)
     fitted = time.perf_counter()
+    options: dict[str, Any] = {"seed": seed + 1, "window": config.fit.window, "num_top": NUM_TOP}
+    options["submodules"] = maps[0].submodules
     with reading("sentences", "measuring") as progress:
-        evaluation = measure(
-            model,
-            tokenizer,
-            maps,
-            test,
-            submodules=maps[0].submodules,
-            seed=seed + 1,
-            window=config.fit.window,
-            num_top=NUM_TOP,
-            progress=progress,
-        )
+        evaluation = measure(model, tokenizer, maps, test, progress=progress, **options)
     records = evaluation.records(config.exit)
     seconds = {"fit": fitted - began, "measure": time.perf_counter() - fitted}
-    save_means(records, run.path / MEANS)
+    save_means(records, run.path)
     about = {"settings": asdict(config), "positions": evaluation.positions, "seconds": seconds}
     records += [maps[0].record(), Record(0, "evaluation", about), Record(0, "paper", {})]
     replace_records(run.metrics, records)
-    save_samples(evaluation, config.exit, run.path / RESULTS)  # last: it says that all is there
+    save_samples(evaluation, config.exit, run.path)  # last: it says that all is there
     return seconds
 
 
@@ -372,11 +305,9 @@ def import_maps(config: ShortcutImportConfig) -> None:
         targets=shortcuts.targets,
         submodules=shortcuts.submodules is not None,
     )
+    settings = ShortcutFitConfig(config.out, data=config.folder, model=config.model, fit=fit)
     with run.lock():
-        dump(
-            ShortcutFitConfig(config.out, data=config.folder, model=config.model, fit=fit),
-            run.config,
-        )
+        dump(settings, run.config)
         shortcuts.save_pretrained(run.path / "shortcuts")
         replace_records(run.metrics, [shortcuts.record()])
     parts = 0 if shortcuts.submodules is None else len(shortcuts.submodules.maps)
@@ -385,9 +316,6 @@ def import_maps(config: ShortcutImportConfig) -> None:
         f"{shortcuts.num_layers} layers of width {shortcuts.width}, in {config.out}/shortcuts; "
         f"next: deepenough shortcut eval {config.out} --data TEXT"
     )
-
-
-# -- the run folder ------------------------------------------------------------------------------
 
 
 def _open(folder: str) -> tuple[RunFolder, ShortcutFitConfig | ShortcutPaperConfig]:

@@ -107,6 +107,11 @@ class MapsConfig:
     """Also fit and save linear maps of the parts inside every block: norms, attention,
     feed-forward and residual connections."""
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Names of the folders that maps are saved in: affine ones beside the others if both."""
+        return ("shortcuts", "affine") if self.maps == "both" else ("shortcuts",)
+
 
 @dataclass
 class SentencesConfig:

@@ -76,22 +76,10 @@ def evaluate(
     num_top: int = 0,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Measure shortcuts of a model on texts.
+    """Measure shortcuts of a model on texts; linear and affine ones can be given together.
 
-    A model without a language-model head is measured by r^2 alone.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        shortcuts: Its maps; linear and affine ones can be given together.
-        texts: Strings.
-        positions: Whether every token of a text is measured, or one drawn at random.
-        submodules: Linear fits of the parts inside the blocks.
-        seed: Seed of the random positions.
-        batch_tokens: Most tokens in a batch, padding included.
-        window: Longest stretch of text that is run at once.
-        num_top: How many of the likeliest tokens of every layer are kept, at most 10.
-        progress: Called with the number of texts read, and of all texts or None.
+    A model without a language-model head is measured by r^2 alone. Texts are read as in
+    `Shortcuts.fit`. Of the likeliest tokens of every layer, `num_top` are kept, at most 10.
     """
     adapter = model if isinstance(model, Adapter) else adapt(model)
     given = [shortcuts] if isinstance(shortcuts, Shortcuts) else list(shortcuts)
@@ -109,26 +97,20 @@ def evaluate(
     with eval_mode(adapter.model), fused_gelu(adapter.model), OneDnnProducts():
         measuring = _Measuring(adapter, modes, submodules, num_top)
         for batch in batches(tokenizer, texts, reading):
-            with only_wanted(adapter, batch):
-                measuring.add(batch)
-            measuring.flush_if_full()
+            measuring.add(batch)
             if progress is not None:
                 progress(batch.texts, total)
         measuring.flush()
     if not measuring.positions:
         raise UserError("There is nothing to measure on: give texts of two tokens or more.")
-    return Evaluation(
-        adapter.num_layers,
-        torch.cat(measuring.positions),
-        torch.cat(measuring.texts),
-        sum(measuring.lengths) / len(measuring.lengths),
-        {
-            place: TokenScores(*map(torch.cat, zip(*pieces, strict=True)))
-            for place, pieces in measuring.scores.items()
-        },
-        {mode: stream.table() for mode, stream in measuring.streams.items()},
-        given[0].table,
-    )
+    places = torch.cat(measuring.positions), torch.cat(measuring.texts)
+    length = sum(measuring.lengths) / len(measuring.lengths)
+    scores = {
+        place: TokenScores(*map(torch.cat, zip(*pieces, strict=True)))
+        for place, pieces in measuring.scores.items()
+    }
+    r2 = {mode: stream.table() for mode, stream in measuring.streams.items()}
+    return Evaluation(adapter.num_layers, *places, length, scores, r2, given[0].table)
 
 
 def _by_mode(given: Sequence[Shortcuts]) -> dict[str, Shortcuts]:
@@ -174,28 +156,26 @@ class _Measuring:
         self._num_waiting = 0
 
     def add(self, batch: TokenBatch) -> None:
-        """Run the model on a batch, and with parts replaced from every layer on."""
+        """Run the model on a batch, also with parts replaced; measure if enough rows wait."""
         ids, mask = batch.inputs(self.adapter)
         row, position = (places.to(ids.device) for places in batch.wanted())
-        states = self.adapter.states(ids, attention_mask=mask)
-        rows = [state[row, position] for state in states]
-        check_finite(rows)
-        for layer, chosen in enumerate(rows):
-            self._waiting["", layer].append(chosen)
-        for kind in self.kinds:
-            if kind == "attention":  # needs no text, so it waits for the head
-                continue
-            for layer, state in enumerate(states[:-1]):
-                last = self.replacement.last_state(kind, layer, state, ids, mask)
-                self._waiting[kind, layer].append(last[row, position])
+        with only_wanted(self.adapter, batch):
+            states = self.adapter.states(ids, attention_mask=mask)
+            rows = [state[row, position] for state in states]
+            check_finite(rows)
+            for layer, chosen in enumerate(rows):
+                self._waiting["", layer].append(chosen)
+            for kind in self.kinds:
+                if kind == "attention":  # needs no text, so it waits for the head
+                    continue
+                for layer, state in enumerate(states[:-1]):
+                    last = self.replacement.last_state(kind, layer, state, ids, mask)
+                    self._waiting[kind, layer].append(last[row, position])
         self._targets.append(batch.targets())
         self.positions.append(position.cpu())
         self.texts.append(torch.tensor([window.text for window in batch.windows])[row.cpu()])
         self.lengths += [window.length for window in batch.windows]
         self._num_waiting += len(row)
-
-    def flush_if_full(self) -> None:
-        """Measure what is waiting if it is enough for the head."""
         if self._num_waiting >= self._rows:
             self.flush()
 
@@ -237,9 +217,6 @@ class _Measuring:
                 else:
                     replaced = block[kind, layer]
                 keep(kind, layer, reference.score(self.adapter.logits(replaced)))
-
-
-# -- what was measured ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -331,9 +308,6 @@ def _rows(table: Tensor) -> list[list[float | None]]:
     return [[None if math.isnan(value) else value for value in row] for row in table.tolist()]
 
 
-# -- early exit ----------------------------------------------------------------------------------
-
-
 def thresholds(lambda_: float, position_N: Tensor, mean_length: float) -> Tensor:
     """Return the gap to exceed, `0.9 * lambda + 0.1 * exp(-4 * t / N)`, for every position."""
     return 0.9 * lambda_ + 0.1 * torch.exp(-4.0 * position_N.double() / mean_length)
@@ -350,10 +324,8 @@ def exit_layers(gap_LN: Tensor, limit_N: Tensor, min_layer: int = 1) -> Tensor:
 
 def fixed_exits(agrees_LN: Tensor) -> list[dict[str, float]]:
     """Return what it gives if every token exits at layer 0, or 1, ... or `L`."""
-    num_tokens = agrees_LN.shape[1]
-    return [
-        exit_point(torch.full((num_tokens,), layer), agrees_LN) for layer in range(len(agrees_LN))
-    ]
+    layers = torch.arange(len(agrees_LN))[:, None].expand_as(agrees_LN)
+    return [exit_point(layer_N, agrees_LN) for layer_N in layers]
 
 
 def exit_point(layer_N: Tensor, agrees_LN: Tensor) -> dict[str, float]:

@@ -14,44 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from deepenough.figure import (
-    BLACK,
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    Axis,
-    Bars,
-    Chart,
-    FigureBuilder,
-    FigureSpec,
-    HeatMap,
-    LensTable,
-    Line,
-    Panel,
-    Run,
-    Section,
-    TokenText,
-    build_figures,
-    number,
-    readable,
-    share,
-    shortened,
-    visible,
-)
+from deepenough import figure as fig
 
 HEADING = "Shortcuts"
 
 MODES = {
-    "id": ("id (no map)", BLACK, "dashed"),
-    "mat": ("mat (linear map)", BLUE, "solid"),
-    "affine": ("affine map", SKY, "dashed"),
-    "tuned": ("KL-tuned map", VERMILION, "solid"),
-    "attention": ("attention made linear", ORANGE, "solid"),
-    "feed_forward": ("feed-forward made linear", GREEN, "dashed"),
-    "norms": ("norms made linear", PURPLE, "dotted"),
+    "id": ("id (no map)", fig.BLACK, "dashed"),
+    "mat": ("mat (linear map)", fig.BLUE, "solid"),
+    "affine": ("affine map", fig.SKY, "dashed"),
+    "tuned": ("KL-tuned map", fig.VERMILION, "solid"),
+    "attention": ("attention made linear", fig.ORANGE, "solid"),
+    "feed_forward": ("feed-forward made linear", fig.GREEN, "dashed"),
+    "norms": ("norms made linear", fig.PURPLE, "dotted"),
 }
 """Mode: its name, colour and line."""
 CKA = "linear CKA"
@@ -95,30 +69,24 @@ def square(value: Any) -> np.ndarray | None:
     return table if np.isfinite(table).any() else None
 
 
-def r2_tables(run: Run) -> dict[str, np.ndarray]:
-    """Return r^2 [from, to] by mode."""
-    tables = {_mode(r.values): square(r.values.get("table")) for r in run.of_kind("r2")}
-    return {mode: table for mode, table in tables.items() if table is not None}
-
-
-def measured(run: Run, kind: str, key: str) -> dict[str, dict[float, Mapping[str, Any]]]:
+def measured(run: fig.Run, kind: str, key: str) -> dict[str, dict[float, Mapping[str, Any]]]:
     """Return the values of the records of a kind by mode and by rising `key`."""
     found: dict[str, dict[float, Mapping[str, Any]]] = {}
     for record in run.of_kind(kind):
-        at = number(record.values.get(key))
+        at = fig.number(record.values.get(key))
         if at is not None:
             found.setdefault(_mode(record.values), {})[at] = record.values
     return {mode: dict(sorted(at.items())) for mode, at in found.items()}
 
 
-def curves(run: Run, kind: str, key: str, x: str, y: str) -> dict[str, Curve]:
+def curves(run: fig.Run, kind: str, key: str, x: str, y: str) -> dict[str, Curve]:
     """Return two values of the records of a kind by mode, by rising `key`.
 
     A point with a value that is missing or out of range is left out, and so is a mode without any.
     """
 
     def value(values: Mapping[str, Any], name: str) -> float | None:
-        return (number if name in UNBOUNDED else share)(values.get(name))
+        return (fig.number if name in UNBOUNDED else fig.share)(values.get(name))
 
     found: dict[str, Curve] = {}
     for mode, by_key in measured(run, kind, key).items():
@@ -127,7 +95,7 @@ def curves(run: Run, kind: str, key: str, x: str, y: str) -> dict[str, Curve]:
             intervals = values.get("intervals")
             ends = intervals.get(y) if isinstance(intervals, dict) else None
             low, high = (
-                map(number, ends) if isinstance(ends, list) and len(ends) == 2 else (None,) * 2
+                map(fig.number, ends) if isinstance(ends, list) and len(ends) == 2 else (None,) * 2
             )
             points.append((value(values, x), value(values, y), low, high))
         known = [point for point in points if None not in point[:2]]
@@ -137,17 +105,17 @@ def curves(run: Run, kind: str, key: str, x: str, y: str) -> dict[str, Curve]:
     return found
 
 
-def layer_curves(run: Run, name: str) -> dict[str, Curve]:
+def layer_curves(run: fig.Run, name: str) -> dict[str, Curve]:
     """Return layers and values of one quantity by mode."""
     return curves(run, "layer", "layer", "layer", name)
 
 
-def fitted_model(run: Run) -> str:
+def fitted_model(run: fig.Run) -> str:
     """Return the name of the model that the shortcuts are for, or nothing."""
     return str(_latest(run, "fit").get("model") or "")
 
 
-def _latest(run: Run, kind: str) -> Mapping[str, Any]:
+def _latest(run: fig.Run, kind: str) -> Mapping[str, Any]:
     """Return the values of the latest record of a kind, empty if there is none."""
     return next((record.values for record in reversed(run.of_kind(kind))), {})
 
@@ -156,7 +124,7 @@ def _mode(values: Mapping[str, Any]) -> str:
     return str(values.get("mode") or "mat")
 
 
-def lens_panel(values: Mapping[str, Any]) -> TokenText | None:
+def lens_panel(values: Mapping[str, Any]) -> fig.TokenText | None:
     """Return the prompt of a lens record and what every layer predicts at each of its tokens.
 
     None if the parts of the record do not fit together. A token's depth is the layer from which on
@@ -174,15 +142,15 @@ def lens_panel(values: Mapping[str, Any]) -> TokenText | None:
         return None
     num_agreeing = np.logical_and.accumulate(agrees[::-1], axis=0).sum(axis=0)
     first_rows = np.minimum(len(layers) - num_agreeing, len(layers) - 1)
-    return TokenText(
-        [readable(token) for token in tokens],
+    return fig.TokenText(
+        [fig.readable(token) for token in tokens],
         [layers[row] for row in first_rows],
         max(1, layers[-1]),
         "layer from which the prediction stays the same",
-        LensTable(
+        fig.LensTable(
             layers,
-            [[visible(text) for text in row] for row in predictions.tolist()],
-            [[share(value) for value in row] for row in probability.tolist()],
+            [[fig.visible(text) for text in row] for row in predictions.tolist()],
+            [[fig.share(value) for value in row] for row in probability.tolist()],
             agrees.tolist(),
         ),
         title=f"{_prompt(values)} · {mode_name(_mode(values))}",
@@ -190,7 +158,7 @@ def lens_panel(values: Mapping[str, Any]) -> TokenText | None:
 
 
 def _prompt(values: Mapping[str, Any]) -> str:
-    return shortened(readable(str(values.get("prompt"))), 60)
+    return fig.shortened(fig.readable(str(values.get("prompt"))), 60)
 
 
 # -- figures ----------------------------------------------------------------------------------
@@ -198,40 +166,41 @@ def _prompt(values: Mapping[str, Any]) -> str:
 
 def mode_name(mode: str) -> str:
     """Return what legends call a mode."""
-    return MODES[mode][0] if mode in MODES else shortened(visible(mode), 24)
+    return MODES[mode][0] if mode in MODES else fig.shortened(fig.visible(mode), 24)
 
 
-def _line(mode: str, curve: Curve, **options: Any) -> Line:
+def _line(mode: str, curve: Curve, **options: Any) -> fig.Line:
     name, color, style = MODES.get(mode, (mode_name(mode), None, "solid"))
     columns = dict(zip(("x", "y", "low", "high"), (c.tolist() for c in curve), strict=False))
-    return Line(**({"name": name, "color": color, "style": style} | options | columns))
+    return fig.Line(**({"name": name, "color": color, "style": style} | options | columns))
 
 
-def r2_figure(run: Run) -> FigureSpec | None:
+def r2_figure(run: fig.Run) -> fig.FigureSpec | None:
     """Return r^2 of the maps from every layer to every later one, a panel a mode."""
-    found = r2_tables(run)
+    every = {_mode(r.values): square(r.values.get("table")) for r in run.of_kind("r2")}
+    found = {mode: table for mode, table in every.items() if table is not None}
     if not found:
         return None
     # The maps first, beside them what is reached without a map.
     tables = {mode: found[mode] for mode in ("mat", "id") if mode in found} | found
     caption = "How much of a layer's states the states of an earlier layer explain, with each map."
-    panels = _pair_panels(tables, Axis("r²", low=0.0, high=1.0))
+    panels = _pair_panels(tables, fig.Axis("r²", low=0.0, high=1.0))
     if any((table < 0).any() for table in tables.values()):
         caption += " Below 0 (hatched), a map is worse than predicting the mean."
     return _figure(run, "r2", "Maps between layers", caption, panels, wide=len(panels) > 1)
 
 
-def cka_figure(run: Run) -> FigureSpec | None:
+def cka_figure(run: fig.Run) -> fig.FigureSpec | None:
     """Return linear CKA between all pairs of layers."""
     table = square(_latest(run, "cka").get("table"))
     if table is None:
         return None
-    panels = _pair_panels({CKA: table}, Axis("linear CKA", low=0.0, high=1.0))
+    panels = _pair_panels({CKA: table}, fig.Axis("linear CKA", low=0.0, high=1.0))
     caption = "How similar the states of two layers are, up to rotation and scale (linear CKA)."
     return _figure(run, "cka", "Similarity of layers", caption, panels)
 
 
-def _pair_panels(tables: Mapping[str, np.ndarray], value: Axis) -> list[Panel]:
+def _pair_panels(tables: Mapping[str, np.ndarray], value: fig.Axis) -> list[fig.Panel]:
     """Return a heat map for each table [from, to], or curves if all are about the last layer."""
     known = np.isfinite(next(iter(tables.values())))
     last = len(known) - 1
@@ -242,20 +211,20 @@ def _pair_panels(tables: Mapping[str, np.ndarray], value: Axis) -> list[Panel]:
             lines.append(_line(mode, (layers.astype(float), table[layers, last])))
         lowest = min(0.0, *(min(line.y) for line in lines))
         # Far below 0 nothing is to be told apart, and the part above would become a flat line.
-        y = Axis(f"{value.label}, layer {last}", low=max(lowest - 0.05, -1.0), high=1.03)
-        return [Chart(Axis("from layer", whole=True), y, lines)]
+        y = fig.Axis(f"{value.label}, layer {last}", low=max(lowest - 0.05, -1.0), high=1.03)
+        return [fig.Chart(fig.Axis("from layer", whole=True), y, lines)]
     names = [str(layer) for layer in range(last + 1)]
-    x, y = Axis("to layer"), Axis("from layer")
-    panels: list[Panel] = []
+    x, y = fig.Axis("to layer"), fig.Axis("from layer")
+    panels: list[fig.Panel] = []
     for mode, table in tables.items():
         values = [[None if np.isnan(cell) else float(cell) for cell in row] for row in table]
         panels.append(
-            HeatMap(names, names, values, x, y, value, square=True, title=mode_name(mode))
+            fig.HeatMap(names, names, values, x, y, value, square=True, title=mode_name(mode))
         )
     return panels
 
 
-def layers_figure(run: Run) -> FigureSpec | None:
+def layers_figure(run: fig.Run) -> fig.FigureSpec | None:
     """Return what a prediction from each layer shares with the model's own, by kind of map."""
     panels = _layer_panels(run, SUBMODULES, "prediction from layer")
     if not panels:
@@ -265,7 +234,7 @@ def layers_figure(run: Run) -> FigureSpec | None:
     return _figure(run, "layers", "How early the model knows", caption, panels, wide=True)
 
 
-def submodules_figure(run: Run) -> FigureSpec | None:
+def submodules_figure(run: fig.Run) -> fig.FigureSpec | None:
     """Return the same with parts of the blocks replaced by linear maps."""
     if not measured(run, "layer", "layer").keys() & set(SUBMODULES):
         return None
@@ -276,26 +245,26 @@ def submodules_figure(run: Run) -> FigureSpec | None:
     return _figure(run, "submodules", title, caption, panels, wide=True)
 
 
-def _layer_panels(run: Run, left_out: Sequence[str], label: str) -> list[Panel]:
-    panels: list[Panel] = []
+def _layer_panels(run: fig.Run, left_out: Sequence[str], label: str) -> list[fig.Panel]:
+    panels: list[fig.Panel] = []
     for name, title in QUANTITIES.items():
         shown = {m: curve for m, curve in layer_curves(run, name).items() if m not in left_out}
         if not shown:
             continue
         values = np.concatenate([curve[1] for curve in shown.values()])
         if name.startswith("precision"):
-            y = Axis(title, percent=True, low=0.0, high=1.03)
+            y = fig.Axis(title, percent=True, low=0.0, high=1.03)
         elif values.max() > LOG_SCALE_FACTOR * max(np.median(values), LEAST_NATS):
-            y = Axis(title, "log", low=max(LEAST_NATS, float(values.min())))
+            y = fig.Axis(title, "log", low=max(LEAST_NATS, float(values.min())))
         else:
             # Rounding may leave a divergence of zero a little below it.
-            y = Axis(title, low=0.0 if values.min() > -1e-3 else None)
+            y = fig.Axis(title, low=0.0 if values.min() > -1e-3 else None)
         lines = [_line(mode, curve) for mode, curve in shown.items()]
-        panels.append(Chart(Axis(label, whole=True), y, lines, title=title))
+        panels.append(fig.Chart(fig.Axis(label, whole=True), y, lines, title=title))
     return panels
 
 
-def exit_figure(run: Run) -> FigureSpec | None:
+def exit_figure(run: fig.Run) -> fig.FigureSpec | None:
     """Return layers saved against agreement, and what is saved at fixed levels of agreement."""
     swept = curves(run, "exit", "lambda", "saved", "agreement")
     if not swept:
@@ -306,9 +275,9 @@ def exit_figure(run: Run) -> FigureSpec | None:
             name = f"{mode_name(mode)}, one layer for all"
             fixed = (1 - layers / layers.max(), agreement)
             lines.append(_line(mode, fixed, name=name, style="dotted"))
-    x = Axis("layers saved", percent=True, low=-0.02, high=1.02)
-    y = Axis("agreement with the last layer", percent=True, high=1.02)
-    panels = [Chart(x, y, lines, title="every threshold")]
+    x = fig.Axis("layers saved", percent=True, low=-0.02, high=1.02)
+    y = fig.Axis("agreement with the last layer", percent=True, high=1.02)
+    panels = [fig.Chart(x, y, lines, title="every threshold")]
     if levels_by_mode := measured(run, "saved", "agreement"):
         panels.append(_saved_bars(levels_by_mode))
     caption = (
@@ -318,22 +287,22 @@ def exit_figure(run: Run) -> FigureSpec | None:
     return _figure(run, "early_exit", "Early exit", caption, panels, columns=2, wide=True)
 
 
-def _saved_bars(by_mode: Mapping[str, Mapping[float, Mapping[str, Any]]]) -> Chart:
+def _saved_bars(by_mode: Mapping[str, Mapping[float, Mapping[str, Any]]]) -> fig.Chart:
     levels = sorted({level for by_level in by_mode.values() for level in by_level})
     bars = []
     for mode, by_level in by_mode.items():
         rows = [by_level.get(level, {}) for level in levels]
-        saved = [share(row.get("saved")) for row in rows]
+        saved = [fig.share(row.get("saved")) for row in rows]
         texts = ["–" if value is None else f"{100 * value:.1f}" for value in saved]
-        marks = [share(row.get("fixed_layer_saved")) for row in rows]
+        marks = [fig.share(row.get("fixed_layer_saved")) for row in rows]
         color = MODES[mode][1] if mode in MODES else None
         heights = [value or 0.0 for value in saved]
-        bars.append(Bars(mode_name(mode), heights, color, texts, marks))
+        bars.append(fig.Bars(mode_name(mode), heights, color, texts, marks))
     # Where nothing is saved, noise must not fill the panel.
     most = max((value or 0.0) for bar in bars for value in (*bar.values, *bar.marks))
-    return Chart(
-        Axis("agreement kept"),
-        Axis("layers saved", percent=True, low=0.0, high=max(0.1, 1.15 * most)),
+    return fig.Chart(
+        fig.Axis("agreement kept"),
+        fig.Axis("layers saved", percent=True, low=0.0, high=max(0.1, 1.15 * most)),
         bars=bars,
         categories=[f"{100 * level:.4g}%" for level in levels],
         mark_name="the same layer for all",
@@ -341,7 +310,7 @@ def _saved_bars(by_mode: Mapping[str, Mapping[float, Mapping[str, Any]]]) -> Cha
     )
 
 
-def paper_figure(run: Run) -> FigureSpec | None:
+def paper_figure(run: fig.Run) -> fig.FigureSpec | None:
     """Return the plots of the paper's code, one picture each, under the names that they have there.
 
     Those of r^2 stand together in `r2_figure`.
@@ -351,41 +320,39 @@ def paper_figure(run: Run) -> FigureSpec | None:
     if not run.of_kind("paper") or not precision:
         return None
     last = int(max(curve[0].max() for curve in precision.values()))
-    panels: list[Panel] = []
+    panels: list[fig.Panel] = []
 
-    def add(key: str, label: str, lines: Sequence[Line], x: str = "layer") -> None:
-        axis = Axis(x, whole=True, low=0.0, high=float(last))
-        y = Axis(label, low=0.0, high=1.03 if label.startswith("Precision") else None)
-        panels.append(Chart(axis, y, lines, title=label, key=f"{key}_{last}"))
+    def add(key: str, label: str, lines: Sequence[fig.Line], x: str = "layer") -> None:
+        axis = fig.Axis(x, whole=True, low=0.0, high=float(last))
+        y = fig.Axis(label, low=0.0, high=1.03 if label.startswith("Precision") else None)
+        panels.append(fig.Chart(axis, y, lines, title=label, key=f"{key}_{last}"))
 
-    def lines(name: str, modes: Sequence[str], **options: Any) -> list[Line]:
-        curves_ = by_quantity[name]
-        return [_line(mode, curves_[mode], **options) for mode in modes if mode in curves_]
+    def lines(
+        found: Mapping[str, Curve], modes: Sequence[str], suffix: str = "", **options: Any
+    ) -> list[fig.Line]:
+        names = {mode: mode_name(mode) + suffix for mode in modes if mode in found}
+        return [_line(mode, found[mode], name=name, **options) for mode, name in names.items()]
 
     jumps, parts = ("mat", "id"), ("attention", "norms", "feed_forward", "mat")
     styles = {1: "solid", 5: "dashed", 10: "dotted"}
-    every = [
-        replace(line, name=f"{line.name}, k={k}")
-        for k, style in styles.items()
-        for line in lines(f"precision_{k}", jumps, style=style)
-    ]
+    every = []
+    for k, style in styles.items():
+        every += lines(by_quantity[f"precision_{k}"], jumps, f", k={k}", style=style)
     add("pre", "Precision@k", every)
-    add("surp", "Surprisal", lines("surprisal", jumps))
+    add("surp", "Surprisal", lines(by_quantity["surprisal"], jumps))
     if precision.keys() & set(SUBMODULES):
         for k in styles:
-            add(f"parts_pre{k}", f"Precision@{k}", lines(f"precision_{k}", parts))
-        add("parts_surp", "Surprisal", lines("surprisal", parts))
+            add(f"parts_pre{k}", f"Precision@{k}", lines(by_quantity[f"precision_{k}"], parts))
+        add("parts_surp", "Surprisal", lines(by_quantity["surprisal"], parts))
     exits = curves(run, "exit", "lambda", "layers_mean", "precision_1")
-    both = [_line(m, exits[m], style="solid") for m in jumps if m in exits]
-    both = [replace(line, name=f"{line.name}, early exit") for line in both]
-    fixed = lines("precision_1", jumps, style="dotted")
-    both += [replace(line, name=f"{line.name}, fixed exit") for line in fixed]
+    both = lines(exits, jumps, ", early exit", style="solid")
+    both += lines(precision, jumps, ", fixed exit", style="dotted")
     add("ee_pre1", "Precision@1", both, "layers processed")
     caption = "The plots of Jump to Conclusions; bands are 95 % intervals over samples."
     return _figure(run, "paper", "The paper's plots", caption, panels, choice="plot")
 
 
-def lens_figure(run: Run) -> FigureSpec | None:
+def lens_figure(run: fig.Run) -> fig.FigureSpec | None:
     """Return the latest prompt, with what every layer predicts at each of its tokens."""
     values = _latest(run, "lens")
     panel = lens_panel(values)
@@ -396,18 +363,11 @@ def lens_figure(run: Run) -> FigureSpec | None:
         "The prompt. A token's shade: the layer from which on every layer predicts the same next "
         "token as the last one. Choose a token to see what every layer predicts."
     )
-    return FigureSpec(
-        "lens",
-        "Token by token",
-        caption,
-        [panel],
-        _subject(run),
-        f"deepenough shortcut lens {shlex.join(words)}",
-        wide=True,
-    )
+    figure = _figure(run, "lens", "Token by token", caption, [panel], wide=True)
+    return replace(figure, command=f"deepenough shortcut lens {shlex.join(words)}")
 
 
-FIGURES: tuple[FigureBuilder, ...] = (
+FIGURES: tuple[fig.FigureBuilder, ...] = (
     layers_figure,
     exit_figure,
     r2_figure,
@@ -419,17 +379,14 @@ FIGURES: tuple[FigureBuilder, ...] = (
 
 
 def _figure(
-    run: Run, name: str, title: str, caption: str, panels: Sequence[Panel], **layout: Any
-) -> FigureSpec:
-    return FigureSpec(name, title, caption, panels, _subject(run), _eval_command(run), **layout)
+    run: fig.Run, name: str, title: str, caption: str, panels: Sequence[fig.Panel], **layout: Any
+) -> fig.FigureSpec:
+    # The name of the run, and of the model where it is another.
+    subject = " · ".join(dict.fromkeys(filter(None, (run.name, fitted_model(run)))))
+    return fig.FigureSpec(name, title, caption, panels, subject, _eval_command(run), **layout)
 
 
-def _subject(run: Run) -> str:
-    """Return the name of the run, and of the model where it is another."""
-    return " · ".join(dict.fromkeys(name for name in (run.name, fitted_model(run)) if name))
-
-
-def _eval_command(run: Run) -> str:
+def _eval_command(run: fig.Run) -> str:
     settings = _latest(run, "evaluation").get("settings") or {}
     chosen = {**(settings.get("dataset") or {}), **settings}
     words = [run.path]
@@ -439,30 +396,27 @@ def _eval_command(run: Run) -> str:
     return f"deepenough shortcut eval {shlex.join(words)}"
 
 
-def training_command(run: Run) -> str:
+def training_command(run: fig.Run) -> str:
     """Return the command that fits the run's maps again."""
     return f"deepenough shortcut fit --config {shlex.quote(f'{run.path}/config.yaml')}"
 
 
-# -- section ----------------------------------------------------------------------------------
-
-
-def section(run: Run) -> Section | None:
+def section(run: fig.Run) -> fig.Section | None:
     """Return what a study of layers has measured, or None if nothing."""
-    figures = build_figures(run, FIGURES)
+    figures = fig.build_figures(run, FIGURES)
     if not figures:
         return None
     model = fitted_model(run)
     about = f"What each layer{f' of {model}' if model else ''} already knows of the last one."
-    return Section(HEADING, about, [*_saved_findings(run), *_lens_findings(run)], figures)
+    return fig.Section(HEADING, about, [*_saved_findings(run), *_lens_findings(run)], figures)
 
 
-def _saved_findings(run: Run) -> list[str]:
+def _saved_findings(run: fig.Run) -> list[str]:
     found = [
         (level, saved, mode)
         for mode, by_level in measured(run, "saved", "agreement").items()
         for level, values in by_level.items()
-        if (saved := share(values.get("saved"))) is not None
+        if (saved := fig.share(values.get("saved"))) is not None
     ]
     if not found:
         return []
@@ -473,7 +427,7 @@ def _saved_findings(run: Run) -> list[str]:
     ]
 
 
-def _lens_findings(run: Run) -> list[str]:
+def _lens_findings(run: fig.Run) -> list[str]:
     values = _latest(run, "lens")
     panel = lens_panel(values)
     if panel is None:

@@ -92,13 +92,8 @@ def collect(
     tally = _accumulate(adapter, tokenizer, texts, reading, statistics, checkpoint, progress, parts)
     if world > 1:
         statistics.all_reduce()
-    chosen = asdict(options)
-    fit = {
-        "positions_taken": chosen.pop("positions"),
-        **chosen,
-        "window": reading.window,
-        "processes": world,
-    }
+    fit = asdict(options) | {"window": reading.window, "processes": world}
+    fit["positions_taken"] = fit.pop("positions")
     data = {name: getattr(tally, name) for name in ("texts", "skipped", "windowed", "fingerprint")}
     return statistics, {"model": identity, "data": data, "fit": fit, "made_with": provenance()}
 
@@ -158,13 +153,12 @@ class FitCheckpoint:
             return 0, ""
         try:
             tensors, header = load_tensors(self.path)
-        except DamagedError as error:
-            log.warning("%s The fit begins again.", error)
-            return 0, ""
-        try:
             check_same_fit(self.path.parent, json.loads(header["about"]), self.about)
             statistics.load_state_dict(tensors)
             return int(header["batches"]), header["texts"]
+        except DamagedError as error:
+            log.warning("%s The fit begins again.", error)
+            return 0, ""
         except (KeyError, ValueError) as error:
             raise UserError(
                 f"{self.path} is not of this fit ({error}): delete it to begin again."

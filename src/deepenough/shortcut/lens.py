@@ -59,15 +59,8 @@ def lens(
     """Return, for every layer and token of a prompt, the prediction and whether it is the last's.
 
     A causal model predicts the next token, a masked model the token itself (put its mask token
-    where it shall guess).
-
-    Args:
-        model: The model that the shortcuts were fitted for.
-        tokenizer: Its tokenizer.
-        shortcuts: Maps to the last layer.
-        prompt: The text to look at.
-        mode: "id", "mat", "affine" or "tuned"; by default the maps as they were fitted. With tuned
-            maps, only layers that have one are shown.
+    where it shall guess). The mode is "id", "mat", "affine" or "tuned"; by default the maps are
+    used as they were fitted. With tuned maps, only layers that have one are shown.
     """
     adapter = model if isinstance(model, Adapter) else adapt(model)
     adapter.check_made_for(shortcuts.made_for, "These shortcuts")
@@ -153,12 +146,9 @@ class Reference:
     """The last layer's predictions, to which all others are compared."""
 
     def __init__(self, logits_NV: Tensor, targets_N: Tensor | None = None, num_top: int = 0):
-        """Take the last layer's logits.
+        """Take the last layer's logits and the tokens that really come next, -1 where unknown.
 
-        Args:
-            logits_NV: The logits.
-            targets_N: The tokens that really come next, -1 where none is known.
-            num_top: How many of the likeliest tokens `TokenScores` keep, at most 10.
+        Of the likeliest tokens, `TokenScores` keep `num_top`, at most 10.
         """
         log_probs = torch.log_softmax(logits_NV.float(), dim=-1)
         if targets_N is None:

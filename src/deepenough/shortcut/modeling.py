@@ -114,8 +114,6 @@ class Shortcuts:
         """The pairs `(i, j)` that have a map."""
         return sorted(self.maps)
 
-    # -- fitting -----------------------------------------------------------------------------
-
     @classmethod
     def fit(
         cls,
@@ -137,26 +135,11 @@ class Shortcuts:
     ) -> Shortcuts:
         """Run the model over texts and fit the maps in one pass.
 
-        Under `torchrun` the processes share the batches, and all of them get the same maps.
-
-        Args:
-            model: A Hugging Face model.
-            tokenizer: Its tokenizer.
-            texts: Strings.
-            positions: Whether every token of a text counts, or one drawn at random.
-            targets: Map every layer to every later one ("all"), or to the last only ("last").
-            affine: Whether maps have biases.
-            ridge: Penalty: this times the squared entries of a map is added to the squared errors
-                summed over all tokens (scikit-learn's alpha).
-            seed: Seed of the random positions.
-            resume: A folder where the sums are saved every `save_every` seconds and at the end, and
-                from which the fit goes on if they are there already.
-            save_every: Seconds.
-            progress: Called with the number of texts read, and of all texts or None.
-            batch_tokens: Most tokens in a batch, padding included.
-            window: Longest stretch of text that is run at once; by default what the model allows,
-                up to 1024 tokens.
-            submodules: Also fit the parts inside the blocks, in the same pass.
+        Under `torchrun` the processes share the batches, and all of them get the same maps. The
+        options of the same names in `MapsConfig` say what is fitted, on batches of `batch_tokens`
+        at most, padding included; `seed` draws the random positions. In the folder `resume` the
+        sums are saved every `save_every` seconds and at the end, and from there a fit goes on.
+        `progress` is called with the number of texts read, and of all texts or None.
         """
         began = time.perf_counter()
         adapter = model if isinstance(model, Adapter) else adapt(model)
@@ -203,17 +186,9 @@ class Shortcuts:
         count, cka = statistics.count, statistics.cka()
         maps, biases, dependent = statistics.solve(affine, ridge, dtype)
         meta["fit"] |= {"positions": count, "dependent": dependent}
-        return cls(
-            statistics.num_layers,
-            statistics.width,
-            maps,
-            biases,
-            targets=statistics.targets,
-            cka=cka,
-            meta=meta,
-        )
-
-    # -- use ---------------------------------------------------------------------------------
+        layers, width = statistics.num_layers, statistics.width
+        about: dict[str, Any] = {"targets": statistics.targets, "cka": cka, "meta": meta}
+        return cls(layers, width, maps, biases, **about)
 
     def matrix(self, i: int, j: int) -> Tensor:
         """Return `A` of shape `(d, d)` with `h_j ~ A @ h_i`; the identity for `i = j`."""
@@ -234,17 +209,10 @@ class Shortcuts:
         return self.biases.get((i, j))
 
     def apply(self, hidden: Tensor, i: int, j: int, mode: str | None = None) -> Tensor:
-        """Take states `[..., d]` of layer `i` to layer `j`.
+        """Take states `[..., d]` of layer `i` to layer `j`, with their own dtype and device.
 
-        Args:
-            hidden: The states.
-            i: The layer they are of.
-            j: The layer they are taken to.
-            mode: None for the maps as they were fitted, "id" for none, "tuned" for those whose
-                predictions were trained.
-
-        Returns:
-            States with the dtype and the device of `hidden`.
+        The mode is None for the maps as they were fitted, "id" for none, "tuned" for those whose
+        predictions were trained.
         """
         if mode == "id" or i == j:
             return hidden
@@ -264,11 +232,14 @@ class Shortcuts:
             )
         return self.matrix(i, j), self.bias(i, j)
 
-    # -- measures ----------------------------------------------------------------------------
-
     def r2(self, states: Sequence[Tensor], mode: str | None = None) -> Tensor:
         """Return the `(L + 1, L + 1)` table of r^2 on given states; NaN where there is no map."""
-        self._check_shape(len(states) - 1, states[0].shape[-1] if len(states) else 0)
+        num_layers, width = len(states) - 1, states[0].shape[-1] if len(states) else 0
+        if (num_layers, width) != (self.num_layers, self.width):
+            raise UserError(
+                f"These shortcuts are of {self.num_layers} layers and width {self.width}, but "
+                f"{num_layers} layers of width {width} were given."
+            )
         stream = self.r2_stream(mode)
         with torch.no_grad(), OneDnnProducts():
             stream.update(states)
@@ -290,22 +261,11 @@ class Shortcuts:
         values = {"model": model.get("model"), "pairs": len(self.maps), "mode": self.mode}
         return Record(0, "fit", values | self.meta.get("fit", {}) | self.meta.get("data", {}))
 
-    # -- the model they belong to ------------------------------------------------------------
-
-    def _check_shape(self, num_layers: int, width: int) -> None:
-        if (num_layers, width) != (self.num_layers, self.width):
-            raise UserError(
-                f"These shortcuts are of {self.num_layers} layers and width {self.width}, but "
-                f"{num_layers} layers of width {width} were given."
-            )
-
     @property
     def made_for(self) -> dict[str, Any]:
         """Return what is known of the model they were fitted for, as `Adapter.identity` has it."""
         shape = {"layers": self.num_layers, "width": self.width}
         return shape | (self.meta.get("model") or {})
-
-    # -- files -------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write `shortcuts.json` and safetensors, as `from_pretrained` takes them."""
@@ -328,11 +288,9 @@ class Shortcuts:
     def from_pretrained(
         cls, name: str | os.PathLike[str], revision: str | None = None
     ) -> Shortcuts:
-        """Read shortcuts from a folder or from the hub; safetensors and JSON only.
+        """Read what `save_pretrained` wrote, safetensors and JSON only, from a folder or the hub.
 
-        Args:
-            name: A folder that `save_pretrained` wrote, or the name of such a folder on the hub.
-            revision: Branch, tag or commit on the hub.
+        There, `revision` is a branch, tag or commit.
         """
         folder = _find_folder(name, revision)
         if not (folder / INDEX).is_file():
@@ -354,12 +312,9 @@ def _find_folder(name: str | os.PathLike[str], revision: str | None) -> Path:
     if Path(name).exists() or os.path.isabs(name) or str(name).count("/") != 1:
         return Path(name)
     try:
-        local, files = is_only_local(str(name)), [INDEX, TENSORS]
-        return Path(
-            snapshot_download(
-                str(name), revision=revision, allow_patterns=files, local_files_only=local
-            )
-        )
+        options: dict[str, Any] = {"allow_patterns": [INDEX, TENSORS], "revision": revision}
+        options["local_files_only"] = is_only_local(str(name))
+        return Path(snapshot_download(str(name), **options))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"{name} is neither a folder here nor shortcuts that the hub gives "

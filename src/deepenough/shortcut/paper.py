@@ -97,8 +97,8 @@ def draw_sentences(data: str, chosen: SentencesConfig) -> tuple[list[str], list[
     return kept[: chosen.train], kept[chosen.train :]
 
 
-def save_samples(evaluation: Evaluation, exit: ExitConfig, path: Path) -> None:
-    """Write the scores of every sample, in the order of the sentences."""
+def save_samples(evaluation: Evaluation, exit: ExitConfig, folder: Path) -> None:
+    """Write the scores of every sample, in the order of the sentences, as `RESULTS`."""
     order = evaluation.text.argsort(stable=True)
     found: dict[str, Tensor] = {"position": evaluation.position[order].int()}
     found["sentence"] = evaluation.text[order].int()
@@ -112,11 +112,11 @@ def save_samples(evaluation: Evaluation, exit: ExitConfig, path: Path) -> None:
         lambdas, exits = zip(*evaluation.exits(mode, exit), strict=True)
         found["exit.lambdas"] = torch.tensor(lambdas, dtype=torch.float64)
         found[f"exit.{mode}"] = torch.stack(exits)[:, order].short()
-    save_tensors(path, found, {"format": "deepenough-shortcut-samples"})
+    save_tensors(folder / RESULTS, found, {"format": "deepenough-shortcut-samples"})
 
 
-def save_means(records: Sequence[Record], path: Path) -> None:
-    """Write the means of every mode and layer, and of every mode and lambda, as CSV."""
+def save_means(records: Sequence[Record], folder: Path) -> None:
+    """Write the means of every mode and layer, and of every mode and lambda, as `MEANS`."""
     rows = []
     for record in records:
         if record.kind in ("layer", "exit"):
@@ -124,6 +124,7 @@ def save_means(records: Sequence[Record], path: Path) -> None:
             for name, ends in values.pop("intervals").items():
                 values |= {f"{name}_low": ends[0], f"{name}_high": ends[1]}
             rows.append({"kind": record.kind, "layers_mean": values.get("layer"), **values})
+    path = folder / MEANS
     with atomic_path(path) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row))
         writer.writeheader()

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from deepenough.config import bounded, validate
 from deepenough.errors import UserError
@@ -77,8 +78,7 @@ class TokenBatch(NamedTuple):
     def inputs(self, adapter: Adapter) -> tuple[Tensor, Tensor | None]:
         """Return ids and attention mask on the device of a model.
 
-        Padding stands on the right, where a causal model never looks: it gets no mask, which is
-        faster.
+        Padding stands on the right, where a causal model never looks: without a mask it is faster.
         """
         device = adapter.model.device
         check_vocabulary(adapter, int(self.ids.max()))
@@ -143,14 +143,7 @@ def check_mask(tokenizer: Any, kind: str) -> None:
 def batches(
     tokenizer: Any, texts: Iterable[str], reading: ReadingConfig, tally: Tally | None = None
 ) -> Iterator[TokenBatch]:
-    """Yield all batches, in an order that depends on the texts and on nothing else.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        texts: Strings.
-        reading: Which positions are wanted, and how large windows and batches are.
-        tally: Counts the texts while they are read.
-    """
+    """Yield all batches, in an order that depends on the texts alone, which `tally` counts."""
     if isinstance(texts, str):
         raise UserError("The texts are a single string: give a list of texts.")
     check_mask(tokenizer, reading.kind)
@@ -244,10 +237,9 @@ def _windows(
 
 
 def _pad(windows: list[Window], padding: int, texts: int) -> TokenBatch:
-    lengths = torch.tensor([len(window.ids) for window in windows])
-    longest = int(lengths.max())
-    ids = torch.tensor([w.ids + [padding] * (longest - len(w.ids)) for w in windows])
-    mask = (torch.arange(longest) < lengths[:, None]).long()
+    rows = [torch.tensor(window.ids) for window in windows]
+    ids = pad_sequence(rows, batch_first=True, padding_value=padding)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     return TokenBatch(ids, mask, windows, texts)
 
 

@@ -84,9 +84,8 @@ def import_source(folder: str | os.PathLike[str]) -> Shortcuts:
     if incomplete := {kind for kind, *_ in every - parts.keys()} & {kind for kind, *_ in parts}:
         log.warning("%s lacks some maps of %s: none is taken.", folder, ", ".join(incomplete))
         parts = {place: part for place, part in parts.items() if place[0] not in incomplete}
-    found = Shortcuts(
-        num_layers, width, maps, biases, targets=targets, meta={"imported": Path(folder).name}
-    )
+    meta = {"imported": Path(folder).name}
+    found = Shortcuts(num_layers, width, maps, biases, targets=targets, meta=meta)
     found.submodules = Submodules(parts, found.made_for) if parts else None
     return found
 

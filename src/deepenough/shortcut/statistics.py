@@ -71,7 +71,7 @@ class NormalEquations:
     Use: `update(x, y)` with batches of rows of any size, then `solve(...)`.
 
     `X^T X` is symmetric, so it is computed in panels that begin at their own diagonal; below it the
-    block stays zero (`gram` returns both halves).
+    block stays zero (`moments` returns both halves).
 
     Attributes:
         num_inputs: Width of `x`.
@@ -114,23 +114,15 @@ class NormalEquations:
         self.sums[num:] += outputs_NO.sum(0)
         self.count += len(inputs_NI)
 
-    def gram(self) -> Tensor:
-        """Return `X^T X`, both halves of it."""
-        upper = self.products[:, : self.num_inputs].triu()
-        return upper + upper.triu(1).T
-
-    def cross(self) -> Tensor:
-        """Return `X^T Y`, as a view."""
-        return self.products[:, self.num_inputs :]
-
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the means of `x` and `y`."""
         mean_x, mean_y = (self.sums / max(1, self.count)).tensor_split([self.num_inputs])
         return mean_x, mean_y
 
     def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
-        """Return `X^T X` and `X^T Y`, of rows less their means if `centred`."""
-        gram, cross = self.gram(), self.cross()
+        """Return all of `X^T X` and a view of `X^T Y`; of rows less their means if `centred`."""
+        upper = self.products[:, : self.num_inputs].triu()
+        gram, cross = upper + upper.triu(1).T, self.products[:, self.num_inputs :]
         if not centred:
             return gram, cross
         mean_x, mean_y = self.means()
@@ -146,14 +138,8 @@ class NormalEquations:
     ) -> AffineMap:
         """Return the map, in float64; the sums stay as they are.
 
-        Args:
-            affine: Whether the map has a bias.
-            ridge: Penalty on the squared entries of the map.
-            relative: Measure the penalty of each input in its own sum of squares.
-            dtype: Number format that the rows had.
-
-        Raises:
-            UserError: If there are too few rows to determine the map.
+        The ridge is a penalty on the squared entries of the map; a `relative` one is measured, for
+        each input, in its own sum of squares. `dtype` is the number format that the rows had.
         """
         self.flush()
         check_enough(self.count, self.num_inputs, ridge)
@@ -179,14 +165,9 @@ def _solve(gram: Tensor, squares: Tensor, right: Tensor, dtype: torch.dtype) -> 
     half precision, what is below three times that is nothing. The smallest eigenvalue is at least
     one over the trace of the inverse, which is quicker to have than the eigenvalues.
 
-    Args:
-        gram: The matrix, ridge included.
-        squares: Sums of squares of the inputs before any centring, ridge included.
-        right: What is multiplied.
-        dtype: Number format that the rows had.
-
-    Returns:
-        The product, and whether it is that of a pseudo-inverse since the inputs lie in a subspace.
+    The ridge is included in `gram`, and in `squares`, sums before any centring; the rows had the
+    format `dtype`. With the product comes whether the inputs lie in a subspace, so that it is that
+    of a pseudo-inverse.
     """
     eps, single = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
     least = len(gram) * (eps if dtype == torch.float64 else single**2)
@@ -217,9 +198,6 @@ def check_enough(count: int, width: int, ridge: float) -> None:
             f"{count} positions do not determine maps of width {width}: give at least {width} "
             "positions (ten times as many for maps that hold on other text), or a ridge above 0."
         )
-
-
-# -- all layers of a model -----------------------------------------------------------------------
 
 
 def layer_targets(num_layers: int, targets: Targets = "all") -> dict[int, range]:
@@ -342,15 +320,8 @@ class LayerStatistics:
         """Solve for all maps; one factor of each source's Gram matrix serves all its targets.
 
         The statistics are used up: each source's are given back when it is done, so that all this
-        needs little more memory than they did.
-
-        Args:
-            affine: Whether maps have biases.
-            ridge: Penalty on the squared entries of the maps.
-            dtype: That of the states; maps are of float32 at least.
-
-        Returns:
-            Maps, biases (none if linear), and the sources whose states lie in a subspace.
+        needs little more memory than they did. Returned are maps, biases (none if linear), and the
+        sources whose states lie in a subspace; maps have the dtype of the states, or float32.
         """
         self.flush()
         del self._buffer
@@ -399,9 +370,6 @@ class LayerStatistics:
         return aligned / (own[:, None] * own)
 
 
-# -- how much of a layer a map explains ----------------------------------------------------------
-
-
 class R2:
     """r^2 of given maps over a stream of states.
 
@@ -415,9 +383,7 @@ class R2:
     """
 
     def __init__(
-        self,
-        pairs: Iterable[tuple[int, int]],
-        predict: Callable[[Tensor, int, int], Tensor],
+        self, pairs: Iterable[tuple[int, int]], predict: Callable[[Tensor, int, int], Tensor]
     ) -> None:
         """Start without states; `predict(hidden, i, j)` takes states of layer `i` to layer `j`."""
         self.pairs, self.predict = list(pairs), predict
@@ -460,9 +426,6 @@ class R2:
         for (i, j), residual in self.residuals.items():
             left = rows[j] - self.predict(rows[i], i, j)
             residual += left.square_().sum(0, dtype=torch.float64)
-
-
-# -- what is refused -----------------------------------------------------------------------------
 
 
 def check_states(states: Sequence[Tensor]) -> None:

@@ -163,11 +163,7 @@ class Submodules:
 
     @classmethod
     def from_statistics(
-        cls,
-        statistics: SubmoduleStatistics,
-        adapter: Adapter,
-        affine: bool = False,
-        ridge: float = 0.0,
+        cls, statistics: SubmoduleStatistics, adapter: Adapter, affine: bool, ridge: float
     ) -> Submodules:
         """Solve for all maps, in the dtype and on the device of the model."""
         parameter = next(adapter.model.parameters())
@@ -240,22 +236,14 @@ class Replacement:
         Attention is replaced: tokens then do not see each other, so each is a text of its own.
         """
         ids = torch.ones(len(hidden_ND), 1, dtype=torch.long, device=hidden_ND.device)
-        return self.last_state("attention", layer, hidden_ND[:, None], ids)[:, 0]
+        return self.last_state("attention", layer, hidden_ND[:, None], ids, None)[:, 0]
 
     @torch.no_grad()
     def last_state(
-        self,
-        kind: str,
-        layer: int,
-        hidden_BTD: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor | None = None,
+        self, kind: str, layer: int, hidden_BTD: Tensor, ids_BT: Tensor, mask_BT: Tensor | None
     ) -> Tensor:
         """Return the last state `[B, T, D]` of texts from their inputs of block `layer`."""
-        with (
-            self.replaced(kind, layer),
-            start_at(self.counter, self.forms, layer, hidden_BTD),
-        ):
+        with self.replaced(kind, layer), start_at(self.counter, self.forms, layer, hidden_BTD):
             return self.adapter.states(ids_BT, attention_mask=mask_BT)[-1]
 
     def _forwards(self, chain: Chain, maps: dict[int, AffineMap]) -> dict[nn.Module, Forward]:

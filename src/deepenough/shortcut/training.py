@@ -71,15 +71,10 @@ def tune(
 ) -> Shortcuts:
     """Return the same shortcuts with tuned maps to the last layer, `tuned[i] = (A, b)`.
 
-    Args:
-        shortcuts: Closed-form maps to start from.
-        model: The model they were fitted for, with a language-model head.
-        tokenizer: Its tokenizer.
-        texts: Strings to tune on.
-        config: Options of tuning and training, and the folder for records, checkpoints and, as
-            `model`, the result. Without a folder, nothing is left on disk.
-        changes: Fields of `TuneConfig` (batch, top_tokens, layers ...), of `TrainingConfig` (steps,
-            lr, seed ...) and of `RunConfig` (out, resume, overwrite) that differ from `config`.
+    `config` also names the folder for records, checkpoints and, as `model`, the result; without a
+    folder, nothing is left on disk. `changes` are fields of `TuneConfig` (batch, top_tokens, layers
+    ...), of `TrainingConfig` (steps, lr, seed ...) and of `RunConfig` (out, resume, overwrite) that
+    differ from `config`.
     """
     config = _merge(config or TuneTrainingConfig(), changes)
     if not config.out:
@@ -133,9 +128,6 @@ def tuned_layers(adapter: Adapter, chosen: list[int] | None) -> list[int]:
     return layers
 
 
-# -- the task ------------------------------------------------------------------------------------
-
-
 class TuneTask(Task):
     """Tuning of maps by KL, as a task of the training loop."""
 
@@ -162,7 +154,7 @@ class TuneTask(Task):
         self.states = TuningStates(
             adapter, tokenizer, texts, layers, own.batch, seed, share, window
         )
-        sample = self.states.sample(SAMPLE_PER_WIDTH * adapter.width)
+        sample = self.states.sample(self.states.tuned_on, SAMPLE_PER_WIDTH * adapter.width)
         matrices = torch.stack([shortcuts.matrix(i, last).float().cpu() for i in layers])
         biases = torch.zeros(len(layers), adapter.width)
         for place, layer in enumerate(layers):
@@ -171,7 +163,7 @@ class TuneTask(Task):
         white = whitening(sample.states)
         error = closed_form_error(matrices, biases, *sample)
         self.model = self.maps = TunedMaps(matrices, biases, white, error)
-        held_out = self.states.held_out(own.held_out)
+        held_out = self.states.sample(self.states.held_out, own.held_out)
         self.held_out = LayerStates(white(held_out.states), held_out.last)
         self.sampler = _make_sampler(adapter, sample.last, own)
         self.states.keep(white, own.memory * 2**30)
@@ -246,9 +238,8 @@ class TuneTask(Task):
         tuned = zip(*self.maps.matrices_and_biases(), strict=True)
         result.tuned = self._start.tuned | dict(zip(self.layers, tuned, strict=True))
         settings = asdict(self.config.tune) | asdict(self.train)
-        result.meta = self._start.meta | {
-            "tune": settings | {"texts": self.states.tally.fingerprint}
-        }
+        settings["texts"] = self.states.tally.fingerprint
+        result.meta = self._start.meta | {"tune": settings}
         return result
 
     def save(self, folder: Path) -> None:
@@ -266,9 +257,6 @@ def _make_sampler(adapter: Adapter, last_ND: Tensor, config: TuneConfig) -> Toke
     if config.top_tokens >= len(mass_V):
         return None
     return TokenSampler(mass_V.cpu(), config.top_tokens, config.sampled_tokens)
-
-
-# -- the states ----------------------------------------------------------------------------------
 
 
 class LayerStates(NamedTuple):
@@ -294,16 +282,9 @@ class TuningStates:
     ) -> None:
         """Read texts and hold a part of them out.
 
-        Args:
-            adapter: The model.
-            tokenizer: Its tokenizer.
-            texts: Strings.
-            layers: Layers whose states are wanted.
-            batch: Positions in a step, and most tokens in a batch of text.
-            seed: Seed of samples and of the order of positions.
-            share: `(k, n)`: of `n` processes, number `k` keeps every `n`-th batch of the text. All
-                of them make the batches of one process, from which each takes what it keeps.
-            window: Longest stretch of text that is run at once.
+        `batch` is the number of positions in a step, and of most tokens in a batch of text. With a
+        share `(k, n)`, process `k` of `n` keeps every `n`-th batch of the text: all of them make
+        the batches of one process, from which each takes what it keeps.
         """
         self.adapter, self.layers, self.tally = adapter, list(layers), Tally()
         how = make_reading(adapter, "all", seed, batch_tokens=batch, window=window)
@@ -316,24 +297,15 @@ class TuningStates:
             )
         # Neighbouring batches are of similar length, so every so-many-th is a fair sample.
         every = min(HELD_OUT_EVERY, len(found))
-        self._held_out = found[every - 1 :: every]
+        self.held_out = found[every - 1 :: every]
         del found[every - 1 :: every]
         self.tuned_on, self._batch, self._seed = found, batch, seed
-
-    def sample(self, num: int) -> LayerStates:
-        """Return about `num` positions of the text of all processes, the same for each."""
-        return self._sample(self.tuned_on, num)
-
-    def held_out(self, num: int) -> LayerStates:
-        """Return about `num` positions of text that is not tuned on."""
-        return self._sample(self._held_out, num)
 
     def keep(self, white: Whitening, limit: float) -> None:
         """Run this process's texts, and keep their states, whitened, in `limit` bytes of all."""
         num = _num_positions(self.tuned_on)
-        dtype = (
-            torch.float32 if num * self._position_bytes(torch.float32) <= limit else torch.bfloat16
-        )
+        fits = num * self._position_bytes(torch.float32) <= limit
+        dtype = torch.float32 if fits else torch.bfloat16
         share = limit / (num * self._position_bytes(dtype))
         if share < 1:
             of = len(self.tuned_on)
@@ -387,7 +359,8 @@ class TuningStates:
             torch.stack([states[layer].float() for layer in self.layers]), states[-1].float()
         )
 
-    def _sample(self, among: Sequence[TokenBatch], num: int) -> LayerStates:
+    def sample(self, among: Sequence[TokenBatch], num: int) -> LayerStates:
+        """Return about `num` positions of `tuned_on` or `held_out`, the same for each process."""
         generator = torch.Generator().manual_seed(seed_at(self._seed, "sample"))
         found: list[LayerStates] = []
         missing = num

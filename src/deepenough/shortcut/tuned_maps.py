@@ -85,12 +85,8 @@ class TunedMaps(nn.Module):
         # W x + c = A0 h + b0 for x = P (h - m): W = A0 P^-1, c = A0 m + b0
         start = torch.linalg.solve(white.root_LDD.double(), matrices_LDD.double(), left=False)
         offset = torch.einsum("lij,lj->li", matrices_LDD, white.mean_LD) + biases_LD
-        self.register_buffer("start", start.float())
-        self.register_buffer("offset", offset)
-        self.register_buffer("error", error_LD)
-        self.start: Tensor
-        self.offset: Tensor
-        self.error: Tensor
+        self.start, self.offset = nn.Buffer(start.float()), nn.Buffer(offset)
+        self.error = nn.Buffer(error_LD)
         self.change = nn.Parameter(torch.zeros_like(self.start))
         self.shift = nn.Parameter(torch.zeros_like(offset))
 
@@ -115,12 +111,7 @@ def divergences(
     """Return `KL(p || q)` of every layer, the mean over positions.
 
     Gradients by the states are found on the way, so that the logits of one layer exist at a time.
-
-    Args:
-        mapped_LND: States as of the last layer, one set for each layer.
-        logits: From states to logits.
-        log_p_NV: The target, log-probabilities.
-        log_weight_V: Added to the logits; `log_p_NV` has it already.
+    `log_weight_V` is added to them; the target `log_p_NV` has it already.
     """
     values = []
     for mapped_ND in mapped_LND:
@@ -131,9 +122,6 @@ def divergences(
         # The second term is zero and has this gradient.
         values.append(value.detach() + ((mapped_ND - state_ND.detach()) * gradient_ND).sum())
     return torch.stack(values)
-
-
-# -- a part of the vocabulary -------------------------------------------------------------------
 
 
 class TokenSampler:
