@@ -24,11 +24,7 @@ BRANCH_NAMES = {ATTENTION: "attention", DENSE: "dense", IDENTITY: "identity"}
 
 
 def check_pattern(pattern: str, allow_open: bool = False) -> str:
-    """Return the pattern.
-
-    Raises:
-        UserError: A letter is unknown, or no block computes anything.
-    """
+    """Return the pattern; UserError if a letter is unknown, or no block computes anything."""
     if not isinstance(pattern, str):
         raise UserError(f"A pattern is letters such as aad-d, not {pattern!r:.40}.")
     known = (*BRANCHES, OPEN) if allow_open else BRANCHES

@@ -93,10 +93,8 @@ def continue_text(config: GenerateConfig) -> str:
     options = asdict(validate(config))
     instead = "give one that was trained with --objective causal"
     model = check_causal(load_model(options.pop("run")), config.run, instead)
-    tokenizer, ends_lines = (
-        load_tokenizer(model_folder(config.run)),
-        _trained_on(config.run).ends_lines,
-    )
+    tokenizer = load_tokenizer(model_folder(config.run))
+    ends_lines = _trained_on(config.run).ends_lines
     return generation.continue_text(model, tokenizer, ends_lines=ends_lines, **options)
 
 
