@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -336,13 +337,10 @@ def _refuse(first: str, rest: list[str], table: Mapping[str, Command]) -> int:
 
 def _config_file(words: list[str]) -> str | None:
     """Return the file given, looked for first because flags must win wherever they stand."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument("--config")
-    try:
-        config: str | None = finder.parse_known_args(words)[0].config
-    except argparse.ArgumentError as error:
-        raise UserError("Option --config needs a YAML file; write --config FILE.") from error
-    return config
+    if "--config" in words:
+        raise UserError("Option --config needs a YAML file; write --config FILE.")
+    given = [word for word in words if word.startswith("--config=")]
+    return given[-1].removeprefix("--config=") if given else None
 
 
 def _named(argv: list[str], positional: tuple[str, ...]) -> list[str]:
@@ -350,21 +348,14 @@ def _named(argv: list[str], positional: tuple[str, ...]) -> list[str]:
     rest = list(argv)
     named = []
     for position in positional:
-        taken = list(_leading(rest, None if position.endswith("*") else 1))
+        first = rest if position.endswith("*") else rest[:1]
+        taken = list(takewhile(lambda word: not word.startswith("-"), first))
         if not taken:
             break
         rest = rest[len(taken) :]
         value = json.dumps(taken) if position.endswith("*") else taken[0]
         named.append(f"--{position.removesuffix('*')}={value}")
     return named + rest
-
-
-def _leading(words: list[str], most: int | None) -> Iterator[str]:
-    """Yield the words that stand before the first option, `most` of them at the most."""
-    for word in words[:most]:
-        if word.startswith("-"):
-            return
-        yield word
 
 
 def _normalise(argv: list[str], known: list[Option]) -> list[str]:

@@ -133,14 +133,7 @@ def bounded(
 ) -> Any:
     """Return a dataclass field whose value, or each item of it if it is a list, lies in a range.
 
-    Args:
-        default: The field's default, as for `dataclasses.field`.
-        default_factory: A function that makes the default, for lists.
-        ge: Smallest value allowed.
-        gt: The value must be above this.
-        le: Largest value allowed.
-        lt: The value must be below this.
-        unless: Full name of an option that, where it is given, leaves this one null.
+    `unless` is the full name of an option that, where it is given, leaves this one null.
     """
     given = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     bounds = {name: bound for name, bound in given.items() if bound is not None}
@@ -174,11 +167,7 @@ class GenerateConfig:
 
 
 def validate(config: S, prefix: str = "") -> S:
-    """Check every choice and range, then the rules between fields (`check()`); return the settings.
-
-    Raises:
-        UserError: Names the first option whose value is none of its choices or out of its range.
-    """
+    """Return the settings, all choices, ranges and rules between fields (`check()`) checked."""
     hints = _hints(type(config))  # type: ignore[arg-type]
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, bounds = getattr(config, field.name), field.metadata.get("bounds", {})
@@ -205,11 +194,7 @@ def validate(config: S, prefix: str = "") -> S:
 
 
 def from_fields(cls: type[S], content: Any) -> S:
-    """Return a dataclass from what a file holds of it, every value of its field's type and range.
-
-    Raises:
-        ValueError: Says which value is missing, unknown or wrong.
-    """
+    """Return a dataclass from what a file holds of it; ValueError says which value is wrong."""
     if not isinstance(content, Mapping):
         raise ValueError(f"there is no {cls.__name__} in it")
     hints, fields = _hints(cls), {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -443,13 +428,11 @@ def to_dict(settings: Any) -> dict[str, Any]:
     }
 
 
-def dump(
-    settings: Any, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None
-) -> None:
-    """Write the settings and where they come from (versions, commit, `extra`), whole or not."""
+def dump(settings: Any, path: str | os.PathLike[str]) -> None:
+    """Write the settings and where they come from (versions, commit), whole or not."""
     method = getattr(settings, "METHOD", "")
     content: dict[str, Any] = {METHOD: method} if method else {}
-    content |= to_dict(settings) | {PROVENANCE: {**provenance(), **(extra or {})}}
+    content |= to_dict(settings) | {PROVENANCE: provenance()}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
     write_text(path, f"{CHECKSUM_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
 
@@ -604,6 +587,5 @@ def _commit() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=10
-    ).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()

@@ -205,25 +205,15 @@ def _record_or_none(line: bytes) -> Record | None:
 
 def _mend_last_line(path: Path) -> None:
     """Complete or remove a last line without its end, else the next record would be glued to it."""
-    if not path.exists() or path.stat().st_size == 0:
+    content = path.read_bytes() if path.is_file() else b""
+    torn = content.rpartition(b"\n")[2]
+    if not torn:
         return
-    with open(path, "rb+") as file:
-        content_end = file.seek(0, os.SEEK_END)
-        tail = b""
-        start = content_end
-        while start > 0 and b"\n" not in tail:
-            block = min(start, 65536)
-            start -= block
-            file.seek(start)
-            tail = file.read(block) + tail
-        torn = tail.rpartition(b"\n")[2]
-        if not torn:
-            return
+    with open(path, "ab") as file:
         if _record_or_none(torn) is not None:
-            file.seek(content_end)
             file.write(b"\n")
         else:
-            file.truncate(content_end - len(torn))
+            file.truncate(len(content) - len(torn))
 
 
 class RunFolder:
@@ -231,32 +221,21 @@ class RunFolder:
 
     `RunFolder(path)` names the places without touching the disk, `create` starts or resumes a run
     there, `open` reads one that exists.
-
-    Attributes:
-        path: The folder.
-        config: Resolved settings, which can be given as `--config` again.
-        metrics: Records, one a line.
-        log: What was said on the terminal, with times.
-        checkpoints: States to resume from.
-        model: The model and its tokenizer in Hugging Face form.
-        plots: Pictures drawn from the records.
-        derived: The run that trains what a search has found.
-        events: TensorBoard event files.
-        begun: Folders in which this process has started or resumed a run.
     """
 
     begun: ClassVar[set[Path]] = set()
+    """Folders in which this process has started or resumed a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.yaml"
-        self.metrics = path / "metrics.jsonl"
-        self.log = path / "training.log"
-        self.checkpoints = path / "checkpoints"
-        self.model = path / "model"
-        self.plots = path / "plots"
-        self.derived = path / "derived"
-        self.events = path / "events"
+        self.config = path / "config.yaml"  # resolved settings, to be given as `--config` again
+        self.metrics = path / "metrics.jsonl"  # records, one a line
+        self.log = path / "training.log"  # what was said on the terminal, with times
+        self.checkpoints = path / "checkpoints"  # states to resume from
+        self.model = path / "model"  # with its tokenizer, in Hugging Face form
+        self.plots = path / "plots"  # pictures drawn from the records
+        self.derived = path / "derived"  # the run that trains what a search has found
+        self.events = path / "events"  # files of TensorBoard
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -400,14 +379,13 @@ def find_run(name: str | os.PathLike[str]) -> Path:
     path = Path(name)
     if os.fspath(name) not in SHIPPED or path.exists():
         return path
-    package = importlib.util.find_spec("deepenough_models")
-    places = list(package.submodule_search_locations or ()) if package else []
-    if not places:
+    package = package_folder("deepenough_models")
+    if package is None:
         raise UserError(
             f"{name} is a trained model of the package deepenough-models, which is not installed: "
             "pip install --no-deps deepenough-models, or give the folder of a run."
         )
-    source = Path(places[0]) / name
+    source = package / name
     if not verify(source / "model"):
         raise UserError(
             f"{source} is not whole: pip install --no-deps --force-reinstall deepenough-models."
@@ -421,6 +399,13 @@ def find_run(name: str | os.PathLike[str]) -> Path:
             _widen(temporary / "model" / "model.safetensors")
             seal(temporary / "model")
     return folder
+
+
+def package_folder(module: str) -> Path | None:
+    """Return the folder of an installed package, which is not imported; None if there is none."""
+    spec = importlib.util.find_spec(module)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
 
 
 def _widen(weights: Path) -> None:

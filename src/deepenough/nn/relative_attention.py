@@ -87,12 +87,8 @@ class RelativeAttention(nn.Module):
     ) -> Tensor:
         """Return the mixed values, projected, of every new token.
 
-        Args:
-            hidden_BSD: The new tokens, from which queries are made.
-            key_BHKE: Keys of memory and new tokens.
-            value_BHKE: Their values.
-            codes_CD: Sinusoids of the distances K, K-1, ..., 0; down to 1 - S to look both ways.
-            mask: Added to the logits, -inf where a key must not be seen.
+        `codes_CD` are the sinusoids of the distances K, K-1, ..., 0; down to 1 - S to look both
+        ways. `mask` is added to the logits, -inf where a key must not be seen.
         """
         num_streams, num_queries, width = hidden_BSD.shape
         shape = (self.num_heads, self.head_width)

@@ -72,7 +72,7 @@ def evaluate(config: ParEvalConfig) -> dict[str, float]:
         # With a memory of another length a token sees all of it and of its segment.
         model.config.mem_len, model.config.length = config.mem_len, length
     tokenizer = load_tokenizer(model_folder(config.run))
-    tokens, _ = split_tokens(config.data, dataset, config.split, tokenizer, dataset.ends_lines)
+    tokens, _ = split_tokens(config.data, dataset, config.split, tokenizer)
     started = time.perf_counter()
     masking = masking_for(model, tokenizer)
     values = evaluate_language(model, tokens, dataset, masking=masking)
@@ -176,7 +176,7 @@ def _compared_text(run: str, data: ComparedData) -> tuple[list[dict[str, Tensor]
     dataset = _trained_on(run)
     text = data.data or str(read_config(str(model_folder(run).parent))["data"])
     tokenizer = load_tokenizer(str(model_folder(run)))
-    tokens, split = split_tokens(text, dataset, data.split, tokenizer, dataset.ends_lines)
+    tokens, split = split_tokens(text, dataset, data.split, tokenizer)
     if data.batch_size is not None:
         dataset.batch_size = data.batch_size
     num_streams = num_evaluation_streams(tokens, dataset, split)
