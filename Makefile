@@ -29,7 +29,7 @@ NUMERIC_TESTS := tests/golden tests/nn tests/hf tests/training tests/par tests/p
   tests/shortcut tests/decoding tests/test_contract.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-full test-kernels test-slow test-oldest test-wheel bench \
+.PHONY: help setup demo lint test test-full test-kernels test-sanitizers test-slow test-oldest test-wheel bench \
   faults fuzz
 
 help:
@@ -67,10 +67,17 @@ $(CONVERTED): $(STAMP)
 test: lint $(CONVERTED)
 	$(PYTEST) -m "not slow" --cov=deepenough --cov-report=term:skip-covered --cov-fail-under=92
 
-test-full: test-kernels test-slow test-oldest test-wheel
+test-full: test-kernels test-sanitizers test-slow test-oldest test-wheel
 
 test-kernels: $(CONVERTED)
 	$(OTHER_KERNELS) $(PYTEST) -m "not slow" $(NUMERIC_TESTS)
+
+# The native decoder, stopped at the first read or write out of bounds or undefined operation.
+test-sanitizers: $(CONVERTED)
+	mkdir -p build && $(BIN)/python native/build.py --sanitize build/sanitized.so
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 DEEPENOUGH_NATIVE=$(CURDIR)/build/sanitized.so \
+	  $(TEST_ENV) $(BIN)/python -m pytest -q tests/decoding/test_native.py
 
 # Notebook and browser.
 test-slow: $(CONVERTED)

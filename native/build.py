@@ -1,6 +1,8 @@
 """Compile the native decoder into `src/deepenough/decoding/_native.so`.
 
-    python native/build.py [--sanitize]
+    python native/build.py [--sanitize TARGET]
+
+With `--sanitize`, a build that stops at reads and writes out of bounds and at undefined behaviour.
 
 Kernels are compiled once for every instruction set, everything else for the oldest CPU, so that one
 file serves all; which kernels are used is decided when it is loaded.
@@ -64,6 +66,8 @@ def build(target: Path = TARGET, sanitize: bool = False) -> bool:
 
 
 if __name__ == "__main__":
-    if not build(sanitize="--sanitize" in sys.argv):
+    sanitizes = sys.argv[1:2] == ["--sanitize"]
+    target = Path(sys.argv[2]) if sanitizes else TARGET
+    if not build(target, sanitizes):
         sys.exit("No C++ compiler was found: install g++ or clang++, or set CXX.")
-    print(TARGET)
+    print(target)

@@ -434,12 +434,14 @@ void Model::write_kv(const Pass& pass, int index, const float* hidden) {
 }
 
 void Model::finish(const float* hidden, int count, bool is_normed, float* normed, float* logits) {
+    const float* norm = is_normed ? nullptr : final_norm.data();
+    if (logits == nullptr) {  // not worth waking anybody
+        head_work(0, count, hidden, norm, normed, nullptr);
+        return;
+    }
     shared_.reserve(count, config.width);
-    threads_.run(
-        [&](int thread) {
-            head_work(thread, count, hidden, is_normed ? nullptr : final_norm.data(), normed, logits);
-        },
-        head_tasks(count, logits));
+    threads_.run([&](int thread) { head_work(thread, count, hidden, norm, normed, logits); },
+                 head_tasks(count, logits));
 }
 
 void Model::run(const Pass& pass, const int64_t* tokens, float* hidden, float* normed, float* logits) {

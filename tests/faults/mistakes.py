@@ -306,11 +306,20 @@ lazy sweep {lazy} --encoder_steps []
 lazy sweep {lazy} --encoder_steps 4
 lazy sweep {lazy} --encoder_steps [0]
 lazy sweep {lazy} --sentences 0
+lazy generate
+lazy generate {missing} "Once upon a time"
+lazy generate {lazy} "Once upon a time"
+lazy generate {par} "Once upon a time"
 lazy plot {missing}
 lazy plot {par}
 lazy plot {lazy} --source ""
 
 # -- shortcut
+shortcut paper {missing} --data {text} --out {out}
+shortcut paper {gpt2} --data {missing} --out {out}
+shortcut paper {gpt2} --data {text} --sentences.train 0 --out {out}
+shortcut import {missing} --model.name {gpt2} --out {out}
+shortcut import {empty} --model.name {gpt2} --out {out}
 shortcut fit {gpt2} --data {text} --out {out}
 + --lines 0
 + --lines some

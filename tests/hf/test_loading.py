@@ -133,7 +133,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert "config of 'nobody/nothing' was not found" in message and "no such folder" in message
     assert "did you mean smollm2?" in refused("smolm2")
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    assert f"config of {tmp_path} cannot be loaded" in refused(tmp_path)
+    assert f"config of {tmp_path} is of a kind that is not known" in refused(tmp_path)
 
 
 def test_a_hub_out_of_reach_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ def test_a_model_of_another_method_is_refused_in_a_sentence(lazy, run, tmp_path)
 def test_a_type_that_nothing_has_registered_is_of_another_kind(tmp_path):
     """As a lazy run is to a command of another method, which does not load lazy models."""
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    with pytest.raises(UserError, match="is of another kind than is needed here: give another"):
+    with pytest.raises(UserError, match="is of a kind that is not known here: give another"):
         from_pretrained(AutoConfig, str(tmp_path), "model")
 
 

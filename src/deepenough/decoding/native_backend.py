@@ -11,6 +11,7 @@ Shapes: B sequences, T tokens, D width, V vocabulary, N rows.
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -26,7 +27,8 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.hf.loading import stored_gguf
 
-LIBRARY = Path(__file__).with_name("_native.so")
+#: Another build, such as one with sanitizers, can be named.
+LIBRARY = Path(os.environ.get("DEEPENOUGH_NATIVE") or Path(__file__).with_name("_native.so"))
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 #: Rotary encodings that are a function of the position alone, and so can be tabled.
 FIXED_ROPES = ("default", "linear", "llama3", "yarn", "proportional")
@@ -110,10 +112,11 @@ def _fits(adapter: Adapter) -> bool:
 
 
 class Stored(NamedTuple):
-    """A matrix as it is stored: its bytes, their format, and the order of its rows."""
+    """A matrix as it is stored: bytes, format, rows and columns, and the order of its rows."""
 
     data: np.ndarray
     format: str
+    shape: tuple[int, ...]
     order: np.ndarray | None = None
 
 
@@ -121,11 +124,11 @@ def as_stored(weight: Tensor) -> Stored:
     """Return fp32 weights in the smallest of fp32, bf16 and fp16 that holds them exactly."""
     bits = weight.detach().contiguous().view(torch.int32).numpy()
     if not (bits & 0xFFFF).any():
-        return Stored((bits >> 16).astype(np.int16), "BF16")
+        return Stored((bits >> 16).astype(np.int16), "BF16", bits.shape)
     half = weight.detach().half()
     if torch.equal(half.float(), weight.detach()):
-        return Stored(half.contiguous().view(torch.int16).numpy(), "F16")
-    return Stored(bits, "F32")
+        return Stored(half.contiguous().view(torch.int16).numpy(), "F16", bits.shape)
+    return Stored(bits, "F32", bits.shape)
 
 
 def gguf_matrices(path: Path, heads: int, kv_heads: int) -> Mapping[str, Stored]:
@@ -136,13 +139,13 @@ def gguf_matrices(path: Path, heads: int, kv_heads: int) -> Mapping[str, Stored]
     for tensor in GGUFReader(str(path)).tensors:
         if tensor.tensor_type.name not in FORMATS or len(tensor.shape) != 2:
             continue
-        rows = int(tensor.shape[1])
+        cols, rows = map(int, tensor.shape)
         order = None
         for name, count in (("attn_q", heads), ("attn_k", kv_heads)):
             if f".{name}." in tensor.name:  # pairs of channels that rotate together are neighbours
                 pairs = np.arange(rows, dtype=np.int32).reshape(count, -1, 2)
                 order = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
-        found[tensor.name] = Stored(tensor.data, tensor.tensor_type.name, order)
+        found[tensor.name] = Stored(tensor.data, tensor.tensor_type.name, (rows, cols), order)
     return found
 
 
@@ -196,7 +199,7 @@ class NativeModel:
         """Pack a matrix, from the file it comes from if it still stands for the same numbers."""
         for make in (lambda: stored, lambda: as_stored(weight)):
             each = make()
-            if each is None:
+            if each is None or each.shape != tuple(weight.shape):
                 continue
             order = None if each.order is None else each.order.ctypes.data
             data, (rows, cols) = np.ascontiguousarray(each.data), weight.shape

@@ -266,7 +266,10 @@ def _explanation(name: str, what: str, place: str, error: Exception, may_trust: 
             "spelling and the network, or give a folder."
         )
     if "Unrecognized configuration class" in reason or "not recognize this arch" in reason:
-        return f"The {what} of {name} is of another kind than is needed here: give another folder."
+        return (
+            f"The {what} of {name} is of a kind that is not known here: give another folder, or a "
+            "newer transformers."
+        )
     if what == "tokenizer":
         return (
             f"No tokenizer could be loaded from {name} ({_short(reason)}): give a folder with "
