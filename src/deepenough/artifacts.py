@@ -83,7 +83,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     _remove(partial)
     try:
         yield partial
-        _flush(partial)
+        for part in (*partial.rglob("*"), partial):  # a file, or a folder with all its files
+            _sync(part)
         if partial.is_dir() and final.exists():
             os.replace(final, aside)
         os.replace(partial, final)
@@ -351,14 +352,8 @@ def _samples(weight: Tensor) -> bytes:
     return bytes(chosen.contiguous().view(torch.uint8).numpy())
 
 
-def _flush(path: Path) -> None:
-    """Wait until a file, or a folder with all its files, is on the disk."""
-    for part in path.rglob("*") if path.is_dir() else ():
-        _sync(part)
-    _sync(path)
-
-
 def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -265,14 +265,10 @@ def parse_command(command: Command, name: str, argv: list[str]) -> Any:
 def train(method: str, verb: str = "train", **options: Any) -> RunFolder:
     """Train from Python as `deepenough METHOD train` does, and return the run.
 
-    Args:
-        method: First word of the command: par, ponder, lazy, shortcut, decode.
-        verb: Second word of the command, such as `search`, `fit` or `tune`.
-        options: Options of the command, named as on the command line; `__` stands for a dot, as in
-            `train__seed=1`. The last part of a name is enough where it is unique.
-
-    Example:
-        `de.train("par", data="mytext.txt", pattern="adad", steps=2000, out="runs/adad")`
+    The first words of the command are `method` and `verb`, such as `search`, `fit` or `tune`. Its
+    options are named as on the command line; `__` stands for a dot, as in `train__seed=1`, and the
+    last part of a name is enough where it is unique. For example
+    `de.train("par", data="mytext.txt", pattern="adad", steps=2000, out="runs/adad")`.
     """
     name = f"{method} {verb}"
     table = commands()
@@ -371,7 +367,7 @@ def _normalise(argv: list[str], known: list[Option]) -> list[str]:
             continue
         name = _full_name(given[2:], list(types))
         if not equals and name in types:
-            if rest and not _is_option(rest[0]):
+            if rest and not re.match(r"-h\Z|--[A-Za-z]", rest[0]):
                 equals, value = "=", rest.pop(0)
             elif types[name] is bool:
                 equals, value = "=", "true"
@@ -403,10 +399,6 @@ def _full_name(given: str, names: list[str]) -> str:
         choices = " or ".join(f"--{match}" for match in matches)
         raise UserError(f"Option --{given} could be {choices}; write the full name.")
     return matches[0] if matches else given
-
-
-def _is_option(word: str) -> bool:
-    return word == "-h" or re.match(r"--[A-Za-z]", word) is not None
 
 
 def _reader_gone() -> bool:

@@ -406,7 +406,8 @@ def build(cls: type[S], namespace: Namespace) -> S:
         value = namespace[option.name]
         if value is None and option.default is MISSING:
             raise UserError(f"Option --{option.name} must be given; {_lower_first(option.text)}")
-        if value is None and not _allows_none(option.type):
+        allowed = (option.type, *typing.get_args(option.type))
+        if value is None and Any not in allowed and type(None) not in allowed:
             raise UserError(f"Option --{option.name} needs a value: {_lower_first(option.text)}")
     return _build(cls, namespace)
 
@@ -537,10 +538,6 @@ def _type_name(hint: Any) -> str:
     if hint is type(None):
         return "null"
     return names.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-def _allows_none(hint: Any) -> bool:
-    return hint in (Any, None, type(None)) or type(None) in typing.get_args(hint)
 
 
 def _lower_first(text: str) -> str:

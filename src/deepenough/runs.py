@@ -26,18 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from deepenough.artifacts import (
-    LOCK,
-    atomic_path,
-    cache_folder,
-    key_of,
-    locked,
-    parse_json,
-    remove_partial,
-    restore,
-    seal,
-    verify,
-)
+from deepenough import artifacts
 from deepenough.config import CHECKSUM_LINE, load_yaml
 from deepenough.errors import UserError
 
@@ -82,7 +71,7 @@ class Record:
     def from_json(cls, line: str | bytes) -> Record:
         """Read one line; ValueError if it is not a record."""
         text = line if isinstance(line, str) else line.decode()
-        content = parse_json(text)
+        content = artifacts.parse_json(text)
         known = content.pop("crc", None)
         if known is not None:
             whole = text.rpartition(_CHECK)[0] + "}"
@@ -128,21 +117,13 @@ class Metrics:
                 "that can be written to."
             ) from error
 
-    def truncate_after(self, step: int) -> int:
+    def truncate_after(self, step: int) -> None:
         """Drop the records later than `step`, so that a resumed run does not say things twice.
 
-        Lines that cannot be read stay as they are. Returns how many records were dropped.
+        Lines that cannot be read stay as they are.
         """
-        if not self.path.exists():
-            return 0
-        dropped = 0
-        with atomic_path(self.path) as partial, open(partial, "wb") as kept:
-            for line, record in _lines(self.path):
-                if record is not None and record.step > step:
-                    dropped += 1
-                else:
-                    kept.write(line)
-        return dropped
+        if self.path.exists():
+            replace_records(self.path, [], lambda record: record.step > step)
 
 
 def append_record(path: str | os.PathLike[str], record: Record) -> None:
@@ -159,7 +140,7 @@ def replace_records(
     """
     kinds = {record.kind for record in records}
     replaced = replaced or (lambda record: record.kind in kinds)
-    with atomic_path(path) as partial, open(partial, "wb") as file:
+    with artifacts.atomic_path(path) as partial, open(partial, "wb") as file:
         for line, record in _lines(path) if path.exists() else ():
             if record is None or not replaced(record):
                 file.write(line if line.endswith(b"\n") else line + b"\n")
@@ -176,13 +157,9 @@ def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
         raise UserError(
             f"There is no metrics file {path}; give the folder of a run that has started."
         )
-    records: list[Record] = []
-    num_corrupted = 0
-    for _, record in _lines(Path(path)):
-        if record is None:
-            num_corrupted += 1
-        else:
-            records.append(record)
+    found = [record for _, record in _lines(Path(path))]
+    records = [record for record in found if record is not None]
+    num_corrupted = len(found) - len(records)
     if num_corrupted:
         log.warning("%d line(s) of %s are damaged and skipped.", num_corrupted, path)
     return records, num_corrupted
@@ -254,7 +231,7 @@ class RunFolder:
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
             with folder.lock():
-                remove_partial(folder.path)
+                artifacts.remove_partial(folder.path)
                 if overwrite:
                     folder._delete()
         except OSError as error:
@@ -267,7 +244,7 @@ class RunFolder:
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Be the only run that writes into the folder; of several processes the first is."""
         is_main = os.environ.get("RANK", "0") == "0"
-        return locked(self.path) if is_main else contextlib.nullcontext()
+        return artifacts.locked(self.path) if is_main else contextlib.nullcontext()
 
     @classmethod
     def check(
@@ -362,7 +339,7 @@ class RunFolder:
     def _delete(self) -> None:
         # The entries go, the folder stays: it may be a mount point or a symbolic link.
         for entry in self.path.iterdir():
-            if entry.name == LOCK:
+            if entry.name == artifacts.LOCK:
                 continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -386,18 +363,19 @@ def find_run(name: str | os.PathLike[str]) -> Path:
             "pip install --no-deps deepenough-models, or give the folder of a run."
         )
     source = package / name
-    if not verify(source / "model"):
+    if not artifacts.verify(source / "model"):
         raise UserError(
             f"{source} is not whole: pip install --no-deps --force-reinstall deepenough-models."
         )
     checksums = (source / "model" / "checksums.json").read_text(encoding="utf-8")
-    folder = cache_folder() / "models" / f"{name}-{key_of(checksums)[:8]}" / path
+    key = artifacts.key_of(checksums)[:8]
+    folder = artifacts.cache_folder() / "models" / f"{name}-{key}" / path
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(folder) as temporary:
+        with artifacts.atomic_path(folder) as temporary:
             shutil.copytree(source, temporary)
             _widen(temporary / "model" / "model.safetensors")
-            seal(temporary / "model")
+            artifacts.seal(temporary / "model")
     return folder
 
 
@@ -419,14 +397,14 @@ def _widen(weights: Path) -> None:
 def model_folder(folder: str) -> Path:
     """Return the folder of a model, its small files checked: of a finished run, or the folder."""
     path = find_run(folder)
-    restore(path / "model")
+    artifacts.restore(path / "model")
     path = path / "model" if (path / "model" / "config.json").is_file() else path
     if not (path / "config.json").is_file():
         raise UserError(
             f"There is no model in {folder}: give the folder of a finished run, or one with a "
             "config.json."
         )
-    verify(path, without=".safetensors")  # which are checked when they are loaded
+    artifacts.verify(path, without=".safetensors")  # which are checked when they are loaded
     return path
 
 

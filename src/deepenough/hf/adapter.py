@@ -12,8 +12,6 @@ gradients flow.
 Shapes: B texts, T tokens, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import OrderedDict
@@ -67,8 +65,6 @@ class Adapter:
         self.limit: int | None = None
         """Tokens up to which decoding was tried; None for any number."""
 
-    # -- states ------------------------------------------------------------------------------
-
     @contextmanager
     def capture(self) -> Iterator[Captured]:
         """Collect the states of every forward pass of the model (or its trunk)."""
@@ -106,12 +102,9 @@ class Adapter:
             )
         return captured.states
 
-    # -- from a state to logits --------------------------------------------------------------
-
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm between the last layer and the head; post-norm models have none."""
-        norm = resolve(self.trunk, self.layout.final_norm) if self.layout.final_norm else None
-        return hidden if norm is None else norm(hidden.to(self.model.dtype))
+        return self._apply(self.layout.final_norm, hidden)
 
     def head(self, normed: Tensor) -> Tensor:
         """Return the logits `[..., V]` of normalised states `[..., D]`, as the model makes them."""
@@ -120,7 +113,7 @@ class Adapter:
                 f"{type(self.model).__name__} has no language-model head: load it with "
                 "AutoModelForCausalLM or AutoModelForMaskedLM."
             )
-        hidden_BTD = self._project(normed.to(self.model.dtype))
+        hidden_BTD = self._apply(self.layout.projection, normed.to(self.model.dtype))
         flat = hidden_BTD.ndim != 3
         if flat:
             hidden_BTD = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1])
@@ -132,10 +125,9 @@ class Adapter:
         """Return the model's logits as if `hidden` were the output of its last layer."""
         return self.head(self.final_norm(hidden))
 
-    def _project(self, hidden: Tensor) -> Tensor:
-        path = self.layout.projection
-        projection = resolve(self.trunk, path) if path else None
-        return hidden if projection is None else projection(hidden)
+    def _apply(self, path: str | None, hidden: Tensor) -> Tensor:
+        module = resolve(self.trunk, path) if path else None
+        return hidden if module is None else module(hidden.to(self.model.dtype))
 
     def _run_head(self, hidden_BTD: Tensor) -> Tensor:
         head = self.layout.head
@@ -151,8 +143,6 @@ class Adapter:
             path = ".".join(filter(None, (self.model.base_model_prefix, self.layout.trunk)))
             logits = _run_own_head(self.model, path, hidden_BTD)
         return logits
-
-    # -- parts and identity ------------------------------------------------------------------
 
     def submodules(self, layer: int) -> dict[str, nn.Module | list[nn.Module]]:
         """Return the parts "attention", "feed_forward" and "norms" of a layer, where it has them.

@@ -1,14 +1,5 @@
 """The one way to intercept the layers of a Hugging Face model while it runs.
 
-- `hooked`: watch or change what modules read and return; `others_hooks`: who else does.
-- `patched_forward`: run another function in the place of a module's `forward`.
-- `eval_mode`: run a model that is being trained as it would be used.
-- `StopForward`: end a forward pass early; `first_call` uses it to learn what the model calls a
-  layer with (masks, rotary cos/sin, cache) without running any layer.
-- `LayerCounter`, `OutputForms`, `start_at`: run only a part of a model, from one of its layers on.
-- `LayerStack`: the layers of an encoder as single steps, so that a caller decides after each one
-  who goes on.
-
 Everything is a context manager and is undone on leaving it. Weights, the module's other hooks and
 its place in the model are never touched, and the model itself still makes its masks and positional
 encodings, so this holds for every architecture.

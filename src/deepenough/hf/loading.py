@@ -11,8 +11,6 @@ goes into the cache in full precision, as a folder in Hugging Face form, and is 
 a second.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping

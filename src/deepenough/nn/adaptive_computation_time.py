@@ -13,8 +13,6 @@ the cost `tau * (N(x) + R(x))` added, whose gradient goes through `R` alone beca
 Shapes: B examples, N passes.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -21,8 +21,6 @@ With whole counts all sums are 64-bit integers as long as N times the total coun
 the optimum is exact. Larger counts and fractions are summed in float64.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

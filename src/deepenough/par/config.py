@@ -6,8 +6,6 @@ identity. `*` stands for a block that is still being searched; a SuperNet is a p
 The config that is saved with a model is `ParConfig`, in `modeling.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 

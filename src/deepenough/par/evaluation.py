@@ -4,8 +4,6 @@ In a comparison the operating points are lengths of memory. Losses are kept by s
 over all streams, so that the interval of the perplexity comes from resampling segments.
 """
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Sequence

@@ -189,18 +189,9 @@ class ParPreTrainedModel(SealedPreTrainedModel):
             self.choice = BranchChoice(config.pattern, config.straight_through, config.learn_tau)
         self.post_init()
 
-    # -- what transformers asks of a model ---------------------------------------------------
-
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
-        elif isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=self.config.initializer_range)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
         elif isinstance(module, RelativeAttention):
             init.zeros_(module.v_minus_u)
         elif isinstance(module, BranchChoice):
@@ -208,12 +199,12 @@ class ParPreTrainedModel(SealedPreTrainedModel):
             init.ones_(module.tau)
             if module.log_tau is not None:
                 init.zeros_(module.log_tau)
+        else:
+            super()._init_weights(module)
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output layer; None where it is an adaptive softmax, or where there is none."""
         return None if self.config.cutoffs else getattr(self, "output", None)
-
-    # -- the forward pass --------------------------------------------------------------------
 
     def _run_blocks(
         self,
@@ -301,8 +292,6 @@ class ParPreTrainedModel(SealedPreTrainedModel):
             ran=torch.tensor([kind != IDENTITY for kind in kinds]).expand(*units, -1),
             flops=torch.full(units, in_blocks / input_ids.numel(), dtype=torch.float64),
         )
-
-    # -- the search --------------------------------------------------------------------------
 
     @property
     def pattern(self) -> str:

@@ -16,8 +16,6 @@ Costs are FLOPs in closed form, or seconds on this machine at the shape the mode
 Timings of a shared machine are noisy upwards only, so the best of several rounds is taken.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -272,8 +270,6 @@ class SearchTask(LanguageTask):
             return {WEIGHTS: weights, CHOICES: [choices]}
         return {WEIGHTS: [*weights, choices]}
 
-    # -- one step ----------------------------------------------------------------------------
-
     def _hold(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the choices: zero while only the weights are trained."""
         choosing = self.progress >= self.search.choose_after
@@ -325,8 +321,6 @@ class SearchTask(LanguageTask):
         kinds = torch.tensor(astuple(self.costs)[: len(BRANCHES)], device=self.model.device)
         total = (self.choice.probabilities() @ kinds).sum()
         return total / self.costs.of(interleaved(len(self.model.blocks)))
-
-    # -- records and state -------------------------------------------------------------------
 
     @torch.no_grad()
     def train_values(self) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 A run folder is changed only when the data is prepared, the model built and a checkpoint compared.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from dataclasses import asdict, dataclass, fields, replace

@@ -9,8 +9,6 @@ transformers fills what a file of weights lacks with new ones and warns. For mod
 is refused, and so is a file that is not the one which was saved.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

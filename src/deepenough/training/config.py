@@ -1,7 +1,5 @@
 """Settings of the training loop and of where a run goes."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ Its perplexity is of these tokens alone, each seen from both sides: it compares 
 models that have the same tokenizer, not with causal ones.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -142,7 +140,8 @@ class LanguageTask(Task):
             **self._model_arguments(phase, index),
         )
         self.memories[phase] = output.memories
-        return BatchLoss(output.loss, output.loss, targets.numel())
+        plain = getattr(output, "plain_loss", output.loss)  # where labels may be smoothed
+        return BatchLoss(output.loss, plain, targets.numel())
 
     def _turn(self, phase: str, step: int) -> int:
         """Return how many steps of this phase came before: its batches follow one another."""

@@ -1,7 +1,5 @@
 """Where measurements go: `metrics.jsonl`, TensorBoard and the log, from the first process alone."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
