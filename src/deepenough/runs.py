@@ -9,8 +9,6 @@ appends `Record`s, reports read them, and neither knows the other. Two choices f
   (`NaN`, `Infinity`): a loss that diverged must not look like a missing one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util
@@ -24,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from deepenough import artifacts
 from deepenough.config import CHECKSUM_LINE, load_yaml
@@ -68,7 +66,7 @@ class Record:
         return f'{line[:-1]}{_CHECK}{zlib.crc32(line.encode()):08x}"}}'
 
     @classmethod
-    def from_json(cls, line: str | bytes) -> Record:
+    def from_json(cls, line: str | bytes) -> Self:
         """Read one line; ValueError if it is not a record."""
         text = line if isinstance(line, str) else line.decode()
         content = artifacts.parse_json(text)
@@ -220,7 +218,7 @@ class RunFolder:
     @classmethod
     def create(
         cls, path: str | os.PathLike[str], resume: bool = False, overwrite: bool = False
-    ) -> RunFolder:
+    ) -> Self:
         """Make the folder for a run; what is there already is kept unless `overwrite` is set.
 
         `resume` accepts the folder of an earlier run (or none yet, so that one command can be
@@ -249,7 +247,7 @@ class RunFolder:
     @classmethod
     def check(
         cls, path: str | os.PathLike[str], resume: bool = False, overwrite: bool = False
-    ) -> RunFolder:
+    ) -> Self:
         """Refuse what `create` would refuse, and change nothing: for asking before long work."""
         folder = cls(Path(path))
         if resume and overwrite:
@@ -274,7 +272,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> RunFolder:
+    def open(cls, path: str | os.PathLike[str]) -> Self:
         """Return the folder of a run that exists."""
         folder = cls(find_run(path))
         if not folder.path.is_dir():

@@ -12,8 +12,6 @@ without its output layer, for a classifier to be put on.
 Shapes: B streams, S new tokens, K keys, D width, N blocks.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
@@ -111,7 +109,7 @@ class ParConfig(PreTrainedConfig, ParModelConfig):
         kwargs.setdefault("tie_word_embeddings", not model.cutoffs)
         super().__init__(**kwargs)
 
-    def with_pattern(self, pattern: str) -> ParConfig:
+    def with_pattern(self, pattern: str) -> Self:
         """Return the same config with other blocks."""
         other = copy.deepcopy(self)
         other.pattern = check_pattern(pattern, allow_open=True)

@@ -37,10 +37,8 @@ from deepenough.training.task import WEIGHTS, BatchLoss, Task
 Memories = tuple[Tensor | None, ...]
 """What each layer keeps of the text so far, streams first; None for a layer that keeps nothing."""
 
-
 #: Fewer segments than these tell nothing of how far another text's perplexity may lie.
 FEWEST_SEGMENTS = 6
-
 
 #: Of the tokens of a text, how many are to be filled in.
 MASKED_SHARE = 0.15
