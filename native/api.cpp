@@ -1,5 +1,8 @@
 // What Python calls: plain C, over pointers to memory that torch or numpy owns.
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -186,6 +189,38 @@ DE_PUBLIC int de_run(void* model, void* cache, const int* rows, const int* start
         const Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
         static_cast<Model*>(model)->run(pass, ids, hidden, normed, logits);
     });
+}
+
+// Bytes a second at which threads read memory that is larger than a cache, the best of some rounds:
+// what a pass over weights of that size could at best reach.
+DE_PUBLIC double de_read_rate(int64_t bytes, int threads, int rounds) {
+    double best = 0;
+    guarded([&] {
+        const int64_t count = bytes / 8, chunk = 1 << 15;
+        Buffer<uint64_t> memory = make_buffer<uint64_t>(count);
+        std::fill_n(memory.get(), count, 1);
+        Threads pool(threads);
+        std::atomic<uint64_t> total{0};
+        for (int round = 0; round < rounds; round++) {
+            const auto began = std::chrono::steady_clock::now();
+            pool.run(
+                [&](int thread) {
+                    uint64_t sums[8] = {};
+                    int first, last;
+                    while (pool.claim(thread, 1, &first, &last)) {
+                        const int64_t end = std::min<int64_t>(last * chunk, count) - 7;
+                        for (int64_t i = first * chunk; i < end; i += 8)
+                            for (int j = 0; j < 8; j++) sums[j] += memory[i + j];
+                    }
+                    for (uint64_t sum : sums) total += sum;
+                },
+                int((count + chunk - 1) / chunk));
+            const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+            best = std::max(best, double(bytes) / took.count());
+        }
+        if (total == 0) throw std::logic_error("nothing was read");
+    });
+    return best;
 }
 
 // The product of a matrix with some rows, for tests.

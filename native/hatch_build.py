@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ class NativeBuildHook(BuildHookInterface):
             done = False
             print(f"The native decoder was not compiled: {error}", file=sys.stderr)
         if done:
+            # Called through ctypes, so that any version of Python can load it.
+            system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False
-            build_data["infer_tag"] = True
+            build_data["tag"] = f"py3-none-{system}"
             build_data["artifacts"].append("src/deepenough/decoding/_native.so")

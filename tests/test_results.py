@@ -58,7 +58,7 @@ CONSTANTS = (
     *("about 11 hours", "final 39.41 perplexity", "within 2 %", "below 2 %", "All are of 95 %"),
     # Sizes of files, and the arithmetic of bounds.
     *("4.5 MB", "6 MB", "some 30 MB", "10 GB", "With 5 % and 95 %", "in 3 % of", "like 3 % of"),
-    *("disagreement of 3 %", "(8.0 times fewer)"),
+    *("disagreement of 3 %", "(8.0 times fewer)", "37 minutes"),
 )
 
 
@@ -197,7 +197,7 @@ def test_result_files_have_the_schema() -> None:
 
 
 #: Long benchmarks whose first result is still to come; an entry goes when its result is there.
-NOT_RUN_YET = {"par_encoder"}
+NOT_RUN_YET = {"decode_native", "par_encoder"}
 
 
 def test_every_benchmark_has_a_claim_and_a_result() -> None:

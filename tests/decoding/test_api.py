@@ -351,3 +351,20 @@ def test_bad_prompts_are_refused(small, prompts) -> None:
         fast.generate(**given, **GREEDY)
     with pytest.raises(UserError, match="shorten the prompt"):
         fast.generate(input_ids=torch.full((1, 70), 5), do_sample=False, max_new_tokens=5)
+
+
+def test_a_model_is_given_by_name_too(small, prompts, tmp_path) -> None:
+    from transformers import BertTokenizer
+
+    small.save_pretrained(tmp_path)
+    words = tmp_path / "words"
+    words.mkdir()
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "some", "words"]
+    (words / "vocab.txt").write_text("\n".join(vocab))
+    BertTokenizer.from_pretrained(words).save_pretrained(tmp_path)
+    given = prompts(1)
+    expected = small.generate(**given, do_sample=False, max_new_tokens=5)
+    fast = speculate(str(tmp_path))
+    assert torch.equal(fast.generate(**given, do_sample=False, max_new_tokens=5), expected)
+    with pytest.raises(UserError, match="was not found"):
+        speculate("nobody/nothing")

@@ -40,6 +40,7 @@ from deepenough.decoding.exit_scoring import ExitForwardPass, choose_exits, coun
 from deepenough.decoding.request import SequenceState, check_prompt, make_request
 from deepenough.decoding.verification import decode
 from deepenough.errors import UserError
+from deepenough.hf.loading import load
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.trace import DepthTrace
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def speculate(
-    model: PreTrainedModel,
+    model: PreTrainedModel | str,
     drafter: str | Drafter | Sequence[str | Drafter] | None = None,
     *,
     num_draft_tokens: int | None = None,
@@ -61,7 +62,8 @@ def speculate(
     """Return a model that shares `model`'s weights and generates the same tokens faster.
 
     Args:
-        model: A causal language model in eval mode.
+        model: A causal language model in eval mode, or its name (`smollm2`, a folder, a name on the
+            hub), by which it is loaded.
         drafter: Who guesses the next tokens; of several, each is asked if those before it have no
             guess. "lookup" (how the text continued before), "linear" (needs `linear_drafter` or
             `draft_model`), "draft_model" (needs `draft_model`), "shortcut" (the first `draft_layer`
@@ -76,6 +78,8 @@ def speculate(
         backend: "native" (compiled code on a CPU), "torch" (fused layers) or "general" (the model's
             own layers); by default the first of these that fits.
     """
+    if isinstance(model, str):
+        model, _ = load(model, "causal")
     engine = make_engine(model, backend)
     if isinstance(draft_model, str | os.PathLike):
         draft_model = DraftModel.from_pretrained(draft_model)

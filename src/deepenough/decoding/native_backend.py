@@ -75,6 +75,7 @@ def load_library() -> Any:
     for name in ("de_error", "de_kernels"):
         getattr(library, name).restype = ctypes.c_char_p
     library.de_model_bytes.restype = ctypes.c_int64
+    library.de_read_rate.restype = ctypes.c_double
     return library
 
 
