@@ -187,17 +187,16 @@ class TestRefusals:
 class TestDump:
     def test_round_trip(self, file: Path) -> None:
         settings = resolve(Settings, overrides={"folder": "elsewhere", "model.cutoffs": [7]})
-        dump(settings, file, {"command": "search"})
+        dump(settings, file)
         assert resolve(Settings, file) == settings
         assert list(file.parent.iterdir()) == [file]
 
     def test_provenance_is_beside_the_settings(self, file: Path) -> None:
-        dump(Settings(), file, {"command": "search"})
+        dump(Settings(), file)
         content = yaml.safe_load(file.read_text())
         origin = content.pop("provenance")
         assert content == to_dict(Settings())
         assert set(origin["versions"]) == {"python", "torch", "transformers", "deepenough"}
-        assert origin["command"] == "search"
         assert "commit" in origin
 
     def test_plain_values(self) -> None:

@@ -83,7 +83,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     _remove(partial)
     try:
         yield partial
-        _flush(partial)
+        for part in (*partial.rglob("*"), partial):  # a file, or a folder with all its files
+            _sync(part)
         if partial.is_dir() and final.exists():
             os.replace(final, aside)
         os.replace(partial, final)
@@ -118,8 +119,7 @@ _held: set[tuple[Path, int]] = set()
 def locked(folder: Path) -> Iterator[None]:
     """Be the only one who writes into a folder; the system frees it when a process dies.
 
-    Raises:
-        UserError: Another command, or another thread of this process, is writing there.
+    It is refused while another command, or another thread of this process, is writing there.
     """
     holder = folder.resolve(), threading.get_ident()
     if holder in _held:  # a command within a command
@@ -176,11 +176,7 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return what `write_json` wrote, or a JSON object without a checksum by someone else.
-
-    Raises:
-        ValueError: The file holds no JSON object, or another than was written.
-    """
+    """Return what `write_json` wrote, or a JSON object of someone else; ValueError for others."""
     content = parse_json(path.read_text(encoding="utf-8"))
     known = content.pop(CHECKSUM, None)
     if known is not None and known != _digest(content):
@@ -224,11 +220,7 @@ def save_tensors(
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a safetensors file.
-
-    Raises:
-        DamagedError: The file is missing or damaged.
-    """
+    """Return the tensors and the metadata of a safetensors file; DamagedError if it is none."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -272,15 +264,9 @@ def save_artifact(path: Path, tensors: Mapping[str, Tensor], index: Mapping[str,
 
 
 def load_artifact(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the index that `save_artifact` wrote.
+    """Return the tensors and the index that `save_artifact` wrote; ValueError says what is wrong.
 
-    Args:
-        path: The safetensors file.
-        kind: The `format` that its index must name.
-        version: The newest version of that format which can be read.
-
-    Raises:
-        ValueError: Says what is wrong with the files.
+    The index must name `kind` as its format, in no later version than `version`.
     """
     index = read_json(path.with_suffix(".json"))
     if index["format"] != kind or index["version"] > version:
@@ -303,10 +289,8 @@ def seal(folder: Path, names: Iterable[str] | None = None) -> None:
 def verify(folder: Path, without: str = SEAL) -> bool:
     """Check a folder's files against its checksums and return whether it has any.
 
-    Files whose names end with `without` are left out.
-
-    Raises:
-        DamagedError: Names the first file that is not as it was saved, and the remedy.
+    Files whose names end with `without` are left out. DamagedError names the first that is not as
+    it was saved, and the remedy.
     """
     path = folder / SEAL
     if not path.is_file():
@@ -368,14 +352,8 @@ def _samples(weight: Tensor) -> bytes:
     return bytes(chosen.contiguous().view(torch.uint8).numpy())
 
 
-def _flush(path: Path) -> None:
-    """Wait until a file, or a folder with all its files, is on the disk."""
-    for part in path.rglob("*") if path.is_dir() else ():
-        _sync(part)
-    _sync(path)
-
-
 def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -264,14 +265,10 @@ def parse_command(command: Command, name: str, argv: list[str]) -> Any:
 def train(method: str, verb: str = "train", **options: Any) -> RunFolder:
     """Train from Python as `deepenough METHOD train` does, and return the run.
 
-    Args:
-        method: First word of the command: par, ponder, lazy, shortcut, decode.
-        verb: Second word of the command, such as `search`, `fit` or `tune`.
-        options: Options of the command, named as on the command line; `__` stands for a dot, as in
-            `train__seed=1`. The last part of a name is enough where it is unique.
-
-    Example:
-        `de.train("par", data="mytext.txt", pattern="adad", steps=2000, out="runs/adad")`
+    The first words of the command are `method` and `verb`, such as `search`, `fit` or `tune`. Its
+    options are named as on the command line; `__` stands for a dot, as in `train__seed=1`, and the
+    last part of a name is enough where it is unique. For example
+    `de.train("par", data="mytext.txt", pattern="adad", steps=2000, out="runs/adad")`.
     """
     name = f"{method} {verb}"
     table = commands()
@@ -336,13 +333,10 @@ def _refuse(first: str, rest: list[str], table: Mapping[str, Command]) -> int:
 
 def _config_file(words: list[str]) -> str | None:
     """Return the file given, looked for first because flags must win wherever they stand."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument("--config")
-    try:
-        config: str | None = finder.parse_known_args(words)[0].config
-    except argparse.ArgumentError as error:
-        raise UserError("Option --config needs a YAML file; write --config FILE.") from error
-    return config
+    if "--config" in words:
+        raise UserError("Option --config needs a YAML file; write --config FILE.")
+    given = [word for word in words if word.startswith("--config=")]
+    return given[-1].removeprefix("--config=") if given else None
 
 
 def _named(argv: list[str], positional: tuple[str, ...]) -> list[str]:
@@ -350,21 +344,14 @@ def _named(argv: list[str], positional: tuple[str, ...]) -> list[str]:
     rest = list(argv)
     named = []
     for position in positional:
-        taken = list(_leading(rest, None if position.endswith("*") else 1))
+        first = rest if position.endswith("*") else rest[:1]
+        taken = list(takewhile(lambda word: not word.startswith("-"), first))
         if not taken:
             break
         rest = rest[len(taken) :]
         value = json.dumps(taken) if position.endswith("*") else taken[0]
         named.append(f"--{position.removesuffix('*')}={value}")
     return named + rest
-
-
-def _leading(words: list[str], most: int | None) -> Iterator[str]:
-    """Yield the words that stand before the first option, `most` of them at the most."""
-    for word in words[:most]:
-        if word.startswith("-"):
-            return
-        yield word
 
 
 def _normalise(argv: list[str], known: list[Option]) -> list[str]:
@@ -380,7 +367,7 @@ def _normalise(argv: list[str], known: list[Option]) -> list[str]:
             continue
         name = _full_name(given[2:], list(types))
         if not equals and name in types:
-            if rest and not _is_option(rest[0]):
+            if rest and not re.match(r"-h\Z|--[A-Za-z]", rest[0]):
                 equals, value = "=", rest.pop(0)
             elif types[name] is bool:
                 equals, value = "=", "true"
@@ -412,10 +399,6 @@ def _full_name(given: str, names: list[str]) -> str:
         choices = " or ".join(f"--{match}" for match in matches)
         raise UserError(f"Option --{given} could be {choices}; write the full name.")
     return matches[0] if matches else given
-
-
-def _is_option(word: str) -> bool:
-    return word == "-h" or re.match(r"--[A-Za-z]", word) is not None
 
 
 def _reader_gone() -> bool:

@@ -133,14 +133,7 @@ def bounded(
 ) -> Any:
     """Return a dataclass field whose value, or each item of it if it is a list, lies in a range.
 
-    Args:
-        default: The field's default, as for `dataclasses.field`.
-        default_factory: A function that makes the default, for lists.
-        ge: Smallest value allowed.
-        gt: The value must be above this.
-        le: Largest value allowed.
-        lt: The value must be below this.
-        unless: Full name of an option that, where it is given, leaves this one null.
+    `unless` is the full name of an option that, where it is given, leaves this one null.
     """
     given = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     bounds = {name: bound for name, bound in given.items() if bound is not None}
@@ -174,11 +167,7 @@ class GenerateConfig:
 
 
 def validate(config: S, prefix: str = "") -> S:
-    """Check every choice and range, then the rules between fields (`check()`); return the settings.
-
-    Raises:
-        UserError: Names the first option whose value is none of its choices or out of its range.
-    """
+    """Return the settings, all choices, ranges and rules between fields (`check()`) checked."""
     hints = _hints(type(config))  # type: ignore[arg-type]
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value, bounds = getattr(config, field.name), field.metadata.get("bounds", {})
@@ -205,11 +194,7 @@ def validate(config: S, prefix: str = "") -> S:
 
 
 def from_fields(cls: type[S], content: Any) -> S:
-    """Return a dataclass from what a file holds of it, every value of its field's type and range.
-
-    Raises:
-        ValueError: Says which value is missing, unknown or wrong.
-    """
+    """Return a dataclass from what a file holds of it; ValueError says which value is wrong."""
     if not isinstance(content, Mapping):
         raise ValueError(f"there is no {cls.__name__} in it")
     hints, fields = _hints(cls), {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -421,7 +406,8 @@ def build(cls: type[S], namespace: Namespace) -> S:
         value = namespace[option.name]
         if value is None and option.default is MISSING:
             raise UserError(f"Option --{option.name} must be given; {_lower_first(option.text)}")
-        if value is None and not _allows_none(option.type):
+        allowed = (option.type, *typing.get_args(option.type))
+        if value is None and Any not in allowed and type(None) not in allowed:
             raise UserError(f"Option --{option.name} needs a value: {_lower_first(option.text)}")
     return _build(cls, namespace)
 
@@ -443,13 +429,11 @@ def to_dict(settings: Any) -> dict[str, Any]:
     }
 
 
-def dump(
-    settings: Any, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None
-) -> None:
-    """Write the settings and where they come from (versions, commit, `extra`), whole or not."""
+def dump(settings: Any, path: str | os.PathLike[str]) -> None:
+    """Write the settings and where they come from (versions, commit), whole or not."""
     method = getattr(settings, "METHOD", "")
     content: dict[str, Any] = {METHOD: method} if method else {}
-    content |= to_dict(settings) | {PROVENANCE: {**provenance(), **(extra or {})}}
+    content |= to_dict(settings) | {PROVENANCE: provenance()}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
     write_text(path, f"{CHECKSUM_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
 
@@ -556,10 +540,6 @@ def _type_name(hint: Any) -> str:
     return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def _allows_none(hint: Any) -> bool:
-    return hint in (Any, None, type(None)) or type(None) in typing.get_args(hint)
-
-
 def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:] if text else "see --help."
 
@@ -604,6 +584,5 @@ def _commit() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=10
-    ).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()

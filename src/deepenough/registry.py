@@ -10,8 +10,6 @@ A method is a package of `deepenough` with the same files in each:
 A file or name that a method lacks is simply not offered. `docs/add-a-method.md` adds one.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from dataclasses import dataclass

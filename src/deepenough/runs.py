@@ -9,8 +9,6 @@ appends `Record`s, reports read them, and neither knows the other. Two choices f
   (`NaN`, `Infinity`): a loss that diverged must not look like a missing one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util
@@ -24,20 +22,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from deepenough.artifacts import (
-    LOCK,
-    atomic_path,
-    cache_folder,
-    key_of,
-    locked,
-    parse_json,
-    remove_partial,
-    restore,
-    seal,
-    verify,
-)
+from deepenough import artifacts
 from deepenough.config import CHECKSUM_LINE, load_yaml
 from deepenough.errors import UserError
 
@@ -79,10 +66,10 @@ class Record:
         return f'{line[:-1]}{_CHECK}{zlib.crc32(line.encode()):08x}"}}'
 
     @classmethod
-    def from_json(cls, line: str | bytes) -> Record:
+    def from_json(cls, line: str | bytes) -> Self:
         """Read one line; ValueError if it is not a record."""
         text = line if isinstance(line, str) else line.decode()
-        content = parse_json(text)
+        content = artifacts.parse_json(text)
         known = content.pop("crc", None)
         if known is not None:
             whole = text.rpartition(_CHECK)[0] + "}"
@@ -128,21 +115,13 @@ class Metrics:
                 "that can be written to."
             ) from error
 
-    def truncate_after(self, step: int) -> int:
+    def truncate_after(self, step: int) -> None:
         """Drop the records later than `step`, so that a resumed run does not say things twice.
 
-        Lines that cannot be read stay as they are. Returns how many records were dropped.
+        Lines that cannot be read stay as they are.
         """
-        if not self.path.exists():
-            return 0
-        dropped = 0
-        with atomic_path(self.path) as partial, open(partial, "wb") as kept:
-            for line, record in _lines(self.path):
-                if record is not None and record.step > step:
-                    dropped += 1
-                else:
-                    kept.write(line)
-        return dropped
+        if self.path.exists():
+            replace_records(self.path, [], lambda record: record.step > step)
 
 
 def append_record(path: str | os.PathLike[str], record: Record) -> None:
@@ -159,7 +138,7 @@ def replace_records(
     """
     kinds = {record.kind for record in records}
     replaced = replaced or (lambda record: record.kind in kinds)
-    with atomic_path(path) as partial, open(partial, "wb") as file:
+    with artifacts.atomic_path(path) as partial, open(partial, "wb") as file:
         for line, record in _lines(path) if path.exists() else ():
             if record is None or not replaced(record):
                 file.write(line if line.endswith(b"\n") else line + b"\n")
@@ -176,13 +155,9 @@ def read_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
         raise UserError(
             f"There is no metrics file {path}; give the folder of a run that has started."
         )
-    records: list[Record] = []
-    num_corrupted = 0
-    for _, record in _lines(Path(path)):
-        if record is None:
-            num_corrupted += 1
-        else:
-            records.append(record)
+    found = [record for _, record in _lines(Path(path))]
+    records = [record for record in found if record is not None]
+    num_corrupted = len(found) - len(records)
     if num_corrupted:
         log.warning("%d line(s) of %s are damaged and skipped.", num_corrupted, path)
     return records, num_corrupted
@@ -205,25 +180,15 @@ def _record_or_none(line: bytes) -> Record | None:
 
 def _mend_last_line(path: Path) -> None:
     """Complete or remove a last line without its end, else the next record would be glued to it."""
-    if not path.exists() or path.stat().st_size == 0:
+    content = path.read_bytes() if path.is_file() else b""
+    torn = content.rpartition(b"\n")[2]
+    if not torn:
         return
-    with open(path, "rb+") as file:
-        content_end = file.seek(0, os.SEEK_END)
-        tail = b""
-        start = content_end
-        while start > 0 and b"\n" not in tail:
-            block = min(start, 65536)
-            start -= block
-            file.seek(start)
-            tail = file.read(block) + tail
-        torn = tail.rpartition(b"\n")[2]
-        if not torn:
-            return
+    with open(path, "ab") as file:
         if _record_or_none(torn) is not None:
-            file.seek(content_end)
             file.write(b"\n")
         else:
-            file.truncate(content_end - len(torn))
+            file.truncate(len(content) - len(torn))
 
 
 class RunFolder:
@@ -231,32 +196,21 @@ class RunFolder:
 
     `RunFolder(path)` names the places without touching the disk, `create` starts or resumes a run
     there, `open` reads one that exists.
-
-    Attributes:
-        path: The folder.
-        config: Resolved settings, which can be given as `--config` again.
-        metrics: Records, one a line.
-        log: What was said on the terminal, with times.
-        checkpoints: States to resume from.
-        model: The model and its tokenizer in Hugging Face form.
-        plots: Pictures drawn from the records.
-        derived: The run that trains what a search has found.
-        events: TensorBoard event files.
-        begun: Folders in which this process has started or resumed a run.
     """
 
     begun: ClassVar[set[Path]] = set()
+    """Folders in which this process has started or resumed a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.yaml"
-        self.metrics = path / "metrics.jsonl"
-        self.log = path / "training.log"
-        self.checkpoints = path / "checkpoints"
-        self.model = path / "model"
-        self.plots = path / "plots"
-        self.derived = path / "derived"
-        self.events = path / "events"
+        self.config = path / "config.yaml"  # resolved settings, to be given as `--config` again
+        self.metrics = path / "metrics.jsonl"  # records, one a line
+        self.log = path / "training.log"  # what was said on the terminal, with times
+        self.checkpoints = path / "checkpoints"  # states to resume from
+        self.model = path / "model"  # with its tokenizer, in Hugging Face form
+        self.plots = path / "plots"  # pictures drawn from the records
+        self.derived = path / "derived"  # the run that trains what a search has found
+        self.events = path / "events"  # files of TensorBoard
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -264,7 +218,7 @@ class RunFolder:
     @classmethod
     def create(
         cls, path: str | os.PathLike[str], resume: bool = False, overwrite: bool = False
-    ) -> RunFolder:
+    ) -> Self:
         """Make the folder for a run; what is there already is kept unless `overwrite` is set.
 
         `resume` accepts the folder of an earlier run (or none yet, so that one command can be
@@ -275,7 +229,7 @@ class RunFolder:
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
             with folder.lock():
-                remove_partial(folder.path)
+                artifacts.remove_partial(folder.path)
                 if overwrite:
                     folder._delete()
         except OSError as error:
@@ -288,12 +242,12 @@ class RunFolder:
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Be the only run that writes into the folder; of several processes the first is."""
         is_main = os.environ.get("RANK", "0") == "0"
-        return locked(self.path) if is_main else contextlib.nullcontext()
+        return artifacts.locked(self.path) if is_main else contextlib.nullcontext()
 
     @classmethod
     def check(
         cls, path: str | os.PathLike[str], resume: bool = False, overwrite: bool = False
-    ) -> RunFolder:
+    ) -> Self:
         """Refuse what `create` would refuse, and change nothing: for asking before long work."""
         folder = cls(Path(path))
         if resume and overwrite:
@@ -318,7 +272,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> RunFolder:
+    def open(cls, path: str | os.PathLike[str]) -> Self:
         """Return the folder of a run that exists."""
         folder = cls(find_run(path))
         if not folder.path.is_dir():
@@ -383,7 +337,7 @@ class RunFolder:
     def _delete(self) -> None:
         # The entries go, the folder stays: it may be a mount point or a symbolic link.
         for entry in self.path.iterdir():
-            if entry.name == LOCK:
+            if entry.name == artifacts.LOCK:
                 continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -400,27 +354,34 @@ def find_run(name: str | os.PathLike[str]) -> Path:
     path = Path(name)
     if os.fspath(name) not in SHIPPED or path.exists():
         return path
-    package = importlib.util.find_spec("deepenough_models")
-    places = list(package.submodule_search_locations or ()) if package else []
-    if not places:
+    package = package_folder("deepenough_models")
+    if package is None:
         raise UserError(
             f"{name} is a trained model of the package deepenough-models, which is not installed: "
             "pip install --no-deps deepenough-models, or give the folder of a run."
         )
-    source = Path(places[0]) / name
-    if not verify(source / "model"):
+    source = package / name
+    if not artifacts.verify(source / "model"):
         raise UserError(
             f"{source} is not whole: pip install --no-deps --force-reinstall deepenough-models."
         )
     checksums = (source / "model" / "checksums.json").read_text(encoding="utf-8")
-    folder = cache_folder() / "models" / f"{name}-{key_of(checksums)[:8]}" / path
+    key = artifacts.key_of(checksums)[:8]
+    folder = artifacts.cache_folder() / "models" / f"{name}-{key}" / path
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(folder) as temporary:
+        with artifacts.atomic_path(folder) as temporary:
             shutil.copytree(source, temporary)
             _widen(temporary / "model" / "model.safetensors")
-            seal(temporary / "model")
+            artifacts.seal(temporary / "model")
     return folder
+
+
+def package_folder(module: str) -> Path | None:
+    """Return the folder of an installed package, which is not imported; None if there is none."""
+    spec = importlib.util.find_spec(module)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
 
 
 def _widen(weights: Path) -> None:
@@ -434,14 +395,14 @@ def _widen(weights: Path) -> None:
 def model_folder(folder: str) -> Path:
     """Return the folder of a model, its small files checked: of a finished run, or the folder."""
     path = find_run(folder)
-    restore(path / "model")
+    artifacts.restore(path / "model")
     path = path / "model" if (path / "model" / "config.json").is_file() else path
     if not (path / "config.json").is_file():
         raise UserError(
             f"There is no model in {folder}: give the folder of a finished run, or one with a "
             "config.json."
         )
-    verify(path, without=".safetensors")  # which are checked when they are loaded
+    artifacts.verify(path, without=".safetensors")  # which are checked when they are loaded
     return path
 
 

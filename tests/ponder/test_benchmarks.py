@@ -6,7 +6,7 @@ import torch
 from benchmarks.ponder_babi import join, make_tokenizer, universal
 from benchmarks.ponder_sst2 import hold_out
 from deepenough.data.classification import Example, LabelledTexts
-from deepenough.nn.adaptive_computation_time import act_halting_ref
+from tests.nn.test_adaptive_computation_time import act_halting_ref
 
 WHOLE = "a warm and funny film about two old friends"
 OTHER = "a long and dull story about nothing that one would want to know"

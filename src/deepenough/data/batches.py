@@ -5,8 +5,6 @@ the batches. Padding then costs little, every row still meets ever other neighbo
 of a run can be asked for without those before it, which is what resuming needs.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence

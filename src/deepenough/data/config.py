@@ -1,9 +1,7 @@
 """How texts are split, tokenized and cut into batches; which text it is, a command says itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from deepenough.config import bounded
 from deepenough.errors import UserError
@@ -128,6 +126,6 @@ class ClassificationConfig:
         """Return where texts are cut: as asked for, but no more than the model can read."""
         return min(self.max_length, model_limit or self.max_length)
 
-    def for_other_data(self) -> ClassificationConfig:
+    def for_other_data(self) -> Self:
         """Return the same settings for examples that are not trained on: all of them are used."""
         return replace(self, valid_fraction=0.0, limit=None)

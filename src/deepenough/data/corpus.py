@@ -11,8 +11,6 @@ Lines end at a line feed alone (a carriage return before it is dropped), because
 would also cut at form feeds and exotic separators and so change the line count of a corpus.
 """
 
-from __future__ import annotations
-
 import ast
 import codecs
 import contextlib

@@ -6,8 +6,6 @@ SentencePiece's own sign for a space. Spaces are kept as they are and none is pu
 special tokens look like `<|eos|>`, not `<unk>`, of which WikiText is full.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -293,15 +291,10 @@ def fast_tokenizer(
     spec = model.trainer_spec
     # A user-defined symbol is a piece with the score that SentencePiece's own search gives it.
     best = max(piece.score for piece in model.pieces if piece.type == Piece.NORMAL)
-    vocab = [
-        (
-            piece.piece,
-            len(piece.piece.encode("utf-8")) * best - 0.1
-            if piece.type == Piece.USER_DEFINED
-            else piece.score,
-        )
-        for piece in model.pieces
-    ]
+    vocab = []
+    for piece in model.pieces:
+        given = len(piece.piece.encode("utf-8")) * best - 0.1
+        vocab.append((piece.piece, given if piece.type == Piece.USER_DEFINED else piece.score))
     backend = Tokenizer(models.Unigram(vocab, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback))
     backend.normalizer, backend.decoder = _normalizer(model, lowercase), _decoder(model)
     if spec.byte_fallback:  # the text of a byte piece, such as "<0x41>", stands for itself

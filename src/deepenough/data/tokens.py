@@ -72,21 +72,17 @@ def prepare(text: str, dataset: DatasetConfig, with_mask: bool = False) -> Prepa
 
 
 def split_tokens(
-    text: str,
-    dataset: DatasetConfig,
-    split: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    end_of_line: bool,
+    text: str, dataset: DatasetConfig, split: str | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[TokenFile, str]:
     """Return the tokens of one split of a text under a model's own tokenizer, and its name.
 
-    The split is by default test, else valid, else train. Of `dataset` the cache and the shares held
-    out are read, not the tokenizer.
+    The split is by default test, else valid, else train. Of `dataset` the cache, the shares held
+    out and the line ends are read.
     """
     corpus = _open(text, dataset)
     split = split or corpus.splits[-1]
-    cache = dataset.cache
-    return token_file(corpus, split, tokenizer, end_of_line=end_of_line, cache_dir=cache), split
+    ends, cache = dataset.ends_lines, dataset.cache
+    return token_file(corpus, split, tokenizer, end_of_line=ends, cache_dir=cache), split
 
 
 def _open(text: str, dataset: DatasetConfig) -> Corpus:

@@ -12,12 +12,10 @@ gradients flow.
 Shapes: B texts, T tokens, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -67,8 +65,6 @@ class Adapter:
         self.limit: int | None = None
         """Tokens up to which decoding was tried; None for any number."""
 
-    # -- states ------------------------------------------------------------------------------
-
     @contextmanager
     def capture(self) -> Iterator[Captured]:
         """Collect the states of every forward pass of the model (or its trunk)."""
@@ -106,12 +102,9 @@ class Adapter:
             )
         return captured.states
 
-    # -- from a state to logits --------------------------------------------------------------
-
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm between the last layer and the head; post-norm models have none."""
-        norm = resolve(self.trunk, self.layout.final_norm) if self.layout.final_norm else None
-        return hidden if norm is None else norm(hidden.to(self.model.dtype))
+        return self._apply(self.layout.final_norm, hidden)
 
     def head(self, normed: Tensor) -> Tensor:
         """Return the logits `[..., V]` of normalised states `[..., D]`, as the model makes them."""
@@ -120,7 +113,7 @@ class Adapter:
                 f"{type(self.model).__name__} has no language-model head: load it with "
                 "AutoModelForCausalLM or AutoModelForMaskedLM."
             )
-        hidden_BTD = self._project(normed.to(self.model.dtype))
+        hidden_BTD = self._apply(self.layout.projection, normed.to(self.model.dtype))
         flat = hidden_BTD.ndim != 3
         if flat:
             hidden_BTD = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1])
@@ -132,10 +125,9 @@ class Adapter:
         """Return the model's logits as if `hidden` were the output of its last layer."""
         return self.head(self.final_norm(hidden))
 
-    def _project(self, hidden: Tensor) -> Tensor:
-        path = self.layout.projection
-        projection = resolve(self.trunk, path) if path else None
-        return hidden if projection is None else projection(hidden)
+    def _apply(self, path: str | None, hidden: Tensor) -> Tensor:
+        module = resolve(self.trunk, path) if path else None
+        return hidden if module is None else module(hidden.to(self.model.dtype))
 
     def _run_head(self, hidden_BTD: Tensor) -> Tensor:
         head = self.layout.head
@@ -152,16 +144,11 @@ class Adapter:
             logits = _run_own_head(self.model, path, hidden_BTD)
         return logits
 
-    # -- parts and identity ------------------------------------------------------------------
-
     def submodules(self, layer: int) -> dict[str, nn.Module | list[nn.Module]]:
         """Return the parts "attention", "feed_forward" and "norms" of a layer, where it has them.
 
         A list under attention or feed-forward is one part made of several modules, from the input
         of the first to the output of the last. Norms are always a list of single modules.
-
-        Args:
-            layer: Number of the layer, from 0.
         """
         block, layout = self.layers[layer], self.layout
         attention, feed_forward, norms = layout.attention, layout.feed_forward, layout.norms
@@ -213,13 +200,8 @@ class Adapter:
     def check_made_for(self, made_for: Mapping[str, Any], what: str) -> None:
         """Refuse something that was fitted for another model, or for this one before a change.
 
-        Args:
-            made_for: What `identity()` was then. What it lacks is not compared: maps that were
-                imported from elsewhere know their shape alone.
-            what: What was fitted, as the subject of a sentence: "The shortcuts".
-
-        Raises:
-            UserError: Says which model it was made for.
+        `made_for` is what `identity()` was then. What it lacks is not compared: maps that were
+        imported from elsewhere know their shape alone. `what` begins a sentence: "The shortcuts".
         """
         own = self.identity(with_head="all_weights" in made_for)
         checked = ("layers", "width", "fingerprint", "all_weights")
@@ -244,9 +226,12 @@ def _hand_on(*_: Any, inputs_embeds: Tensor, **__: Any) -> _TrunkOutput:
 def _run_own_head(model: PreTrainedModel, trunk: str, hidden_BTD: Tensor) -> Tensor:
     """Return the logits that `model` makes of the output of its trunk, which stands at a path."""
     shell = copy.copy(model)
-    *way, last = trunk.split(".")
-    parent = copied_path(shell, way)
-    echo = replace_child(parent, last, copy.copy(getattr(parent, last)))
+    echo: nn.Module = shell
+    for name in trunk.split("."):
+        child = copy.copy(getattr(echo, name))
+        # A shallow copy still shares its table of children with the original.
+        echo._modules = {**echo._modules, name: child}
+        echo = child
     echo.forward = _hand_on  # type: ignore[method-assign]
     # Hooks would see, and could change, a pass through the trunk that does not take place.
     echo._forward_hooks, echo._forward_pre_hooks = OrderedDict(), OrderedDict()
@@ -255,28 +240,11 @@ def _run_own_head(model: PreTrainedModel, trunk: str, hidden_BTD: Tensor) -> Ten
     return logits
 
 
-def copied_path(root: nn.Module, names: Sequence[str]) -> nn.Module:
-    """Put shallow copies in the place of a copied root's children along a path; return the last."""
-    for name in names:
-        root = replace_child(root, name, copy.copy(getattr(root, name)))
-    return root
-
-
-def replace_child(parent: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Put `module` in the place of a child of a copied parent, and return it.
-
-    A shallow copy still shares its table of children with the original, so the table is copied.
-    """
-    parent._modules = {**parent._modules, name: module}
-    return module
-
-
 def adapt(model: PreTrainedModel) -> Adapter:
     """Return the adapter of a model: by its row in `layouts.py`, or else by its structure.
 
-    Raises:
-        UserError: If the model is an encoder-decoder, if its layers cannot be found, or if what
-            they return does not lead to what the model itself returns.
+    Refused are encoder-decoders, models whose layers cannot be found, and those whose layers return
+    what does not lead to the model's own output.
     """
     config = model.config
     if getattr(config, "is_encoder_decoder", False):

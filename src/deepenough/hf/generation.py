@@ -1,7 +1,5 @@
 """`generate()` of transformers: refusals, another length penalty, and prompts continued."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,14 +1,5 @@
 """The one way to intercept the layers of a Hugging Face model while it runs.
 
-- `hooked`: watch or change what modules read and return; `others_hooks`: who else does.
-- `patched_forward`: run another function in the place of a module's `forward`.
-- `eval_mode`: run a model that is being trained as it would be used.
-- `StopForward`: end a forward pass early; `first_call` uses it to learn what the model calls a
-  layer with (masks, rotary cos/sin, cache) without running any layer.
-- `LayerCounter`, `OutputForms`, `start_at`: run only a part of a model, from one of its layers on.
-- `LayerStack`: the layers of an encoder as single steps, so that a caller decides after each one
-  who goes on.
-
 Everything is a context manager and is undone on leaving it. Weights, the module's other hooks and
 its place in the model are never touched, and the model itself still makes its masks and positional
 encodings, so this holds for every architecture.
@@ -86,16 +77,16 @@ def hooked(
     *,
     this_thread: bool = False,
 ) -> Iterator[None]:
-    """Call hooks before and after modules run.
+    """Call hooks before and after modules run, which may change what these read and return.
 
-    Args:
-        before: Pairs of a module and a hook; the hook may return new `(args, kwargs)`.
-        after: Pairs of a module and a hook; the hook may return another output.
-        this_thread: Leave alone what other threads do with the same modules.
+    With `this_thread`, what other threads do with the same modules is left alone.
     """
-    # Either way the function is made in this file, by which `others_hooks` knows it.
-    mine = this_thread_only if this_thread else lambda hook: lambda *args: hook(*args)
     handles: list[Any] = []
+
+    def mine(hook: Forward) -> Forward:
+        # Either way the function is made in this file, by which `others_hooks` knows it.
+        return _here(hook, lambda *args: None if this_thread else hook(*args))
+
     try:
         for module, hook in before:
             handles.append(module.register_forward_pre_hook(mine(hook), with_kwargs=True))
@@ -117,14 +108,14 @@ def others_hooks(module: nn.Module) -> list[int]:
     ]
 
 
-def this_thread_only(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that does nothing in any other thread than the present one."""
+def _here(chosen: Forward, elsewhere: Forward) -> Forward:
+    """Return a function that is `chosen` in the present thread, and another one in all others."""
     here = threading.get_ident()
 
-    def hook_here(*args: Any) -> Any:
-        return hook(*args) if threading.get_ident() == here else None
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (chosen if threading.get_ident() == here else elsewhere)(*args, **kwargs)
 
-    return hook_here
+    return call
 
 
 @contextmanager
@@ -133,24 +124,13 @@ def patched_forward(
 ) -> Iterator[None]:
     """Run the given functions in the place of the modules' own `forward`.
 
-    Args:
-        replacements: For each module the function that is called with its arguments.
-        this_thread: Let other threads run the modules' own `forward`.
+    With `this_thread`, other threads run the modules' own.
     """
     absent = object()
     own = {module: vars(module).get("forward", absent) for module in replacements}
-    here = threading.get_ident()
-
-    def only_here(run: Forward, replacement: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            chosen = replacement if threading.get_ident() == here else run
-            return chosen(*args, **kwargs)
-
-        return forward
-
     try:
         for module, replacement in replacements.items():
-            patch = only_here(module.forward, replacement) if this_thread else replacement
+            patch = _here(replacement, module.forward) if this_thread else replacement
             module.forward = patch  # type: ignore[method-assign]
         yield
     finally:
@@ -231,9 +211,8 @@ def first_call(layer: nn.Module, run: Callable[[], Any]) -> LayerCall:
 class LayerCounter:
     """Counts which application of a layer is running: a shared layer (ALBERT) cannot tell.
 
-    Attributes:
-        current: Number of the layer that is running, from 0.
-        shape: That of the layer's input; a module inside may see its tokens flattened (OPT).
+    `current` is its number, from 0, and `shape` that of its input, of which a module inside may
+    see the tokens flattened (OPT).
     """
 
     def __init__(self, adapter: Adapter) -> None:

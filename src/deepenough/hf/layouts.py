@@ -18,13 +18,9 @@ input of the first and ends with the output of the last. In BERT, attention is `
 then `attention.output.dense`; residual and norm, which follow inside `attention.output`, are left
 out.
 
-The search takes as layers the `nn.ModuleList` with as many modules as the config says there are
-layers. Which norm ends the trunk is not guessed from names: `adapter.py` tries each candidate on
-three tokens, and the one that turns the last layer's output into exactly what the trunk returns is
-right.
+Which norm ends the trunk is not guessed from names: `adapter.py` tries each candidate on two texts,
+and the one that turns the last layer's output into what the trunk returns is right.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

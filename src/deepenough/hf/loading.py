@@ -11,9 +11,6 @@ goes into the cache in full precision, as a folder in Hugging Face form, and is 
 a second.
 """
 
-from __future__ import annotations
-
-import importlib.util
 import logging
 import time
 from collections.abc import Mapping
@@ -39,7 +36,7 @@ import deepenough
 from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.config import nearest
 from deepenough.errors import UserError
-from deepenough.runs import find_run, model_folder
+from deepenough.runs import find_run, model_folder, package_folder
 from deepenough.training.logging import without_bars
 
 LoadKind = Literal["auto", "causal", "masked", "encoder"]
@@ -102,12 +99,6 @@ def load(
         revision: Branch, tag or commit on the hub.
         allow_pickle: Open pickled weights too, which can run any code.
         trust_remote_code: Run code that comes with the model; None where that is not offered.
-
-    Returns:
-        The model and its tokenizer.
-
-    Raises:
-        UserError: If there is no such model, or if it cannot be loaded as asked.
     """
     if kind != "auto" and kind not in AUTO_CLASSES:
         raise UserError(f"A model is loaded as auto, causal, masked or encoder, not as {kind!r}.")
@@ -306,23 +297,18 @@ def _short(reason: str) -> str:
 def packaged_folder(name: str) -> Path | None:
     """Return the folder of a packaged model in Hugging Face form, or None if not installed."""
     model = PACKAGED[name]
-    spec = importlib.util.find_spec(model.module)
-    if spec is None or not spec.submodule_search_locations:
+    package = package_folder(model.module)
+    if package is None:
         return None
-    folder = Path(spec.submodule_search_locations[0]) / model.folder
-    return _converted(name, folder / model.gguf) if model.gguf else folder
+    return _converted(name, package / model.gguf) if model.gguf else package / model.folder
 
 
 def stored_gguf(model: PreTrainedModel) -> Path | None:
     """Return the GGUF file that a packaged model comes from, None for other models."""
     packaged = PACKAGED.get(str(model.config._name_or_path))
-    if packaged is None or not packaged.gguf:
-        return None
-    spec = importlib.util.find_spec(packaged.module)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    path = Path(spec.submodule_search_locations[0]) / packaged.gguf
-    return path if path.is_file() else None
+    package = package_folder(packaged.module) if packaged and packaged.gguf else None
+    path = package / packaged.gguf if packaged and package else None
+    return path if path and path.is_file() else None
 
 
 def _converted(name: str, gguf: Path) -> Path:

@@ -7,8 +7,6 @@ that a short text goes past them. Weights are random and no norm is the identity
 that is forgotten, or applied twice, shows.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -358,7 +358,7 @@ def measured_tokens(config: LazyEvalConfig, writer: TrainedModel) -> TokenFile:
     """Return the tokens of the split, of the text that the model was trained on."""
     trained = trained_with(LanguageTrainConfig, config.run)
     dataset, tokenizer = trained.dataset, writer.tokenizer
-    return split_tokens(trained.data, dataset, config.split, tokenizer, dataset.ends_lines)[0]
+    return split_tokens(trained.data, dataset, config.split, tokenizer)[0]
 
 
 # -- comparison ------------------------------------------------------------------------------------

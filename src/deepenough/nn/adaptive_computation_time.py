@@ -13,9 +13,6 @@ the cost `tau * (N(x) + R(x))` added, whose gradient goes through `R` alone beca
 Shapes: B examples, N passes.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,26 +32,15 @@ class ActHalting(NamedTuple):
     """[B], `N(x) + R(x)`."""
 
 
-def act_halting(halt_logits_BN: Tensor, epsilon: float = EPSILON) -> ActHalting:
+def act_halting(halt_logits_BN: Tensor) -> ActHalting:
     """Return weights, number of passes and cost of each example from the logits of `h_n`."""
     halts = halt_logits_BN.sigmoid()
     num_passes = halts.shape[-1]
     total = halts.cumsum(-1)
-    passes = (total < 1.0 - epsilon).sum(-1).clamp(max=num_passes - 1) + 1
+    passes = (total < 1.0 - EPSILON).sum(-1).clamp(max=num_passes - 1) + 1
     position = torch.arange(1, num_passes + 1, device=halts.device)
     before = position < passes[:, None]
     last = position == passes[:, None]
     remainder = 1.0 - (halts * before).sum(-1)
     weights = halts * before + remainder[:, None] * last
     return ActHalting(weights, passes, passes + remainder)
-
-
-def act_halting_ref(halts: Sequence[float], epsilon: float = EPSILON) -> tuple[list[float], int]:
-    """Return the weights and number of passes of one example, straight from the equations."""
-    weights: list[float] = []
-    for n, halt in enumerate(halts, start=1):
-        if sum(weights) + halt >= 1.0 - epsilon or n == len(halts):
-            weights.append(1.0 - sum(weights))
-            return weights + [0.0] * (len(halts) - n), n
-        weights.append(halt)
-    raise ValueError("there is no pass to halt at")

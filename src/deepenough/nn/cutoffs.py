@@ -21,8 +21,6 @@ With whole counts all sums are 64-bit integers as long as N times the total coun
 the optimum is exact. Larger counts and fractions are summed in float64.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,14 +49,10 @@ class Partition:
 def optimal_cutoffs(masses: npt.ArrayLike, clusters: int) -> Partition:
     """Return the exact minimum of (1) over all ways to cut the tokens, in the order given.
 
-    Args:
-        masses: How often each token occurs: counts or probabilities. In descending order the result
-            is also the best of all partitions of the tokens, intervals or not.
-        clusters: Number of clusters, the head included.
-
-    Returns:
-        The cutoffs and their cost, masses scaled to sum to 1. Among equal optima the last cutoff is
-        the smallest possible, then the one before it, and so on.
+    Masses are counts or probabilities; where they descend, the result is also the best of all
+    partitions of the tokens, intervals or not. The head is one of the clusters. The cost is that of
+    masses scaled to sum to 1. Among equal optima the last cutoff is the smallest possible, then the
+    one before it, and so on.
     """
     checked = _check(masses, clusters)
     prefix = _prefix_sums(checked)

@@ -5,8 +5,6 @@ multiplication is 0.01 ms). One 64-bit draw here serves four elements, which is 
 the probability is rounded to a multiple of 2^-16. Other devices use torch's own.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

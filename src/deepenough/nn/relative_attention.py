@@ -12,8 +12,6 @@ Causal attention needs the distances 0 to K. An encoder's looks ahead too, to th
 Shapes: B batch, S new tokens, K keys (memory and new tokens, K >= S), H heads, D width, E = D / H.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,38 +48,6 @@ def visible_keys(num_queries: int, num_keys: int, window: int | None) -> Tensor:
     query = torch.arange(num_keys - num_queries, num_keys)[:, None]
     distance = query - torch.arange(num_keys)
     return (distance >= 0) & (distance < window)
-
-
-def relative_attention_ref(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    u: Tensor,
-    v: Tensor,
-    by_distance: Tensor,
-    window: int | None = None,
-    bidirectional: bool = False,
-) -> Tensor:
-    """Return one head's output as the equation reads; `by_distance[d]` is `W_r R_d`.
-
-    Where attention looks both ways, the rows of negative distances stand at the end, the last one
-    being that of -1, so that `d` may be negative.
-    """
-    num_queries, num_keys, width = len(query), len(key), query.shape[-1]
-    rows = []
-    for i in range(num_queries):
-        position = num_keys - num_queries + i
-        first = 0 if window is None else max(0, position - window + 1)
-        end = num_keys if bidirectional else position + 1
-        logits = torch.stack(
-            [
-                ((query[i] + u) @ key[j] + (query[i] + v) @ by_distance[position - j])
-                / math.sqrt(width)
-                for j in range(first, end)
-            ]
-        )
-        rows.append(logits.softmax(0) @ value[first:end])
-    return torch.stack(rows)
 
 
 def projects_queries(num_queries: int, head_width: int) -> bool:
@@ -121,12 +87,8 @@ class RelativeAttention(nn.Module):
     ) -> Tensor:
         """Return the mixed values, projected, of every new token.
 
-        Args:
-            hidden_BSD: The new tokens, from which queries are made.
-            key_BHKE: Keys of memory and new tokens.
-            value_BHKE: Their values.
-            codes_CD: Sinusoids of the distances K, K-1, ..., 0; down to 1 - S to look both ways.
-            mask: Added to the logits, -inf where a key must not be seen.
+        `codes_CD` are the sinusoids of the distances K, K-1, ..., 0; down to 1 - S to look both
+        ways. `mask` is added to the logits, -inf where a key must not be seen.
         """
         num_streams, num_queries, width = hidden_BSD.shape
         shape = (self.num_heads, self.head_width)

@@ -1,21 +1,11 @@
 """The commands `deepenough par search|derive|train|eval|generate`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from shlex import quote
-from typing import TYPE_CHECKING
 
 from deepenough.config import Command, GenerateConfig
-
-if TYPE_CHECKING:
-    from deepenough.par.config import (
-        ParDeriveConfig,
-        ParEvalConfig,
-        ParSearchConfig,
-        ParTrainConfig,
-    )
+from deepenough.par.config import ParDeriveConfig, ParEvalConfig, ParSearchConfig, ParTrainConfig
 
 
 def run_search(config: ParSearchConfig) -> None:
@@ -88,7 +78,7 @@ COMMANDS = (
     Command(
         name="search",
         help="find which blocks a language model needs on your text and machine",
-        config="deepenough.par.config:ParSearchConfig",
+        config=ParSearchConfig,
         run=run_search,
         description="Train a SuperNet that chooses its blocks, and derive the pattern it found.",
         example="deepenough par search --data mytext.txt --out runs/mine --budget 0.65",
@@ -96,7 +86,7 @@ COMMANDS = (
     Command(
         name="derive",
         help="read the block pattern out of a search",
-        config="deepenough.par.config:ParDeriveConfig",
+        config=ParDeriveConfig,
         run=run_derive,
         description="Print the likeliest block pattern of a search, within a budget if one is "
         "given.",
@@ -106,7 +96,7 @@ COMMANDS = (
     Command(
         name="train",
         help="train a language model with a given or derived pattern",
-        config="deepenough.par.config:ParTrainConfig",
+        config=ParTrainConfig,
         run=run_train,
         description="Train a language model with a given block pattern (default: interleaved).",
         example="deepenough par train --data mytext.txt --pattern aadadd --out runs/aadadd",
@@ -114,7 +104,7 @@ COMMANDS = (
     Command(
         name="eval",
         help="measure perplexity and bits per byte, or accuracy, of a trained model",
-        config="deepenough.par.config:ParEvalConfig",
+        config=ParEvalConfig,
         run=run_eval,
         description="Measure perplexity per token and per word, bits per byte and tokens a second "
         "on a\ntext, with the model's own tokenizer, in segments as long as in training unless\n"
@@ -125,7 +115,7 @@ COMMANDS = (
     Command(
         name="generate",
         help="write text with a trained model",
-        config="deepenough.config:GenerateConfig",
+        config=GenerateConfig,
         run=run_generate,
         description="Continue a prompt with a trained model.",
         example="deepenough par generate runs/mine --prompt 'The function returns'",

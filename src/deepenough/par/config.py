@@ -6,8 +6,6 @@ identity. `*` stands for a block that is still being searched; a SuperNet is a p
 The config that is saved with a model is `ParConfig`, in `modeling.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -24,11 +22,7 @@ BRANCH_NAMES = {ATTENTION: "attention", DENSE: "dense", IDENTITY: "identity"}
 
 
 def check_pattern(pattern: str, allow_open: bool = False) -> str:
-    """Return the pattern.
-
-    Raises:
-        UserError: A letter is unknown, or no block computes anything.
-    """
+    """Return the pattern; UserError if a letter is unknown, or no block computes anything."""
     if not isinstance(pattern, str):
         raise UserError(f"A pattern is letters such as aad-d, not {pattern!r:.40}.")
     known = (*BRANCHES, OPEN) if allow_open else BRANCHES

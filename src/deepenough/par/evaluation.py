@@ -4,8 +4,6 @@ In a comparison the operating points are lengths of memory. Losses are kept by s
 over all streams, so that the interval of the perplexity comes from resampling segments.
 """
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Sequence
@@ -72,7 +70,7 @@ def evaluate(config: ParEvalConfig) -> dict[str, float]:
         # With a memory of another length a token sees all of it and of its segment.
         model.config.mem_len, model.config.length = config.mem_len, length
     tokenizer = load_tokenizer(model_folder(config.run))
-    tokens, _ = split_tokens(config.data, dataset, config.split, tokenizer, dataset.ends_lines)
+    tokens, _ = split_tokens(config.data, dataset, config.split, tokenizer)
     started = time.perf_counter()
     masking = masking_for(model, tokenizer)
     values = evaluate_language(model, tokens, dataset, masking=masking)
@@ -93,10 +91,8 @@ def continue_text(config: GenerateConfig) -> str:
     options = asdict(validate(config))
     instead = "give one that was trained with --objective causal"
     model = check_causal(load_model(options.pop("run")), config.run, instead)
-    tokenizer, ends_lines = (
-        load_tokenizer(model_folder(config.run)),
-        _trained_on(config.run).ends_lines,
-    )
+    tokenizer = load_tokenizer(model_folder(config.run))
+    ends_lines = _trained_on(config.run).ends_lines
     return generation.continue_text(model, tokenizer, ends_lines=ends_lines, **options)
 
 
@@ -178,7 +174,7 @@ def _compared_text(run: str, data: ComparedData) -> tuple[list[dict[str, Tensor]
     dataset = _trained_on(run)
     text = data.data or str(read_config(str(model_folder(run).parent))["data"])
     tokenizer = load_tokenizer(str(model_folder(run)))
-    tokens, split = split_tokens(text, dataset, data.split, tokenizer, dataset.ends_lines)
+    tokens, split = split_tokens(text, dataset, data.split, tokenizer)
     if data.batch_size is not None:
         dataset.batch_size = data.batch_size
     num_streams = num_evaluation_streams(tokens, dataset, split)

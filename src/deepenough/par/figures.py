@@ -3,8 +3,6 @@
 Built from a run's records alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from collections.abc import Mapping

@@ -138,19 +138,13 @@ class ParBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return new hidden states, and the normalised old ones from which memory is made.
 
-        Args:
-            hidden_BSD: Hidden states of the new tokens.
-            context: Distance codes and mask of this pass.
-            memory_BMD: Normalised states of earlier tokens.
-            cache: Keys and values of earlier tokens, instead of memory.
-            cache_index: Which layer of the cache belongs to this block.
-            weights_B3: Weights of the branches of an open block.
+        Earlier tokens are seen by their normalised states, `memory_BMD`, or by their keys and
+        values in layer `cache_index` of a cache. `weights_B3` are of an open block's branches.
         """
         if self.kind == IDENTITY:
             return hidden_BSD, hidden_BSD
         normed = F.layer_norm(hidden_BSD, hidden_BSD.shape[-1:])
-        if self.attends:
-            assert self.attention is not None
+        if self.attention is not None:
             seen = normed if memory_BMD is None else torch.cat([memory_BMD, normed], 1)
             key, value = self.attention.keys_values(seen)
             if cache is not None:
@@ -159,8 +153,7 @@ class ParBlock(nn.Module):
                 key, value = (x[:, :, -num_keys:] for x in cache.update(key, value, cache_index))
             mixed = self.attention(normed, key, value, context.codes, context.mask)
             hidden_BSD = self._add(hidden_BSD, mixed, weights_B3, 0)
-        if self.kind in (DENSE, OPEN):
-            assert self.dense is not None
+        if self.dense is not None:
             hidden_BSD = self._add(hidden_BSD, self.dense(normed), weights_B3, 1)
         return hidden_BSD, normed
 
@@ -241,16 +234,10 @@ class BranchChoice(nn.Module):
 def branch_flops(
     config: ParConfig, branch: str, streams: int, new: int, keys: int, projected: int | None = None
 ) -> int:
-    """Return the FLOPs of one forward pass of a block.
+    """Return the FLOPs of a block in one forward pass over `new` tokens that look at `keys`.
 
-    Args:
-        config: The model's shape.
-        branch: Letter of the block.
-        streams: Number of streams.
-        new: New tokens of each.
-        keys: Positions that they look at.
-        projected: Positions whose keys and values are computed: all of them with memory (the
-            default), the new ones alone with a cache.
+    `projected` counts the positions whose keys and values are computed: all of them with memory
+    (the default), the new ones alone with a cache.
     """
     d = config.d_model
     if branch == IDENTITY:

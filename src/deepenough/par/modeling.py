@@ -12,8 +12,6 @@ without its output layer, for a classifier to be put on.
 Shapes: B streams, S new tokens, K keys, D width, N blocks.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
@@ -31,7 +29,7 @@ from transformers import (
     PreTrainedConfig,
 )
 from transformers import initialization as init
-from transformers.utils.generic import ModelOutput
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from deepenough.config import validate
 from deepenough.errors import UserError
@@ -62,12 +60,9 @@ Memories = tuple[Tensor | None, ...]
 class ParConfig(PreTrainedConfig, ParModelConfig):
     """A Transformer-XL whose blocks are given by `pattern`, or still searched (`*`).
 
-    Args:
-        vocab_size: Size of the vocabulary.
-        length: Tokens of a segment in training.
-        straight_through: Whether a search uses one branch at a time in the forward pass.
-        learn_tau: Whether the temperature of a search is a parameter.
-        **kwargs: The options of `ParModelConfig` and those of every `PreTrainedConfig`.
+    `length` is that of a segment in training. A search may use one branch at a time in the forward
+    pass (`straight_through`) and train its temperature (`learn_tau`). Further options are those of
+    `ParModelConfig` and of every `PreTrainedConfig`.
     """
 
     model_type = "par"
@@ -114,7 +109,7 @@ class ParConfig(PreTrainedConfig, ParModelConfig):
         kwargs.setdefault("tie_word_embeddings", not model.cutoffs)
         super().__init__(**kwargs)
 
-    def with_pattern(self, pattern: str) -> ParConfig:
+    def with_pattern(self, pattern: str) -> Self:
         """Return the same config with other blocks."""
         other = copy.deepcopy(self)
         other.pattern = check_pattern(pattern, allow_open=True)
@@ -192,18 +187,9 @@ class ParPreTrainedModel(SealedPreTrainedModel):
             self.choice = BranchChoice(config.pattern, config.straight_through, config.learn_tau)
         self.post_init()
 
-    # -- what transformers asks of a model ---------------------------------------------------
-
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
-        elif isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=self.config.initializer_range)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
         elif isinstance(module, RelativeAttention):
             init.zeros_(module.v_minus_u)
         elif isinstance(module, BranchChoice):
@@ -211,12 +197,12 @@ class ParPreTrainedModel(SealedPreTrainedModel):
             init.ones_(module.tau)
             if module.log_tau is not None:
                 init.zeros_(module.log_tau)
+        else:
+            super()._init_weights(module)
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the output layer; None where it is an adaptive softmax, or where there is none."""
         return None if self.config.cutoffs else getattr(self, "output", None)
-
-    # -- the forward pass --------------------------------------------------------------------
 
     def _run_blocks(
         self,
@@ -305,19 +291,13 @@ class ParPreTrainedModel(SealedPreTrainedModel):
             flops=torch.full(units, in_blocks / input_ids.numel(), dtype=torch.float64),
         )
 
-    # -- the search --------------------------------------------------------------------------
-
     @property
     def pattern(self) -> str:
         """The blocks; stars are open."""
         return self.config.pattern
 
     def with_pattern(self, pattern: str) -> Self:
-        """Return a model of the given pattern with this one's weights.
-
-        Raises:
-            UserError: The pattern needs weights that this model does not have.
-        """
+        """Return a model of the given pattern with this one's weights, which must have them all."""
         other = type(self)(self.config.with_pattern(pattern))
         missing, _ = other.load_state_dict(self.state_dict(), strict=False)
         if missing:
@@ -333,20 +313,19 @@ class ParModel(ParPreTrainedModel):
 
     _keys_to_ignore_on_load_unexpected = [r"^output\."]  # noqa: RUF012
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         noise: Tensor | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **_: Any,
-    ) -> ParOutput | tuple[Any, ...]:
+    ) -> ParOutput:
         """Return the last states of texts that are read whole and, in evaluation, a trace."""
         states, trace = self._read(input_ids, attention_mask, noise)
         kept = tuple(states) if output_hidden_states else None
-        output = ParOutput(last_hidden_state=states[-1], hidden_states=kept, trace=trace)
-        return output if return_dict is not False else output.to_tuple()
+        return ParOutput(last_hidden_state=states[-1], hidden_states=kept, trace=trace)
 
 
 class ParForCausalLM(ParPreTrainedModel, CheckedGenerationMixin):
@@ -356,6 +335,7 @@ class ParForCausalLM(ParPreTrainedModel, CheckedGenerationMixin):
     takes_tokens_back = False  # blocks without attention leave layers of a cache empty
     _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor,
@@ -368,25 +348,15 @@ class ParForCausalLM(ParPreTrainedModel, CheckedGenerationMixin):
         noise: Tensor | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
-        return_dict: bool | None = None,
         **_: Any,
-    ) -> ParOutput | tuple[Any, ...]:
+    ) -> ParOutput:
         """Return loss or logits, new memories, the cache and, in evaluation, a trace.
 
-        Args:
-            input_ids: Token ids, `[B, S]`.
-            attention_mask: 0 at padding.
-            labels: Token ids, shifted here as everywhere in transformers; they come with logits.
-            targets: The next tokens themselves, for streams in which the last token's successor is
-                known too; they give the loss alone.
-            memories: What the last pass over the same streams returned.
-            past_key_values: A cache; one that is still empty takes the memories in, a filled one
-                has them.
-            use_cache: Whether to make a cache where none is given.
-            noise: Gumbel noise for the SuperNet, instead of its own draw.
-            output_hidden_states: Whether to return the states between the blocks.
-            logits_to_keep: Compute logits of so many last tokens only; 0 for all.
-            return_dict: False for a tuple instead of a `ParOutput`.
+        Labels are shifted here, as everywhere in transformers, and come with logits. `targets` are
+        the next tokens themselves, for streams in which the last token's successor is known too;
+        they give the loss alone. `memories` are what the last pass over the same streams returned:
+        a cache that is still empty takes them in, a filled one has them. `noise` is Gumbel noise
+        for the SuperNet, instead of its own draw.
         """
         cache = past_key_values
         if cache is None and use_cache:
@@ -428,8 +398,7 @@ class ParForCausalLM(ParPreTrainedModel, CheckedGenerationMixin):
             # Also where the logits are log-probabilities: they are their own log-softmax.
             loss = F.cross_entropy(logits.flatten(0, 1), following.flatten())
         kept = tuple(states) if output_hidden_states else None
-        output = ParOutput(loss, logits, None, new_memories, cache, kept, trace)
-        return output if return_dict is not False else output.to_tuple()
+        return ParOutput(loss, logits, None, new_memories, cache, kept, trace)
 
 
 class ParForMaskedLM(ParPreTrainedModel):
@@ -438,6 +407,7 @@ class ParForMaskedLM(ParPreTrainedModel):
     objective = "masked"
     _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor,
@@ -448,22 +418,13 @@ class ParForMaskedLM(ParPreTrainedModel):
         past_key_values: Cache | None = None,
         noise: Tensor | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **_: Any,
-    ) -> ParOutput | tuple[Any, ...]:
+    ) -> ParOutput:
         """Return loss or logits and, in evaluation, a trace.
 
-        Args:
-            input_ids: Token ids, `[B, S]`, some of them replaced by the mask token.
-            attention_mask: 0 at padding.
-            labels: The tokens that were replaced, -100 elsewhere; they come with logits of all.
-            targets: The same; in training they give the loss alone, in evaluation also the logits
-                of the tokens that were replaced.
-            memories: Refused: every text is read by itself.
-            past_key_values: Refused likewise.
-            noise: Gumbel noise for the SuperNet, instead of its own draw.
-            output_hidden_states: Whether to return the states between the blocks.
-            return_dict: False for a tuple instead of a `ParOutput`.
+        Labels are the tokens that the mask token has replaced, -100 elsewhere, and come with logits
+        of all tokens. `targets` are the same; in training they give the loss alone, in evaluation
+        also the logits of the tokens that were replaced.
         """
         if memories is not None or past_key_values is not None:
             raise UserError(
@@ -483,8 +444,7 @@ class ParForMaskedLM(ParPreTrainedModel):
             if trace is not None:
                 trace.flops[chosen.cpu()] += head_flops(self.config, int(chosen.sum()))
         kept = tuple(states) if output_hidden_states else None
-        output = ParOutput(loss, logits, hidden_states=kept, trace=trace)
-        return output if return_dict is not False else output.to_tuple()
+        return ParOutput(loss, logits, hidden_states=kept, trace=trace)
 
     def generate(self, *_: Any, **__: Any) -> Any:
         """Refuse to write: the tokens after a text are not what this model was trained for."""

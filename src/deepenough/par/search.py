@@ -16,9 +16,6 @@ Costs are FLOPs in closed form, or seconds on this machine at the shape the mode
 Timings of a shared machine are noisy upwards only, so the best of several rounds is taken.
 """
 
-from __future__ import annotations
-
-import itertools
 import logging
 import math
 import time
@@ -89,14 +86,9 @@ def derive(
 ) -> str:
     """Return the likeliest pattern; with a budget, the likeliest that keeps it.
 
-    Args:
-        probabilities: `pi` of every block, lists in the order of `BRANCHES`.
-        costs: Cost of each kind of block; a budget needs them.
-        budget: Largest cost, as a share of the interleaved baseline's.
-        fixed: The pattern that the search began with: what it leaves no choice stays as it is.
-
-    Raises:
-        UserError: No pattern keeps the budget, or what is given is no search.
+    A budget is the largest cost, as a share of the interleaved baseline's, and needs the costs; one
+    that no pattern keeps is refused. `fixed` is the pattern that the search began with: what it
+    leaves no choice stays as it is.
     """
     if budget is not None and (costs is None or not number(budget) or budget <= 0):
         raise UserError(f"A budget is a number above 0 and needs the costs: got {budget!r:.40}.")
@@ -115,7 +107,8 @@ def derive(
             for kind, probability in zip(BRANCHES, row, strict=True):
                 if given not in (OPEN, kind):
                     continue
-                found = (score + _log(probability), begun + kind)
+                likelihood = math.log(max(probability, 1e-300))  # of one that has underflowed, too
+                found = (score + likelihood, begun + kind)
                 counts = (found[1].count(ATTENTION), found[1].count(DENSE))
                 if counts not in longer or found[0] > longer[counts][0]:
                     longer[counts] = found
@@ -132,25 +125,6 @@ def derive(
                 f"baseline: the cheapest, {cheapest}, needs a budget of {share:g}."
             )
     return max(patterns)[1]
-
-
-def derive_ref(
-    probabilities: Sequence[Sequence[float]], costs: BlockCosts, budget: float
-) -> tuple[str, float] | None:
-    """Return what `derive` does and its log-likelihood, by trying all patterns."""
-    found: tuple[str, float] | None = None
-    for kinds in itertools.product(range(len(BRANCHES)), repeat=len(probabilities)):
-        pattern = "".join(BRANCHES[kind] for kind in kinds)
-        score = sum(_log(row[kind]) for row, kind in zip(probabilities, kinds, strict=True))
-        fits = bool(set(pattern) - {IDENTITY}) and costs.relative(pattern) <= budget
-        if fits and (found is None or score > found[1]):
-            found = pattern, score
-    return found
-
-
-def _log(probability: float) -> float:
-    """Return the logarithm, finite for a probability that has underflowed."""
-    return math.log(max(probability, 1e-300))
 
 
 # -- what blocks cost ----------------------------------------------------------------------------
@@ -175,12 +149,13 @@ def _targets(config: ParConfig, ids: Tensor) -> Tensor:
 
 def sample_segment(model: ParPreTrainedModel, streams: int) -> tuple[Tensor, Memories | None]:
     """Return a segment of every stream and the memory it would meet in the middle of a text."""
+    ids = _tokens(model.config, streams).to(model.device)
     if model.config.bidirectional:
-        return _tokens(model.config, streams).to(model.device), None
+        return ids, None
     shape = (streams, model.config.mem_len, model.config.d_model)
     memory = torch.zeros(shape, device=model.device, dtype=model.dtype)
     memories = tuple(memory if block.attends else None for block in model.blocks)  # type: ignore[union-attr]
-    return _tokens(model.config, streams).to(model.device), memories
+    return ids, memories
 
 
 def _seconds_now(device: torch.device) -> float:
@@ -295,8 +270,6 @@ class SearchTask(LanguageTask):
             return {WEIGHTS: weights, CHOICES: [choices]}
         return {WEIGHTS: [*weights, choices]}
 
-    # -- one step ----------------------------------------------------------------------------
-
     def _hold(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the choices: zero while only the weights are trained."""
         choosing = self.progress >= self.search.choose_after
@@ -348,8 +321,6 @@ class SearchTask(LanguageTask):
         kinds = torch.tensor(astuple(self.costs)[: len(BRANCHES)], device=self.model.device)
         total = (self.choice.probabilities() @ kinds).sum()
         return total / self.costs.of(interleaved(len(self.model.blocks)))
-
-    # -- records and state -------------------------------------------------------------------
 
     @torch.no_grad()
     def train_values(self) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 A run folder is changed only when the data is prepared, the model built and a checkpoint compared.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -48,6 +46,8 @@ from deepenough.training.logging import announce
 from deepenough.training.trainer import check_folder, training
 
 log = logging.getLogger("deepenough")
+
+C = TypeVar("C", bound=ParRunConfig)
 
 _UNDECIDED = 0.5
 """Entropy above which a block is undecided: the leading probability is then below about 0.83."""
@@ -88,29 +88,17 @@ def search(config: ParSearchConfig) -> DerivedPattern:
             f"The pattern {config.model.pattern} leaves nothing to search: use "
             "`deepenough par train` for it, or leave the pattern out."
         )
-    accelerator = make_accelerator(config.train, bool(config.model.cutoffs))
-    check_folder(config, accelerator)
-    prepared = _prepare(config, accelerator)
-    config = replace(config, model=with_cutoffs(config.model, prepared))
-    model_config = ParConfig(
-        len(prepared.tokenizer),
-        length=config.dataset.length,
-        straight_through=config.search.straight_through,
-        learn_tau=config.search.tau == "learned",
-        **asdict(config.model),
-    )
-    torch.manual_seed(config.train.seed)
-    model = new_model(model_config)
-    if config.start is not None:
-        take_weights(model, prepared.tokenizer, config.start)
-    costs = block_costs(model_config, config, accelerator)
+    how = {"straight_through": config.search.straight_through}
+    how["learn_tau"] = config.search.tau == "learned"
+    config, accelerator, prepared, model = _set_up(config, None, **how)
+    costs = block_costs(model.config, config, accelerator)
     task = SearchTask(
         model, prepared, config.dataset, config.train, accelerator, config.search, costs
     )
     task.is_warm = config.start is not None
     budget = config.search.budget
     if budget is not None:  # one that no pattern keeps is refused now
-        equal = [[1 / 3] * 3] * model_config.num_blocks
+        equal = [[1 / 3] * 3] * len(model.blocks)
         derive(equal, costs, budget, config.model.pattern)
     with training(config, task, accelerator) as trainer:
         if trainer.first == 0:
@@ -134,21 +122,29 @@ def train(config: ParTrainConfig, prepared: Prepared | None = None) -> RunFolder
     pattern = check_pattern(config.model.pattern or interleaved(config.model.num_blocks))
     model_settings = replace(config.model, pattern=pattern, num_blocks=len(pattern))
     config = replace(config, model=model_settings)
+    config, accelerator, prepared, model = _set_up(config, prepared)
+    task = LanguageTask(model, prepared, config.dataset, config.train, accelerator)
+    task.is_warm = config.start is not None
+    with training(config, task, accelerator) as trainer:
+        trainer.fit()
+    return trainer.run
+
+
+def _set_up(
+    config: C, prepared: Prepared | None = None, **search: bool
+) -> tuple[C, Accelerator, Prepared, ParPreTrainedModel]:
+    """Return the settings with cutoffs resolved, the processes, the text and the model of a run."""
     accelerator = make_accelerator(config.train, bool(config.model.cutoffs))
     check_folder(config, accelerator)
     if prepared is None:
         prepared = _prepare(config, accelerator)
     config = replace(config, model=with_cutoffs(config.model, prepared))
     torch.manual_seed(config.train.seed)
-    sizes = asdict(config.model) | {"length": config.dataset.length}
+    sizes = asdict(config.model) | {"length": config.dataset.length} | search
     model = new_model(ParConfig(len(prepared.tokenizer), **sizes))
     if config.start is not None:
         take_weights(model, prepared.tokenizer, config.start)
-    task = LanguageTask(model, prepared, config.dataset, config.train, accelerator)
-    task.is_warm = config.start is not None
-    with training(config, task, accelerator) as trainer:
-        trainer.fit()
-    return trainer.run
+    return config, accelerator, prepared, model
 
 
 def derive_run(run: RunFolder, budget: float | None = None) -> DerivedPattern:

@@ -9,8 +9,6 @@ transformers fills what a file of weights lacks with new ones and warns. For mod
 is refused, and so is a file that is not the one which was saved.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
@@ -182,9 +180,8 @@ class SealedPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Load as transformers does.
 
-        Raises:
-            UserError: The files are not those that were saved, and no checkpoint of the run has
-                the weights, or the weights are not finite or not those of such a model.
+        Files that are not those that were saved are refused, unless a checkpoint of the run has the
+        weights, and so are weights that are not finite or not those of such a model.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         folder = Path(str(name), kwargs.get("subfolder", ""))
@@ -242,7 +239,8 @@ def _check_weights(cls: Any, folder: Path, model: Any, info: dict[str, Any]) -> 
         inner = f"{cls.base_model_prefix}."
         missing = [key for key in missing if key.startswith(inner) and ".pooler" not in key]
         left_over = []
-    infinite = (key for key, w in model.named_parameters() if not w.is_meta and not _is_finite(w))
+    weights = model.named_parameters()
+    infinite = (key for key, w in weights if not (w.is_meta or w.isfinite().all()))
     if missing or left_over:
         what = f"there is no {missing[0]}" if missing else f"{left_over[0]} belongs nowhere"
     elif (key := next(infinite, None)) is not None:
@@ -253,7 +251,3 @@ def _check_weights(cls: Any, folder: Path, model: Any, info: dict[str, Any]) -> 
         f"The weights in {folder} are not those of a {cls.__name__} as its config.json describes "
         f"it ({what}): give the folder that one was saved to by this version."
     )
-
-
-def _is_finite(weight: Any) -> bool:
-    return bool(weight.isfinite().all())

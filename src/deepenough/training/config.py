@@ -1,7 +1,5 @@
 """Settings of the training loop and of where a run goes."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass
@@ -113,15 +111,13 @@ def lr_factor(settings: TrainingConfig, step: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
-    match settings.schedule:
-        case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-        case "linear":
-            return 1.0 - progress
-        case "inverse_sqrt":
-            return math.sqrt(max(1, warmup) / (step + 1))
-        case _:
-            return 1.0
+    if settings.schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    if settings.schedule == "linear":
+        return 1.0 - progress
+    if settings.schedule == "inverse_sqrt":
+        return math.sqrt(max(1, warmup) / (step + 1))
+    return 1.0
 
 
 def tau_at(kind: str, start: float, end: float, progress: float) -> float:

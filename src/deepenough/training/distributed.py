@@ -3,8 +3,6 @@
 Processes come from `torchrun` or `accelerate launch`; alone, everything here costs nothing.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta

@@ -13,8 +13,6 @@ Its perplexity is of these tokens alone, each seen from both sides: it compares 
 models that have the same tokenizer, not with causal ones.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -39,10 +37,8 @@ from deepenough.training.task import WEIGHTS, BatchLoss, Task
 Memories = tuple[Tensor | None, ...]
 """What each layer keeps of the text so far, streams first; None for a layer that keeps nothing."""
 
-
 #: Fewer segments than these tell nothing of how far another text's perplexity may lie.
 FEWEST_SEGMENTS = 6
-
 
 #: Of the tokens of a text, how many are to be filled in.
 MASKED_SHARE = 0.15
@@ -199,20 +195,16 @@ class LanguageTask(Task):
         }
 
     def save(self, folder: Path) -> None:
-        """Write the model and its tokenizer."""
-        save_model(self.model, self.prepared, folder)
-
-
-def save_model(model: PreTrainedModel, prepared: Prepared, folder: Path) -> None:
-    """Write a model and its tokenizer as transformers loads them."""
-    # Of several prompts the shorter ones are padded before their first token, not behind the last.
-    side = "right" if getattr(model.config, "bidirectional", False) else "left"
-    prepared.tokenizer.padding_side = prepared.tokenizer.init_kwargs["padding_side"] = side
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.pad_token_id = prepared.tokenizer.pad_token_id
-    with without_bars():
-        model.save_pretrained(folder)
-    save_tokenizer(prepared.tokenizer, folder)
+        """Write the model and its tokenizer as transformers loads them."""
+        model, tokenizer = self.model, self.prepared.tokenizer
+        # Of several prompts the shorter ones are padded in front of the text, not behind it.
+        side = "left" if self.masking is None else "right"
+        tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = side
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.pad_token_id = tokenizer.pad_token_id
+        with without_bars():
+            model.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
 
 @torch.no_grad()
@@ -276,11 +268,7 @@ def _intervals(values: dict[str, Any], losses: list[float], counts: list[int]) -
 
 
 def num_evaluation_streams(tokens: TokenFile, data: DatasetConfig, split: str = "given") -> int:
-    """Return how many streams a text is read in: as in training, or what a short text fills.
-
-    Raises:
-        UserError: The text is shorter than one segment.
-    """
+    """Return how many streams a text is read in: as in training, or what a short text fills."""
     num_streams = min(data.batch_size, (len(tokens) - 1) // data.length)
     if num_streams < 1:
         raise UserError(
@@ -291,13 +279,7 @@ def num_evaluation_streams(tokens: TokenFile, data: DatasetConfig, split: str = 
 
 
 def language_values(loss_sum: float, num_tokens: int, text: TokenFile) -> dict[str, float]:
-    """Return the figures of one evaluation.
-
-    Args:
-        loss_sum: Negative log-likelihood in nats, summed over the predicted tokens.
-        num_tokens: How many tokens were predicted.
-        text: The whole text, whose last few tokens fill no batch.
-    """
+    """Return the figures of an evaluation, given the loss in nats, summed over all its tokens."""
     loss = loss_sum / num_tokens
     return {
         "loss": loss,

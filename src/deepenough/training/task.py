@@ -1,7 +1,5 @@
 """`Task`: what a method tells the training loop."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ Every random draw follows from (seed, step, process), never from what came befor
 killed and resumed therefore repeats the uninterrupted one to the last bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging
