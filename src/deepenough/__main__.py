@@ -1,7 +1,5 @@
 """The entry point `deepenough`: what must be set before torch is loaded, then the command line."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -4,8 +4,6 @@ Needs no data and no network: the text is the prose inside Python, the real mode
 package carries. Each step is a command that anyone can type; it is printed before it runs.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 import time

@@ -11,8 +11,6 @@ Values of records are checked here, so that builders may trust them: a number th
 number or infinite is treated as absent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import unicodedata

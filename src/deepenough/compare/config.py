@@ -1,7 +1,5 @@
 """What to compare, on what, at which operating points, and how to measure it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ interval where it has one; of each of the three costs it says which points no ot
 that are beaten stay: they are results too.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ so that methods that have little in common are measured alike:
   the machine hits no point more than another, and no point always follows the same one.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

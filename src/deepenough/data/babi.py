@@ -4,8 +4,6 @@ A file holds numbered lines, of which a number 1 begins a story. A line with a t
 its answer; every question is an example, with the statements of its story so far before it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Read are the folders of GLUE's own download (`CoLA`, `STS-B`, ...), under their 
 the tasks, and the same tasks on the hub, whose columns are called differently.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path

@@ -62,9 +62,6 @@ THRESHOLDS: tuple[float, ...] = (
 )
 
 
-# -- learn then test -----------------------------------------------------------------------------
-
-
 def hoeffding_bentkus_p_value(mean_loss: float, texts: int, max_risk: float) -> float:
     """Return the p-value of "the risk is above `max_risk`" from a mean of losses."""
     mean, risk = torch.tensor([min(mean_loss, max_risk), max_risk], dtype=torch.float64)
@@ -95,12 +92,8 @@ def learn_then_test(
     It is None if there is none; with it come the mean losses and the p-values of all thresholds
     that were tested.
 
-    Args:
-        losses: Measures the losses `[N]` of a threshold, between 0 and 1, one for each text; called
-            until a threshold fails.
-        thresholds: Thresholds to test, the most careful first.
-        max_risk: Largest expected loss of a text that is allowed.
-        confidence: Probability with which the result must hold.
+    `losses` measures those of a threshold, between 0 and 1, one for each text `[N]`; thresholds are
+    tested from the most careful down, until one fails.
     """
     risks: list[float] = []
     p_values: list[float] = []
@@ -113,9 +106,6 @@ def learn_then_test(
             break
         chosen = threshold
     return chosen, risks, p_values
-
-
-# -- losses --------------------------------------------------------------------------------------
 
 
 def threshold_losses(
@@ -194,9 +184,6 @@ def exit_table(engine: Engine, rule: ExitRule, text: SelfGenerated) -> tuple[Ten
     confidence_XT, tokens_XT = (torch.stack(each).cpu() for each in zip(*rows, strict=True))
     confidence_XT[:-1, 0] = -torch.inf  # the first new token does not leave
     return confidence_XT, tokens_XT
-
-
-# -- what is saved -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,9 +294,6 @@ def _maps_hash(rule: ExitRule) -> str:
                 if tensor is not None:
                     digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-# -- calibrating ---------------------------------------------------------------------------------
 
 
 def calibrate(

@@ -1,7 +1,5 @@
 """Settings of the commands `deepenough decode generate`, `tune` and `calibrate`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 

@@ -23,8 +23,6 @@ they find there:
 Shapes: B sequences, N states, T tokens, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

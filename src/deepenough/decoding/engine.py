@@ -21,8 +21,6 @@ An engine is made for a model as it is; `ModelState` tells whether it is still t
 Shapes: B sequences, T tokens, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

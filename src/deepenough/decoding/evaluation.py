@@ -7,8 +7,6 @@
 - `open_candidate`: a run of `shortcut fit` or `decode tune` as `deepenough compare` measures it.
 """
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Sequence
@@ -95,13 +93,8 @@ def generate_timed(
 ) -> tuple[GenerationResult, GenerationResult | None]:
     """Continue a prompt and return what came of it, and what came of `against`; Ctrl-C ends it.
 
-    Args:
-        fast: What `speculate` or `early_exit` returned.
-        ids_1T: The prompt.
-        max_new_tokens: Most new tokens.
-        against: The model itself, which takes turns, so that whatever else the machine does hits
-            both; its FLOPs are counted as for tokens that run all layers.
-        rounds: Turns of each.
+    `against`, the model itself, takes turns with `fast`, so that whatever else the machine does
+    hits both; its FLOPs are counted as for tokens that run all layers.
     """
     given = {
         "input_ids": ids_1T.to(fast.device),
@@ -178,13 +171,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the scores of `lm-eval` tasks by name; those of an exiting model with `mean_layers`.
 
-    Args:
-        fast: What `speculate` or `early_exit` returned.
-        tokenizer: Its tokenizer.
-        tasks: Names of the tasks.
-        include: Folder of tasks of your own, instead of the harness's.
-        batch_size: Texts at once.
-        options: Options of the harness's `simple_evaluate`.
+    `include` is a folder of tasks of your own, instead of the harness's; `options` are those of its
+    `simple_evaluate`.
     """
     try:
         from lm_eval.evaluator import simple_evaluate  # type: ignore

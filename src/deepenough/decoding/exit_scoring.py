@@ -15,8 +15,6 @@ gone all the way, so exits whose confidence is not earned are not chosen for the
 Shapes: B texts, T tokens, D width, N positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -8,8 +8,6 @@ attended to and is overwritten.
 Shapes: B sequences, T tokens, H key-value heads, C capacity, K head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

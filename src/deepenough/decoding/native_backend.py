@@ -56,9 +56,9 @@ class _Config(ctypes.Structure):
     """`Config` of native/model.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("layers", "width", "heads", "kv_heads", "head_width")),
-        *((name, ctypes.c_int) for name in ("inner", "vocab", "rotary")),
-        *((name, ctypes.c_float) for name in ("eps", "attention_scale")),
+        ("sizes", ctypes.c_int * 8),
+        ("eps", ctypes.c_float),
+        ("attention_scale", ctypes.c_float),
         ("exact", ctypes.c_bool),
     )
 
@@ -164,12 +164,13 @@ class NativeModel:
         self.vocab, self.head_width = config.vocab_size, first.self_attn.head_dim
         sizes = [len(adapter.layers), self.width, heads, config.num_key_value_heads]
         sizes += [self.head_width, config.intermediate_size, self.vocab, rotary]
-        own = _Config(*sizes, config.rms_norm_eps, first.self_attn.scaling, exact)
+        own = _Config(
+            (ctypes.c_int * 8)(*sizes), config.rms_norm_eps, first.self_attn.scaling, exact
+        )
         chosen = None if kernels is None else kernels.encode()
         threads = threads or torch.get_num_threads()
         self.handle = ctypes.c_void_p(self.library.de_model_new(ctypes.byref(own), chosen, threads))
-        if not self.handle.value:
-            self._fail()
+        self._check(self.handle.value)
         weakref.finalize(self, self.library.de_model_free, self.handle)
         self.positions = 0
         self.formats: set[str] = set()
@@ -237,11 +238,11 @@ class NativeModel:
             ctypes.c_void_p(each) if isinstance(each, int) and each > 2**31 else each
             for each in arguments
         ]
-        if getattr(self.library, name)(self.handle, *given):
-            self._fail()
+        self._check(getattr(self.library, name)(self.handle, *given) == 0)
 
-    def _fail(self) -> None:
-        raise UserError(f"The native backend failed: {self.library.de_error().decode()}.")
+    def _check(self, is_done: Any) -> None:
+        if not is_done:
+            raise UserError(f"The native backend failed: {self.library.de_error().decode()}.")
 
 
 def pointer(tensor: Tensor) -> ctypes.c_void_p:

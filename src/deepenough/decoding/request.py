@@ -5,8 +5,6 @@ logits processors and the stopping criteria). `Request` holds what its loop woul
 loop (`verification.py`) does not do is refused by name before anything runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -10,8 +10,6 @@ precision, and how they were made. An interrupted command loses at most one batc
 Shapes: B texts, T tokens, D width.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

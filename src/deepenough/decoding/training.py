@@ -26,8 +26,6 @@ Shapes: B texts, T tokens, N positions, D width, Z = (n + 1) D + 1 inputs, S dra
 vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 import time

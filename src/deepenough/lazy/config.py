@@ -5,8 +5,6 @@ Face saves with a model) takes its options and defaults from there, and a traini
 same options under `model:`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 

@@ -14,8 +14,6 @@ Shapes: B sentences, T tokens, D width, N steps, R active tokens, Q most active 
 sentence, K tokens attended to.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ soon as it is found, and a sweep that was interrupted goes on behind it. What va
 save beside other methods is for `deepenough compare`.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import time

@@ -4,8 +4,6 @@ Built from a run's records alone. Similarity is the squared cosine between a sta
 a step: at 1 nothing changes. A gate is the share of the proposed update that a token takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Finished models in use: load a run, translate, continue text, and the scores of translations."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict

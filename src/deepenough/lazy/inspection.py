@@ -1,7 +1,5 @@
 """A look inside a finished model: what its figures show of one sentence, program or text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

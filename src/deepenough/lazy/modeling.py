@@ -12,8 +12,6 @@ Shapes: B sentences, S source tokens, T target tokens, K tokens including cached
 steps, V vocabulary, R predicted tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

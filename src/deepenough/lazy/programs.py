@@ -17,8 +17,6 @@ split is ever met in training. Every training batch is drawn anew, as a function
 programs of several batches are drawn together and sorted by length, so that padding costs little.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import random

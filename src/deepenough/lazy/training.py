@@ -11,8 +11,6 @@ A language model carries nothing from one batch to the next, so it predicts with
 `dataset.length` tokens; its steps are `model.decoder_steps`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import logging

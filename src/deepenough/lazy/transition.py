@@ -31,8 +31,6 @@ expected `|e|^2`, is given, it is subtracted before the products are divided: `x
 `(x + y).(x + y)` all contain `|e|^2` once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple

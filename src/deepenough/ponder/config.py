@@ -5,8 +5,6 @@ and, under the same names, attributes of the Hugging Face configs `PonderAlbertC
 `PonderEncoderConfig`, so that a saved model keeps them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 

@@ -10,8 +10,6 @@ settled at pass 1 could have stopped there; a later one is one the passes were n
 Shapes: B examples, N passes, C labels.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

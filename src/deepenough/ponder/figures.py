@@ -4,8 +4,6 @@ Built from a run's records alone. A run may have been measured several times: th
 counts. Records that lack something are left out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from collections.abc import Sequence

@@ -26,8 +26,6 @@ halts at the same pass.
 Shapes: B examples, R of them still running, N passes, D width, C labels, K numbers remembered.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -16,8 +16,6 @@ of its own (but for the baseline of the last pass alone, which trains a single c
 Shapes: B examples, R of them running, N passes, T tokens, D width, C labels.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from abc import abstractmethod

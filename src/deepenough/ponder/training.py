@@ -4,8 +4,6 @@ The baselines are the same model with another objective: `last` is plain fine-tu
 `weighted` is PABEE.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Lines, bars and points over a pair of axes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product

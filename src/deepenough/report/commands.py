@@ -1,7 +1,5 @@
 """The commands `deepenough report` and `deepenough METHOD plot`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field

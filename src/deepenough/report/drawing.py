@@ -5,8 +5,6 @@ alternatives (`spec.choice`) are a picture each. Figures are bare `Figure` objec
 so nothing is left behind. The same data give the same bytes: the files carry no date.
 """
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The training line is smoothed in the loss, and its perplexity is the exponential
 of per-batch perplexities is dominated by the worst batches and is no perplexity of anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -8,8 +8,6 @@ Texts come from anyone's data: they reach the page as JSON or escaped, and scrip
 text, never as markup; the page forbids the browser to load or send anything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import html
 import json

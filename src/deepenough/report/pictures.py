@@ -4,8 +4,6 @@ In a diagram attention is a rounded box, dense an angular one, identity a dashed
 colour say the same thing twice, for readers who see only one of them.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Sequence
 from typing import Any

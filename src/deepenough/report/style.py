@@ -5,8 +5,6 @@ probabilities is cividis, which looks the same to them and survives a grey print
 mathematics: a run called `a$b$` is shown as it is spelt.
 """
 
-from __future__ import annotations
-
 import functools
 from contextlib import AbstractContextManager
 from typing import Any

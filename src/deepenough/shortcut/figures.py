@@ -5,8 +5,6 @@ Built from a run's records alone: a number that is missing, infinite or outside 
 quantity is absent, and of two measurements of the same thing the later counts.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -21,8 +21,6 @@ never made, and all passes over its logits are made while they are in the cache.
 Shapes: N tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -16,8 +16,6 @@ sampling has a seed; a position is never that of a special token; and `t` is the
 models too, where the script has 3 (`--at-position 3`).
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import random

@@ -9,8 +9,6 @@
 - Texts of a pool are sorted by length before they are batched, so that little is padded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random

@@ -9,8 +9,6 @@ in. Any other name ends the import before anything has run. A tensor is refused 
 numbers than are in the file.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import math

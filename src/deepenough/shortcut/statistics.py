@@ -24,8 +24,6 @@ made of, sums in float64 tell singular values of `X` apart down to about 1e-8 of
 `lstsq` on the rows themselves has 1e-16.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ where all coordinates are of one size, which suits it); beyond that, those of a 
 part of the texts is held out, to see how the maps do on text they are not tuned on.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import logging

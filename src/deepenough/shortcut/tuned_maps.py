@@ -18,8 +18,6 @@ positions, as in the tuned lens (arXiv 2303.08112). Departures:
 Shapes: L layers, N positions, D width, V tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple
