@@ -144,7 +144,7 @@ def bounded(
 
 
 @dataclass
-class GenerateConfig:
+class ContinueConfig:
     """Text from a trained model."""
 
     run: str

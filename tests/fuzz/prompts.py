@@ -29,7 +29,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def readers(folder: Path) -> dict[str, Callable[[str], Any]]:
     """Return a function of a prompt for every part of the product that takes one."""
-    from deepenough.config import GenerateConfig
+    from deepenough.config import ContinueConfig
     from deepenough.data.config import TranslationDataConfig
     from deepenough.data.translation import joint_tokenizer, open_parallel
     from deepenough.decoding.api import speculate
@@ -93,7 +93,7 @@ def readers(folder: Path) -> dict[str, Callable[[str], Any]]:
 
     def continued(prompt: str) -> Any:
         with mock.patch.multiple(evaluation, **loaders):
-            return evaluation.continue_text(GenerateConfig(str(par), prompt[:300], tokens=2))
+            return evaluation.continue_text(ContinueConfig(str(par), prompt[:300], tokens=2))
 
     def written(prompt: str) -> Any:
         ids = prompt_ids(tokenizer, prompt)[:, :64]

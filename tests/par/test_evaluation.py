@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from deepenough import ParForCausalLM
-from deepenough.config import GenerateConfig, resolve
+from deepenough.config import ContinueConfig, resolve
 from deepenough.errors import UserError
 from deepenough.par.config import ParEvalConfig
 from deepenough.par.evaluation import continue_text, evaluate, load_model
@@ -95,13 +95,13 @@ def test_lines_are_written_as_lines(trained: Path, monkeypatch: pytest.MonkeyPat
         return torch.cat([ids, torch.tensor([[end, *tokenizer.encode("the")]])], 1)
 
     monkeypatch.setattr(ParForCausalLM, "generate", generate)
-    text = continue_text(GenerateConfig(str(trained), "a line\nthe next", tokens=5, temperature=0))
+    text = continue_text(ContinueConfig(str(trained), "a line\nthe next", tokens=5, temperature=0))
     assert asked[0].count(end) == 1
     assert text.split("\n")[0] == "a line" and text.count("\n") == 2
     with pytest.raises(UserError, match="top_k must be at least 0"):
-        continue_text(GenerateConfig(str(trained), "a", top_k=-1))
+        continue_text(ContinueConfig(str(trained), "a", top_k=-1))
     with pytest.raises(UserError, match="The prompt is empty"):
-        continue_text(GenerateConfig(str(trained), " "))
+        continue_text(ContinueConfig(str(trained), " "))
 
 
 def test_prompts_of_several_lengths_are_padded_before_them(trained: Path) -> None:

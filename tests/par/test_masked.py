@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipelin
 
 import deepenough as de
 from deepenough import ParConfig, ParForCausalLM, ParForMaskedLM, UserError
-from deepenough.config import GenerateConfig, resolve
+from deepenough.config import ContinueConfig, resolve
 from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.tokens import ContextBatches, encoder_of, prepare, split_tokens
@@ -320,7 +320,7 @@ def test_commands_for_causal_models_refuse_an_encoder(encoder: Path, tiny: Tiny)
     with pytest.raises(UserError, match=r"fill in masked tokens .* leave --mem_len out"):
         evaluate(ParEvalConfig(run, mem_len=4))
     with pytest.raises(UserError, match=r"fill in masked tokens .* with --objective causal"):
-        continue_text(GenerateConfig(run))
+        continue_text(ContinueConfig(run))
     with pytest.raises(UserError, match=r"fill in masked tokens .* compare the classifiers"):
         ParCandidate(run, "encoder", ComparedData())
     changes = {"model.pattern": "ad", "model.cutoffs": [100], "start": run}

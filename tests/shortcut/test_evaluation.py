@@ -29,7 +29,7 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.runs import Record
 from deepenough.shortcut import evaluation
-from deepenough.shortcut.config import PAPER_LAMBDAS, ExitConfig
+from deepenough.shortcut.config import PAPER_LAMBDAS, ExitSweep
 from deepenough.shortcut.evaluation import (
     AGREEMENTS,
     LAMBDAS,
@@ -367,7 +367,7 @@ def test_early_exit_is_that_of_the_papers_code(
     model.get_output_embeddings().weight.mul_(4)  # gaps of all sizes
     adapter = adapt(model)
     shortcuts = fit(model, words, texts)
-    rule = ExitConfig(lambdas=list(PAPER_LAMBDAS))
+    rule = ExitSweep(lambdas=list(PAPER_LAMBDAS))
     records = evaluate(model, words, shortcuts, texts, seed=5).records(rule)
     states: list[list[Tensor]] = []
     positions: list[int] = []
@@ -406,7 +406,7 @@ def test_other_conventions_of_early_exit_have_names() -> None:
     evaluation = Evaluation(1, torch.tensor([0, 9]), torch.tensor([0, 1]), 20.0, scores)
 
     def exits(**options: Any) -> list[int]:
-        ((_, found),) = evaluation.exits("id", ExitConfig(lambdas=[0.0], **options))
+        ((_, found),) = evaluation.exits("id", ExitSweep(lambdas=[0.0], **options))
         return found.tolist()
 
     assert exits() == [1, 1]

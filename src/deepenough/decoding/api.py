@@ -62,8 +62,7 @@ def speculate(
     """Return a model that shares `model`'s weights and generates the same tokens faster.
 
     Args:
-        model: A causal language model in eval mode, or its name (`smollm2`, a folder, a name on the
-            hub), by which it is loaded.
+        model: A causal language model in eval mode, or the name or folder of one to load.
         drafter: Who guesses the next tokens; of several, each is asked if those before it have no
             guess. "lookup" (how the text continued before), "linear" (needs `linear_drafter` or
             `draft_model`), "draft_model" (needs `draft_model`), "shortcut" (the first `draft_layer`

@@ -157,16 +157,15 @@ class NativeModel:
         self, adapter: Adapter, exact: bool = True, kernels: str | None = None, threads: int = 0
     ) -> None:
         model: Any = adapter.model
-        config, self.library = model.config, load_library()
         first: Any = adapter.layers[0]
+        config, self.library = model.config, load_library()
         heads, self.width = config.num_attention_heads, config.hidden_size
         rotary = 2 * self._rotary(adapter, 1)[0].shape[1]
         self.vocab, self.head_width = config.vocab_size, first.self_attn.head_dim
         sizes = [len(adapter.layers), self.width, heads, config.num_key_value_heads]
         sizes += [self.head_width, config.intermediate_size, self.vocab, rotary]
-        own = _Config(
-            (ctypes.c_int * 8)(*sizes), config.rms_norm_eps, first.self_attn.scaling, exact
-        )
+        scale, sizes_8 = first.self_attn.scaling, (ctypes.c_int * 8)(*sizes)
+        own = _Config(sizes_8, config.rms_norm_eps, scale, exact)
         chosen = None if kernels is None else kernels.encode()
         threads = threads or torch.get_num_threads()
         self.handle = ctypes.c_void_p(self.library.de_model_new(ctypes.byref(own), chosen, threads))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedConfig
 
-from deepenough.config import GenerateConfig, RunConfig, bounded, validate
+from deepenough.config import ContinueConfig, RunConfig, bounded, validate
 from deepenough.data.config import DatasetConfig, TranslationDataConfig
 from deepenough.errors import UserError
 from deepenough.hf.generation import GnmtLengthPenalty
@@ -498,7 +498,7 @@ class TranslateConfig:
 
 
 @dataclass
-class LazyGenerateConfig(GenerateConfig):
+class LazyGenerateConfig(ContinueConfig):
     """Text from a language model."""
 
     halting: HaltingConfig = field(default_factory=HaltingConfig)

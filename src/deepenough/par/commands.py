@@ -4,7 +4,7 @@ import dataclasses
 import json
 from shlex import quote
 
-from deepenough.config import Command, GenerateConfig
+from deepenough.config import Command, ContinueConfig
 from deepenough.par.config import ParDeriveConfig, ParEvalConfig, ParSearchConfig, ParTrainConfig
 
 
@@ -67,7 +67,7 @@ def run_eval(config: ParEvalConfig) -> None:
     print(*figure_lines(values), sep="\n")
 
 
-def run_generate(config: GenerateConfig) -> None:
+def run_generate(config: ContinueConfig) -> None:
     """Print a prompt and what the model writes after it."""
     from deepenough.par.evaluation import continue_text
 
@@ -115,7 +115,7 @@ COMMANDS = (
     Command(
         name="generate",
         help="write text with a trained model",
-        config=GenerateConfig,
+        config=ContinueConfig,
         run=run_generate,
         description="Continue a prompt with a trained model.",
         example="deepenough par generate runs/mine --prompt 'The function returns'",

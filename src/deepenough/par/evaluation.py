@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from deepenough.config import GenerateConfig, resolve, validate
+from deepenough.config import ContinueConfig, resolve, validate
 from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.tokens import ContextBatches, split_tokens, tokenizer_fingerprint
@@ -86,7 +86,7 @@ def _trained_on(folder: str) -> DatasetConfig:
     return DatasetConfig()
 
 
-def continue_text(config: GenerateConfig) -> str:
+def continue_text(config: ContinueConfig) -> str:
     """Return the prompt and what the model writes after it."""
     options = asdict(validate(config))
     instead = "give one that was trained with --objective causal"

@@ -137,7 +137,7 @@ class SentencesConfig:
 
 
 @dataclass
-class ExitConfig:
+class ExitSweep:
     """Early exit: a token exits where the gap exceeds 0.9 lambda + 0.1 exp(-4 t / N)."""
 
     min_layer: int = bounded(1, ge=0)
@@ -257,7 +257,7 @@ class ShortcutPaperConfig(RunConfig):
     model: PretrainedModelConfig = field(default_factory=PretrainedModelConfig)
     sentences: SentencesConfig = field(default_factory=SentencesConfig)
     fit: MapsConfig = field(default_factory=lambda: MapsConfig(positions="random", submodules=True))
-    exit: ExitConfig = field(default_factory=lambda: ExitConfig(lambdas=list(PAPER_LAMBDAS)))
+    exit: ExitSweep = field(default_factory=lambda: ExitSweep(lambdas=list(PAPER_LAMBDAS)))
 
 
 @dataclass
@@ -291,7 +291,7 @@ class ShortcutEvalConfig:
     submodules: bool = False
     """Also replace attention, feed-forward or norms by their own linear fits."""
 
-    exit: ExitConfig = field(default_factory=ExitConfig)
+    exit: ExitSweep = field(default_factory=ExitSweep)
     dataset: TextConfig = field(default_factory=lambda: TextConfig(split="valid", lines=500))
     trust: TrustConfig = field(default_factory=TrustConfig)
 

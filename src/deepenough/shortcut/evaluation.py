@@ -14,7 +14,7 @@ probabilities of more than (Confident Adaptive Language Modeling, arXiv 2207.070
     0.9 * lambda + 0.1 * exp(-4 * t / N)
 
 with `t` the token's position and `N` the mean of these positions plus one; from layer 1 on, and at
-the last layer in any case. That is what the code of the paper does; `ExitConfig` has other choices.
+the last layer in any case. That is what the code of the paper does; `ExitSweep` has other choices.
 Layer 0 is the embeddings, so what exits at layer `l` of `L` has run `l` layers and saved the share
 `1 - l / L`. A token agrees if what is predicted where it exits is the last layer's top
 token. The gaps do not depend on `lambda`, so one pass of the model serves the whole sweep. Exiting
@@ -40,7 +40,7 @@ from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import OneDnnProducts, eval_mode, fused_gelu
 from deepenough.measurement import share_interval
 from deepenough.runs import Record
-from deepenough.shortcut.config import ExitConfig
+from deepenough.shortcut.config import ExitSweep
 from deepenough.shortcut.fitting import Progress
 from deepenough.shortcut.lens import PRECISIONS, TARGET_SCORES, Reference, TokenScores
 from deepenough.shortcut.modeling import Shortcuts
@@ -240,7 +240,7 @@ class Evaluation:
         """Number of tokens that were measured."""
         return len(self.position)
 
-    def records(self, exit: ExitConfig | None = None) -> list[Record]:
+    def records(self, exit: ExitSweep | None = None) -> list[Record]:
         """Return one record for each table, each mode and layer, and each threshold."""
         found = [Record(0, "r2", {"mode": m, "table": _rows(t)}) for m, t in self.r2.items()]
         if self.cka is not None:
@@ -268,9 +268,9 @@ class Evaluation:
         modes = dict.fromkeys(mode for mode, _ in self.scores if mode not in KINDS)
         return [m for m in modes if all((m, layer) in self.scores for layer in every)]
 
-    def exits(self, mode: str, exit: ExitConfig | None = None) -> Iterator[tuple[float, Tensor]]:
+    def exits(self, mode: str, exit: ExitSweep | None = None) -> Iterator[tuple[float, Tensor]]:
         """Yield every lambda and the layers `[N]` at which tokens exit."""
-        exit = exit or ExitConfig()
+        exit = exit or ExitSweep()
         mean_length = exit.mean_length
         if mean_length is None:
             of_positions = float((self.position + 1).double().mean())

@@ -30,7 +30,7 @@ from deepenough.artifacts import atomic_path, save_tensors
 from deepenough.data.corpus import open_corpus
 from deepenough.errors import UserError
 from deepenough.runs import Record
-from deepenough.shortcut.config import ExitConfig, SentencesConfig
+from deepenough.shortcut.config import ExitSweep, SentencesConfig
 from deepenough.shortcut.evaluation import Evaluation
 from deepenough.shortcut.lens import TokenScores
 
@@ -95,7 +95,7 @@ def draw_sentences(data: str, chosen: SentencesConfig) -> tuple[list[str], list[
     return kept[: chosen.train], kept[chosen.train :]
 
 
-def save_samples(evaluation: Evaluation, exit: ExitConfig, folder: Path) -> None:
+def save_samples(evaluation: Evaluation, exit: ExitSweep, folder: Path) -> None:
     """Write the scores of every sample, in the order of the sentences, as `RESULTS`."""
     order = evaluation.text.argsort(stable=True)
     found: dict[str, Tensor] = {"position": evaluation.position[order].int()}
