@@ -222,17 +222,18 @@ static void new_key(const Config& config, const Kernels& kernels, const Layer& l
 void Model::attention_work(int thread, const Pass& pass, const Layer& layer, int index) {
     int task, end;
     if (pass.tokens > kPrivateRows) {  // other tasks attend to keys of this one: all are stored first
+        std::vector<float>& key = scratch_[thread].key;
+        key.resize(2 * config.head_width);
+        float* value = key.data() + config.head_width;
         while (threads_.claim(thread, 1, &task, &end)) {
-            const int row = task / config.kv_heads, head = task % config.kv_heads;
-            const int s = row / pass.tokens, position = pass.starts[s] + row % pass.tokens;
-            std::vector<float>& key = scratch_[thread].key;
-            key.resize(2 * config.head_width);
-            new_key(config, kernels_, layer, head, keys_.get() + size_t(row) * config.kv_width(),
-                    values_.get() + size_t(row) * config.kv_width(), key.data(),
-                    key.data() + config.head_width);
-            rotate(key.data(), position);
-            pass.cache->store(index, pass.rows[s], head, position, key.data(),
-                              key.data() + config.head_width);
+            const int s = task / pass.tokens, position = pass.starts[s] + task % pass.tokens;
+            const size_t row = size_t(task) * config.kv_width();
+            for (int head = 0; head < config.kv_heads; head++) {
+                new_key(config, kernels_, layer, head, keys_.get() + row, values_.get() + row,
+                        key.data(), value);
+                rotate(key.data(), position);
+                pass.cache->store(index, pass.rows[s], head, position, key.data(), value);
+            }
         }
         threads_.meet(thread, attention_tasks(pass));
     }
@@ -344,7 +345,7 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
                               {&layer.key, keys_.get(), kv_width},
                               {&layer.value, values_.get(), kv_width}};
         multiply(thread, input, parts, 3, false);
-        threads_.meet(thread, is_prompt ? count * config.kv_heads : attention_tasks(pass));
+        threads_.meet(thread, is_prompt ? count : attention_tasks(pass));
         attention_work(thread, pass, layer, index);
         threads_.meet(thread, first_tasks(count, layer.output.tiles()));
         const Part output = {&layer.output, hidden, size_t(width)};

@@ -43,11 +43,13 @@ Threads::~Threads() {
     for (auto& other : others_) other.join();
 }
 
+static constexpr uint64_t kMask = (uint64_t(1) << 20) - 1;
+
 void Threads::open_phase(uint32_t phase, int tasks) {
     for (int thread = 0; thread < count_; thread++) {
-        const auto first = uint64_t(tasks) * thread / count_;
-        shares_[thread].end.store(int(int64_t(tasks) * (thread + 1) / count_));
-        shares_[thread].next.store(uint64_t(phase) << 32 | first);
+        const uint64_t first = uint64_t(tasks) * thread / count_;
+        const uint64_t end = uint64_t(tasks) * (thread + 1) / count_;
+        shares_[thread].state.store(packed(phase, first, end));
     }
     total_.store(tasks);
     done_.store(0);
@@ -64,13 +66,14 @@ bool Threads::claim(int thread, int most, int* first, int* last) {
     own.claimed = 0;
     for (int i = 0; i < count_; i++) {
         Share& share = shares_[(thread + i) % count_];
-        uint64_t next = share.next.load(std::memory_order_acquire);
+        uint64_t state = share.state.load(std::memory_order_acquire);
         while (true) {
-            if (uint32_t(next >> 32) != own.phase) return false;
-            const int begin = int(uint32_t(next)), end = share.end.load(std::memory_order_relaxed);
+            if (state >> (2 * kBits) != (own.phase & 0xffffff)) return false;
+            const int begin = int(state >> kBits & kMask), end = int(state & kMask);
             if (begin >= end) break;
             const int count = std::min(most, end - begin);
-            if (!share.next.compare_exchange_weak(next, next + count, std::memory_order_acq_rel))
+            if (!share.state.compare_exchange_weak(state, packed(own.phase, begin + count, end),
+                                                   std::memory_order_acq_rel))
                 continue;
             *first = begin, *last = begin + count, own.claimed = count;
             return true;

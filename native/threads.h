@@ -38,9 +38,14 @@ public:
 
 private:
     struct alignas(64) Share {
-        std::atomic<uint64_t> next{0};  // phase and task
-        std::atomic<int> end{0};
+        // Phase, next task and end in one number, as a thread that is late must never see the end of
+        // one phase beside the next task of another.
+        std::atomic<uint64_t> state{0};
     };
+    static constexpr int kBits = 20;  // of a task's number
+    static uint64_t packed(uint32_t phase, uint64_t next, uint64_t end) {
+        return uint64_t(phase & 0xffffff) << (2 * kBits) | next << kBits | end;
+    }
     struct alignas(64) Own {
         uint32_t phase = 0;
         int claimed = 0;

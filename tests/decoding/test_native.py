@@ -179,3 +179,18 @@ def test_without_a_compiled_library_torch_is_used(monkeypatch) -> None:
     monkeypatch.setattr(native_backend, "LIBRARY", native_backend.LIBRARY.with_name("missing.so"))
     monkeypatch.setattr(native_backend, "load_library", native_backend.load_library.__wrapped__)
     assert make_engine(make(LlamaConfig)).backend == "torch"
+
+
+def test_more_threads_than_cores_change_nothing() -> None:
+    """Threads that come late to a phase must neither repeat its tasks nor be waited for."""
+    model = make(LlamaConfig)
+    engine = NativeEngine(adapt(model), threads=6)
+    ids = torch.randint(2, 97, (3, 9), generator=torch.Generator().manual_seed(4))
+    state = engine.prefill(ids, None, 32)
+    expected = None
+    for _ in range(300):
+        step = engine.start_step(ids[:, :2])
+        found = engine.run_layers(step, step.hidden, 0, engine.num_layers)
+        expected = found if expected is None else expected
+        assert torch.equal(found, expected)
+    assert torch.equal(engine.head(state), engine.head(state))
