@@ -302,7 +302,7 @@ lazy translate {lazy} {text} --rows 0
 lazy translate {lazy} {image}
 lazy translate {ponder} {text}
 lazy sweep {missing}
-lazy sweep {lazy} --encoder_steps []
+lazy sweep {lazy} --encoder_steps [] --epsilons []
 lazy sweep {lazy} --encoder_steps 4
 lazy sweep {lazy} --encoder_steps [0]
 lazy sweep {lazy} --sentences 0

@@ -467,7 +467,7 @@ class SweepConfig(LazyEvalConfig):
     """Measure quality and cost at other steps than those of training, and of tokens that halt."""
 
     encoder_steps: list[int] | None = bounded(None, ge=1)
-    """Encoder steps of the grid, by default 2, 4, 6, 8 and 9; a language model has none."""
+    """Encoder steps of the grid, by default 2, 4, 6, 8 and 9, [] for none; only translators."""
 
     decoder_steps: list[int] = bounded(default_factory=lambda: [2, 3, 4, 5, 6], ge=1)
     """Decoder steps of the grid."""
