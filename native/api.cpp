@@ -70,7 +70,12 @@ std::vector<float>* find_vector(Model* model, int layer, int which) {
     return which < 0 || which > 6 ? nullptr : all[which];
 }
 
+// Tokens that a pass takes at most: tasks of a phase, one for each head of a token, have 20 bits.
+constexpr int64_t kMostTokens = 1 << 14;
+
 Pass make_pass(Cache* cache, const int* rows, const int* starts, int sequences, int tokens) {
+    if (int64_t(sequences) * tokens > kMostTokens)
+        throw std::out_of_range("more than 16,384 tokens in one pass");
     for (int s = 0; s < sequences; s++)
         if (rows[s] < 0 || rows[s] >= cache->sequences || starts[s] < 0 ||
             starts[s] + tokens > cache->capacity)

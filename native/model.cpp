@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 namespace deepenough {
 
@@ -395,8 +396,11 @@ void Model::head_work(int thread, int count, const float* hidden, const float* n
 // -- what callers ask for --------------------------------------------------------------------------
 
 void Model::embed(const int64_t* tokens, int count, float* hidden) const {
-    for (int i = 0; i < count; i++)
+    for (int i = 0; i < count; i++) {
+        if (tokens[i] < 0 || tokens[i] >= embedding.rows)
+            throw std::out_of_range("a token is not in the vocabulary");
         embedding.row(int(tokens[i]), hidden + size_t(i) * config.width);
+    }
 }
 
 void Model::run_layers(const Pass& pass, int first, int last, float* hidden) {

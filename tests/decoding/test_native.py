@@ -194,3 +194,24 @@ def test_more_threads_than_cores_change_nothing() -> None:
         expected = found if expected is None else expected
         assert torch.equal(found, expected)
     assert torch.equal(engine.head(state), engine.head(state))
+
+
+def test_tokens_outside_the_vocabulary_and_passes_too_long_are_refused() -> None:
+    engine = NativeEngine(adapt(make(LlamaConfig)))
+    for token in (-1, 97):
+        with pytest.raises(UserError, match="not in the vocabulary"):
+            engine.prefill(torch.tensor([[5, token]]), None, 8)
+    step = engine.start_step(torch.ones(1, 2, dtype=torch.long))
+    step.hidden = torch.zeros(1, 20000, 64)
+    with pytest.raises(UserError, match="tokens in one pass"):
+        engine.prefill(torch.ones(1, 2, dtype=torch.long), None, 20000)
+        engine.run_layers(step, step.hidden, 0, 1)
+
+
+def test_long_prompts_are_read_in_parts() -> None:
+    model = make(LlamaConfig)
+    engine = NativeEngine(adapt(model))
+    ids = torch.randint(2, 97, (3, 3000), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        found, expected = engine.head(engine.prefill(ids, None, 3001)), model(ids).logits[:, -1]
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)

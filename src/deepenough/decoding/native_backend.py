@@ -27,7 +27,6 @@ from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.hf.loading import stored_gguf
 
-#: Another build, such as one with sanitizers, can be named.
 LIBRARY = Path(os.environ.get("DEEPENOUGH_NATIVE") or Path(__file__).with_name("_native.so"))
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 #: Rotary encodings that are a function of the position alone, and so can be tabled.
@@ -270,9 +269,10 @@ class NativeEngine(Engine):
         self.native.see_positions(self.adapter, self.capacity + 16)
         self._cache = _Cache(self.native, batch, self.capacity)
         self.lengths = [0] * batch
-        step = self.start_step(ids_BT)
-        hidden_BTD = self.run_layers(step, step.hidden, 0, self.num_layers)
-        self.lengths = lengths
+        most = max(1, 8192 // batch)  # tokens that are in memory at once
+        steps = [self.start_step(part, most * n) for n, part in enumerate(ids_BT.split(most, 1))]
+        states = [self.run_layers(step, step.hidden, 0, self.num_layers) for step in steps]
+        self.lengths, hidden_BTD = lengths, torch.cat(states, 1)
         self.prompt = [row[:length] for row, length in zip(hidden_BTD, lengths, strict=True)]
         return self.norm(torch.stack([row[-1] for row in self.prompt]))
 
