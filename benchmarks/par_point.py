@@ -40,7 +40,7 @@ CONFIG = Path(__file__).parent.parent / "configs" / "par-long-context.yaml"
 HAND_WRITTEN = ("daddaddadd", "dddddddddd")
 TRAINED, USED = 256, 512  # tokens of a segment, and as many of memory
 STREAMS = 4
-STEPS = 800
+STEPS = 2400
 
 
 def measure(runs: str = "runs/par-point", rounds: int = 15) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def train_pattern(runs: Path, pattern: str, seed: int) -> float:
     if not (folder / "model").exists():
         model = replace(settings.model, pattern=pattern, mem_len=TRAINED)
         steps = replace(
-            settings.train, seed=seed, steps=STEPS, valid_every=STEPS, save_every=STEPS // 2
+            settings.train, seed=seed, steps=STEPS, valid_every=STEPS, save_every=STEPS // 12
         )
         train(
             ParTrainConfig(
