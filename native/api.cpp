@@ -120,15 +120,14 @@ DE_PUBLIC int de_model_matrix(void* model, int layer, int which, int format, con
     });
 }
 
-// Whether a matrix stands for exactly these floats, [rows][cols].
-DE_PUBLIC int de_model_equals(void* model, int layer, int which, const float* values) {
-    const Matrix& matrix = *find_matrix(static_cast<Model*>(model), layer, which);
-    std::vector<float> row(matrix.cols);
-    for (int index = 0; index < matrix.rows; index++, values += matrix.cols) {
-        matrix.row(index, row.data());
-        if (std::memcmp(row.data(), values, matrix.cols * sizeof(float)) != 0) return 0;
-    }
-    return 1;
+// Write the floats that some rows of a matrix stand for.
+DE_PUBLIC int de_model_rows(void* model, int layer, int which, int first, int count, float* out) {
+    return guarded([&] {
+        const Matrix* matrix = find_matrix(static_cast<Model*>(model), layer, which);
+        if (matrix == nullptr || first < 0 || count < 0 || first + count > matrix->rows)
+            throw std::out_of_range("no such rows");
+        for (int i = 0; i < count; i++) matrix->row(first + i, out + size_t(i) * matrix->cols);
+    });
 }
 
 DE_PUBLIC int de_model_vector(void* model, int layer, int which, const float* values, int count) {

@@ -11,7 +11,6 @@ become views of larger matrices, with the same values.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import os
@@ -40,6 +39,7 @@ from deepenough.decoding.exit_scoring import ExitForwardPass, choose_exits, coun
 from deepenough.decoding.request import SequenceState, check_prompt, make_request
 from deepenough.decoding.verification import decode
 from deepenough.errors import UserError
+from deepenough.hf.deferred import load_deferred
 from deepenough.hf.loading import load
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.trace import DepthTrace
@@ -78,7 +78,7 @@ def speculate(
             own layers); by default the first of these that fits.
     """
     if isinstance(model, str):
-        model, _ = load(model, "causal")
+        model = load_deferred(model) or load(model, "causal")[0]
     engine = make_engine(model, backend)
     if isinstance(draft_model, str | os.PathLike):
         draft_model = DraftModel.from_pretrained(draft_model)
@@ -168,8 +168,9 @@ def _wrapped(
 ) -> Any:
     """Return a shallow copy of the model with another `generate` and, with exits, `forward`."""
     engine = make_engine(model, backend) if engine is None else engine
-    fast: Any = copy.copy(model)
     own = type(model)
+    fast: Any = object.__new__(own)
+    vars(fast).update(vars(model))  # a shallow copy, which does not load a deferred model
 
     @functools.wraps(own.forward)  # transformers reads the signature, for the attention mask
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,9 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from deepenough.artifacts import fingerprint
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
+from deepenough.hf.deferred import is_deferred
 from deepenough.hf.intercept import others_hooks
+from deepenough.hf.layouts import LAYOUTS
 from deepenough.hf.twin import LONGEST, SWITCH, make_twin
 
 
@@ -143,6 +145,10 @@ def make_engine(model: Any, backend: str | None = None) -> Engine:
             "is model._orig_mod if it is compiled, model.module if it runs in parallel, and with "
             "PEFT model.get_base_model(), where LoRA layers are in it but no learned prompts."
         )
+    if backend in (None, "native") and is_deferred(model) and is_untouched(model):
+        deferred = _deferred_engine(model)
+        if deferred is not None:
+            return deferred
     adapter = adapt(model)
     _check_supported(adapter)
     if model.training or adapter.trunk.training:
@@ -171,6 +177,23 @@ def make_engine(model: Any, backend: str | None = None) -> Engine:
         takes_padding = not _difference(engine, _FEW, padded=True)
     engine.ignores_padding = takes_padding
     engine.release()
+    return engine
+
+
+def _deferred_engine(model: Any) -> Engine | None:
+    """Return a native engine that reads a deferred model's weights from disk; None if none fits.
+
+    What cannot be compared then, the model's own logits, is compared with a small model's.
+    """
+    layout = LAYOUTS.get(model.config.model_type)
+    native: Any = importlib.import_module("deepenough.decoding.native_backend")
+    if layout is None or not native.fits(adapter := Adapter(model, layout)):
+        return None
+    adapter.limit, takes_padding = _tried_on_twin(adapter, ("native",))
+    if takes_padding is None:
+        return None
+    engine: Engine = native.make(adapter)
+    engine.ignores_padding = takes_padding
     return engine
 
 
@@ -205,7 +228,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self.content, self.places, self.kept = [], [], []
-        for module in model.modules():
+        for module in [model] if is_deferred(model) else model.modules():
             own = vars(module)
             self.content += [id(module), type(module), own["training"], own.get("forward")]
             self.content += [module._compiled_call_impl, *others_hooks(module)]
@@ -397,7 +420,7 @@ class DecodingCosts:
         config = adapter.model.config.get_text_config()
         self.layers = [
             2.0 * sum(p.numel() for p in layer.parameters() if p.ndim > 1)
-            for layer in adapter.layers
+            for layer in adapter.skeleton.layers
         ]
         heads = getattr(config, "num_attention_heads", None)
         head_width = getattr(config, "head_dim", None)

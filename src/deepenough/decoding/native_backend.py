@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from deepenough.decoding.engine import Engine, Step, is_untouched, row_lengths
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
+from deepenough.hf.deferred import StoredTensor, gguf_tensors, stored_parameters
 from deepenough.hf.loading import stored_gguf
 
 LIBRARY = Path(os.environ.get("DEEPENOUGH_NATIVE") or Path(__file__).with_name("_native.so"))
@@ -32,6 +33,11 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 #: Rotary encodings that are a function of the position alone, and so can be tabled.
 FIXED_ROPES = ("default", "linear", "llama3", "yarn", "proportional")
 FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: Rows that are compared at once after packing.
+CHECKED = 64
+#: Tokens of prompts that go through the layers at once.
+PASS = 256
 #: Matrices and vectors of a layer: the module, and the tensor's name in a GGUF file.
 MATRICES = {
     "self_attn.q_proj": "attn_q",
@@ -86,32 +92,35 @@ def kernel_names() -> list[str]:
 
 def make(adapter: Adapter) -> NativeEngine | None:
     """Return a native engine for a model, or None if it does not fit."""
-    return NativeEngine(adapter) if _fits(adapter) else None
+    return NativeEngine(adapter) if fits(adapter) else None
 
 
-def _fits(adapter: Adapter) -> bool:
+def fits(adapter: Adapter) -> bool:
     """Return whether a model is of this layout, on a CPU, with nothing added to its blocks."""
     model: Any = adapter.model
-    config = model.config
+    config, shape = model.config, adapter.skeleton
     if load_library() is None or config.model_type not in MODEL_TYPES:
         return False
     if model.device.type != "cpu" or model.dtype != torch.float32:
         return False
-    if adapter.trunk.rotary_emb.rope_type not in FIXED_ROPES or config.hidden_act != "silu":
+    if shape.trunk.rotary_emb.rope_type not in FIXED_ROPES or config.hidden_act != "silu":
         return False
-    if not all(map(is_untouched, adapter.trunk.modules())):
+    if getattr(config, "sliding_window", None):
+        return False
+    if not all(map(is_untouched, shape.trunk.modules())):
         return False
     known = {f"{name}.weight" for name in MATRICES} | set(VECTORS)
-    for layer in adapter.layers:
+    for layer in shape.layers:
         linears = [layer.get_submodule(name) for name in MATRICES]
         if any(type(module) is not nn.Linear for module in linears):
             return False
         if not {name for name, _ in layer.named_parameters()} <= known:
             return False
-    return type(model.lm_head) is nn.Linear and model.lm_head.bias is None
+    head: Any = shape.model.get_output_embeddings()
+    return type(head) is nn.Linear and head.bias is None
 
 
-class Stored(NamedTuple):
+class Packable(NamedTuple):
     """A matrix as it is stored: bytes, format, rows and columns, and the order of its rows."""
 
     data: np.ndarray
@@ -120,33 +129,51 @@ class Stored(NamedTuple):
     order: np.ndarray | None = None
 
 
-def as_stored(weight: Tensor) -> Stored:
-    """Return fp32 weights in the smallest of fp32, bf16 and fp16 that holds them exactly."""
+def as_stored(weight: Tensor) -> Packable:
+    """Return weights as they are or, of fp32, in the smallest of three that holds them exactly."""
+    shape = tuple(weight.shape)
+    if weight.dtype is not torch.float32:
+        name = "BF16" if weight.dtype is torch.bfloat16 else "F16"
+        return Packable(weight.view(torch.int16).numpy(), name, shape)
     bits = weight.detach().contiguous().view(torch.int32).numpy()
     if not (bits & 0xFFFF).any():
-        return Stored((bits >> 16).astype(np.int16), "BF16", bits.shape)
+        return Packable((bits >> 16).astype(np.int16), "BF16", shape)
     half = weight.detach().half()
     if torch.equal(half.float(), weight.detach()):
-        return Stored(half.contiguous().view(torch.int16).numpy(), "F16", bits.shape)
-    return Stored(bits, "F32", bits.shape)
+        return Packable(half.contiguous().view(torch.int16).numpy(), "F16", shape)
+    return Packable(bits, "F32", shape)
 
 
-def gguf_matrices(path: Path, heads: int, kv_heads: int) -> Mapping[str, Stored]:
-    """Return the matrices of a GGUF file by name, rows of queries and keys as transformers has."""
-    from gguf import GGUFReader
+def gguf_matrix(stored: StoredTensor, name: str, heads: int, kv_heads: int) -> Packable:
+    """Return a matrix of a GGUF file, rows of queries and keys in the order of transformers."""
+    order = None
+    for part, count in (("attn_q", heads), ("attn_k", kv_heads)):
+        if f".{part}." in name:  # pairs of channels that rotate together are neighbours
+            pairs = np.arange(stored.shape[0], dtype=np.int32).reshape(count, -1, 2)
+            order = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
+    return Packable(stored.read(), stored.format, stored.shape, order)
 
-    found = {}
-    for tensor in GGUFReader(str(path)).tensors:
-        if tensor.tensor_type.name not in FORMATS or len(tensor.shape) != 2:
-            continue
-        cols, rows = map(int, tensor.shape)
-        order = None
-        for name, count in (("attn_q", heads), ("attn_k", kv_heads)):
-            if f".{name}." in tensor.name:  # pairs of channels that rotate together are neighbours
-                pairs = np.arange(rows, dtype=np.int32).reshape(count, -1, 2)
-                order = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
-        found[tensor.name] = Stored(tensor.data, tensor.tensor_type.name, (rows, cols), order)
-    return found
+
+class Weights:
+    """The numbers of a parameter: a tensor, or where it stands on disk if its model is deferred."""
+
+    def __init__(self, own: Tensor, stored: StoredTensor | None) -> None:
+        self.own, self.stored = own, stored
+        self.shape = tuple(own.shape)
+
+    def rows(self, first: int = 0, count: int | None = None) -> Tensor:
+        """Return some rows, or all."""
+        if self.stored is None:
+            return self.own.detach()[first : None if count is None else first + count]
+        found = torch.from_numpy(self.stored.read(first, count)).view(DTYPES[self.stored.format])
+        return found.view(-1, *self.shape[1:])
+
+    def checked_rows(self) -> Iterable[int]:
+        """Return the first rows of the parts that are compared: of what is on disk, some."""
+        if self.stored is None:
+            return range(0, self.shape[0], CHECKED)
+        last = max(0, self.shape[0] - CHECKED)
+        return sorted({0, last // 2, last})
 
 
 class NativeModel:
@@ -155,13 +182,15 @@ class NativeModel:
     def __init__(
         self, adapter: Adapter, exact: bool = True, kernels: str | None = None, threads: int = 0
     ) -> None:
-        model: Any = adapter.model
-        first: Any = adapter.layers[0]
+        shape = adapter.skeleton
+        model: Any = shape.model
+        first: Any = shape.layers[0]
         config, self.library = model.config, load_library()
-        heads, self.width = config.num_attention_heads, config.hidden_size
-        rotary = 2 * self._rotary(adapter, 1)[0].shape[1]
-        self.vocab, self.head_width = config.vocab_size, first.self_attn.head_dim
-        sizes = [len(adapter.layers), self.width, heads, config.num_key_value_heads]
+        self.adapter, self.heads = adapter, (config.num_attention_heads, config.num_key_value_heads)
+        self.width, self.vocab = config.hidden_size, config.vocab_size
+        self.head_width = first.self_attn.head_dim
+        rotary = 2 * self._rotary(1)[0].shape[1]
+        sizes = [len(shape.layers), self.width, *self.heads]
         sizes += [self.head_width, config.intermediate_size, self.vocab, rotary]
         scale, sizes_8 = first.self_attn.scaling, (ctypes.c_int * 8)(*sizes)
         own = _Config(sizes_8, config.rms_norm_eps, scale, exact)
@@ -172,18 +201,22 @@ class NativeModel:
         weakref.finalize(self, self.library.de_model_free, self.handle)
         self.positions = 0
         self.formats: set[str] = set()
-        gguf = stored_gguf(model)
-        stored = gguf_matrices(gguf, heads, config.num_key_value_heads) if gguf else {}
-        for layer, which, weight, name in self._matrices(adapter):
-            self._set_matrix(layer, which, weight, stored.get(name))
-        for index, module in enumerate(adapter.layers):
+        gguf = stored_gguf(adapter.model)
+        in_gguf = gguf_tensors(gguf) if gguf else {}
+        on_disk = stored_parameters(adapter.model)
+        for layer, which, weight, name in self._matrices(shape):
+            weights = Weights(weight, on_disk.get(weight))
+            self._set_matrix(layer, which, weights, name, in_gguf.get(name))
+        for index, module in enumerate(shape.layers):
             parameters = dict(module.named_parameters())
             for which, name in enumerate(VECTORS):
                 if name in parameters:
-                    self._set_vector(index, which, parameters[name])
-        self._set_vector(-1, 0, adapter.trunk.norm.weight)
+                    own_vector = parameters[name]
+                    self._set_vector(index, which, Weights(own_vector, on_disk.get(own_vector)))
+        norm = shape.trunk.norm.weight
+        self._set_vector(-1, 0, Weights(norm, on_disk.get(norm)))
 
-    def _matrices(self, adapter: Adapter) -> Iterator[tuple[int, int, Tensor, str]]:
+    def _matrices(self, adapter: Adapter) -> Iterator[tuple[int, int, nn.Parameter, str]]:
         """Yield layer, place, weights and GGUF name of every matrix; those of the model are -1."""
         model: Any = adapter.model
         embedding, head = adapter.trunk.embed_tokens.weight, model.lm_head.weight
@@ -195,38 +228,48 @@ class NativeModel:
                 weight: Any = layer.get_submodule(module).weight
                 yield index, which, weight, f"blk.{index}.{name}.weight"
 
-    def _set_matrix(self, layer: int, which: int, weight: Tensor, stored: Stored | None) -> None:
-        """Pack a matrix, from the file it comes from if it still stands for the same numbers."""
-        for make in (lambda: stored, lambda: as_stored(weight)):
-            each = make()
-            if each is None or each.shape != tuple(weight.shape):
-                continue
-            order = None if each.order is None else each.order.ctypes.data
-            data, (rows, cols) = np.ascontiguousarray(each.data), weight.shape
-            self.call(
-                "de_model_matrix", layer, which, FORMATS[each.format], data.ctypes.data, rows, cols,
-                order,
-            )  # fmt: skip
-            own = weight.detach().contiguous()
-            if self.library.de_model_equals(self.handle, layer, which, pointer(own)):
-                self.formats.add(each.format)
+    def _set_matrix(
+        self, layer: int, which: int, weights: Weights, name: str, gguf: StoredTensor | None
+    ) -> None:
+        """Pack a matrix, from the GGUF file if that still stands for the same numbers."""
+        if gguf is not None and gguf.shape == weights.shape:
+            stored = gguf_matrix(gguf, name, *self.heads)
+            if self._packed(layer, which, weights, stored):
                 return
-        raise RuntimeError("packed weights differ from those of the model")
+        if not self._packed(layer, which, weights, as_stored(weights.rows())):
+            raise RuntimeError("packed weights differ from those of the model")
 
-    def _set_vector(self, layer: int, which: int, values: Tensor) -> None:
-        own = values.detach().float().contiguous()
+    def _packed(self, layer: int, which: int, weights: Weights, stored: Packable) -> bool:
+        """Pack a matrix, and return whether it stands for the weights."""
+        order = None if stored.order is None else stored.order.ctypes.data
+        data, (rows, cols) = np.ascontiguousarray(stored.data), weights.shape
+        kind = FORMATS[stored.format]
+        self.call("de_model_matrix", layer, which, kind, data.ctypes.data, rows, cols, order)
+        found = torch.empty(min(rows, CHECKED), cols)
+        for first in weights.checked_rows():
+            own = weights.rows(first, CHECKED).float().contiguous()
+            self.call("de_model_rows", layer, which, first, len(own), pointer(found))
+            if not torch.equal(found[: len(own)].view(torch.int32), own.view(torch.int32)):
+                return False
+        self.formats.add(stored.format)
+        return True
+
+    def _set_vector(self, layer: int, which: int, values: Weights) -> None:
+        own = values.rows().float().contiguous()
         self.call("de_model_vector", layer, which, pointer(own), own.numel())
 
-    def _rotary(self, adapter: Adapter, positions: int) -> tuple[Tensor, Tensor]:
-        like = adapter.trunk.norm.weight
-        cosines, sines = adapter.trunk.rotary_emb(like, torch.arange(positions)[None])
+    def _rotary(self, positions: int) -> tuple[Tensor, Tensor]:
+        rotary = self.adapter.skeleton.trunk.rotary_emb
+        if rotary.inv_freq.is_meta:
+            rotary = type(rotary)(rotary.config)
+        cosines, sines = rotary(torch.empty(0), torch.arange(positions)[None])
         half = cosines.shape[-1] // 2
         return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
 
-    def see_positions(self, adapter: Adapter, positions: int) -> None:
+    def see_positions(self, positions: int) -> None:
         """Make rotary tables for so many positions, if there are none yet."""
         if positions > self.positions:
-            cosines, sines = self._rotary(adapter, positions)
+            cosines, sines = self._rotary(positions)
             self.call("de_model_rotary", pointer(cosines), pointer(sines), cosines.numel())
             self.positions = positions
 
@@ -266,10 +309,10 @@ class NativeEngine(Engine):
             order = mask_BT.bool().int().argsort(dim=1, descending=True, stable=True)
             ids_BT = ids_BT.gather(1, order)
         self.capacity = max(capacity, width)
-        self.native.see_positions(self.adapter, self.capacity + 16)
+        self.native.see_positions(self.capacity + 16)
         self._cache = _Cache(self.native, batch, self.capacity)
         self.lengths = [0] * batch
-        most = max(1, 8192 // batch)  # tokens that are in memory at once
+        most = max(1, PASS // batch)
         steps = [self.start_step(part, most * n) for n, part in enumerate(ids_BT.split(most, 1))]
         states = [self.run_layers(step, step.hidden, 0, self.num_layers) for step in steps]
         self.lengths, hidden_BTD = lengths, torch.cat(states, 1)

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
@@ -31,6 +32,7 @@ from transformers.models.auto.modeling_auto import (
 
 from deepenough.artifacts import fingerprint
 from deepenough.errors import UserError
+from deepenough.hf.deferred import is_deferred
 from deepenough.hf.intercept import eval_mode, hidden_input, hidden_output, hooked
 from deepenough.hf.layouts import LAYOUTS, Layout, Path, advice, candidates, find_parts, resolve
 
@@ -51,12 +53,11 @@ class Adapter:
         self.model = model
         self.kind: Kind = kind_of(model)
         self.layout = layout
-        self.trunk: Any = _found(model, model.base_model, layout.trunk, "trunk")
-        if callable(layout.layers):
-            self.layers = layout.layers(self.trunk)
-        else:
-            self.layers = list(_found(model, self.trunk, layout.layers, "layers"))
-        self.num_layers = len(self.layers)
+        self.skeleton = self
+        """The same layers, which need no weights: of a deferred model, those without."""
+        if is_deferred(model):
+            self.skeleton = Adapter(vars(model)["deferred_source"].skeleton, layout)
+        self.num_layers = len(self.skeleton.layers)
         width = getattr(model.config.get_text_config(), "hidden_size", None)
         if width is None:
             name = type(model).__name__
@@ -64,6 +65,18 @@ class Adapter:
         self.width: int = width
         self.limit: int | None = None
         """Tokens up to which decoding was tried; None for any number."""
+
+    @cached_property
+    def trunk(self) -> Any:
+        """The part of the model that holds the layers."""
+        return _found(self.model, self.model.base_model, self.layout.trunk, "trunk")
+
+    @cached_property
+    def layers(self) -> list[nn.Module]:
+        """The layers, first to last."""
+        if callable(self.layout.layers):
+            return self.layout.layers(self.trunk)
+        return list(_found(self.model, self.trunk, self.layout.layers, "layers"))
 
     @contextmanager
     def capture(self) -> Iterator[Captured]:
@@ -167,7 +180,7 @@ class Adapter:
     @property
     def max_length(self) -> int | None:
         """Longest text in tokens, or None where there is no limit."""
-        for module in self.trunk.modules():
+        for module in self.skeleton.trunk.modules():
             table = getattr(module, "position_embeddings", None)
             if isinstance(table, nn.Embedding) and table.padding_idx is not None:
                 # RoBERTa counts positions from behind the padding's.

@@ -104,7 +104,7 @@ def load(
         raise UserError(f"A model is loaded as auto, causal, masked or encoder, not as {kind!r}.")
     if dtype not in DTYPES:
         raise UserError(f"The dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}.")
-    place = _place(name)
+    place = find_place(name)
     options: dict[str, Any] = {"name": name, "revision": revision}
     options["trust_remote_code"] = trust_remote_code
     with without_bars():
@@ -153,7 +153,7 @@ def saved_kind(config: PreTrainedConfig) -> str:
     return "encoder"
 
 
-def _place(name: str) -> str:
+def find_place(name: str) -> str:
     """Return what `from_pretrained` takes for a name; `./smollm2` is a folder, `smollm2` is not."""
     if name in PACKAGED:
         return str(packaged_folder(name) or PACKAGED[name].hub)

@@ -14,9 +14,6 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 from transformers.utils import logging as transformers_logging
 
 from deepenough.artifacts import disk_reason
@@ -77,6 +74,8 @@ class Recorder:
         """Write one record everywhere."""
         if self._metrics is None:
             return
+        from tensorboard.compat.proto.summary_pb2 import Summary  # 10 MB, for training alone
+
         self._metrics.append(Record(step, kind, values))
         numbers = {name: v for name, v in values.items() if isinstance(v, float | int)}
         scalars = [
@@ -96,6 +95,9 @@ class Recorder:
 
     def _add_event(self, **fields: Any) -> None:
         """Write an event at once: `SummaryWriter`'s thread would end in a traceback."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         if self._events is None:
             self.run.events.mkdir(parents=True, exist_ok=True)
             # TensorBoard reads the files of a folder in the order of their names.
