@@ -115,7 +115,8 @@ DE_PUBLIC int de_model_matrix(void* model, int layer, int which, int format, con
         Matrix* matrix = find_matrix(static_cast<Model*>(model), layer, which);
         if (matrix == nullptr || format < 0 || format >= kFormats)
             throw std::invalid_argument("no such matrix or format");
-        if (!matrix->pack(Format(format), static_cast<const uint8_t*>(stored), rows, cols, order))
+        if (!matrix->pack(Format(format), static_cast<const uint8_t*>(stored), rows, cols, order,
+                          static_cast<Model*>(model)->slabs))
             throw std::invalid_argument("the columns do not fill blocks of 32");
     });
 }
@@ -234,7 +235,8 @@ DE_PUBLIC int de_product(const char* name, int exact, int format, const void* st
         const Kernels* kernels = find_kernels(name);
         if (kernels == nullptr) throw std::invalid_argument("this CPU lacks the instructions");
         Matrix matrix;
-        if (!matrix.pack(Format(format), static_cast<const uint8_t*>(stored), rows, cols, nullptr))
+        Slabs slabs;
+        if (!matrix.pack(Format(format), static_cast<const uint8_t*>(stored), rows, cols, nullptr, slabs))
             throw std::invalid_argument("the columns do not fill blocks of 32");
         const size_t blocks = size_t(cols / kBlock) * count;
         std::vector<int8_t> digits(blocks * kDigits * kBlock + 1);

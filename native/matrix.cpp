@@ -10,6 +10,8 @@
 
 namespace deepenough {
 
+constexpr size_t kSlab = size_t(16) << 20;
+
 void Free::operator()(void* memory) const { std::free(memory); }
 
 void* allocate(size_t bytes) {
@@ -73,59 +75,70 @@ size_t stored_row_bytes(Format format, int cols) {
     return size_t(cols / kBlock) * gguf_block_bytes(format);
 }
 
-// Where a tile keeps the scales of its blocks, behind all weights.
-static size_t weight_bytes(Format format) { return format == Q8_0 ? 512 : 256; }
-static size_t scale_bytes(Format format) { return format == Q4_1 ? 64 : 32; }
+uint8_t* Slabs::take(size_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    if (bytes > left_) {
+        left_ = bytes > kSlab ? bytes : kSlab, used_ = 0;
+        all_.push_back(make_buffer<uint8_t>(left_));
+    }
+    uint8_t* found = all_.back().get() + used_;
+    left_ -= bytes, used_ += bytes;
+    return found;
+}
+
+size_t Matrix::weights_at(int index) const {
+    const int tile = index / kTile;
+    return band_bytes * (tile / kBand) + weight_bytes(format) * (tile % kBand);
+}
+
+size_t Matrix::scales_at(int index) const {
+    const int tile = index / kTile;
+    return band_bytes * (tile / kBand) + kBand * weight_bytes(format) +
+           scale_bytes(format) * (tile % kBand);
+}
 
 bool Matrix::pack(Format new_format, const uint8_t* stored, int new_rows, int new_cols,
-                  const int* order) {
+                  const int* order, Slabs& slabs) {
     if (is_quantised(new_format) && new_cols % kBlock != 0) return false;
     format = new_format, rows = new_rows, cols = new_cols;
+    const size_t record = record_bytes(format);
+    band_bytes = record * (is_quantised(format) ? blocks() : cols);
+    uint8_t* packed = slabs.take(bytes());
+    data = packed;
+    std::memset(packed, 0, bytes());
     const size_t row_bytes = stored_row_bytes(format, cols), element = element_bytes(format);
-    tile_bytes = is_quantised(format) ? (weight_bytes(format) + scale_bytes(format)) * blocks()
-                                      : kTile * element * cols;
-    tile_bytes = (tile_bytes + 63) / 64 * 64;
-    owned = make_buffer<uint8_t>(bytes());
-    data = owned.get();
-    std::memset(owned.get(), 0, bytes());
-    const size_t block_bytes = gguf_block_bytes(format), all_weights = weight_bytes(format) * blocks();
     for (int index = 0; index < rows; index++) {
         const uint8_t* from = stored + row_bytes * (order ? order[index] : index);
-        uint8_t* tile_data = owned.get() + tile_bytes * (index / kTile);
+        uint8_t *weights = packed + weights_at(index), *scales = packed + scales_at(index);
         const int lane = index % kTile;
         if (!is_quantised(format)) {
             for (int col = 0; col < cols; col++)
-                std::memcpy(tile_data + (size_t(col) * kTile + lane) * element, from + col * element,
-                            element);
+                std::memcpy(weights + col * record + lane * element, from + col * element, element);
             continue;
         }
-        for (int block = 0; block < blocks(); block++, from += block_bytes) {
-            uint8_t* scales = tile_data + all_weights + scale_bytes(format) * block;
-            uint8_t* weights = tile_data + weight_bytes(format) * block;
+        for (int block = 0; block < blocks(); block++, weights += record, scales += record) {
             std::memcpy(scales + 2 * lane, from, 2);
             if (format == Q4_1) std::memcpy(scales + 32 + 2 * lane, from + 2, 2);
-            const uint8_t* packed = from + (format == Q4_1 ? 4 : 2);
-            const int bytes_of_weights = format == Q8_0 ? 32 : 16;  // nibbles: col, and col + 16
-            for (int col = 0; col < bytes_of_weights; col++)
-                weights[(col / 4) * 64 + lane * 4 + col % 4] = packed[col];
+            const uint8_t* bytes = from + (format == Q4_1 ? 4 : 2);
+            const int count = format == Q8_0 ? 32 : 16;  // nibbles: col, and col + 16
+            for (int col = 0; col < count; col++)
+                weights[(col / 4) * 64 + lane * 4 + col % 4] = bytes[col];
+            from += gguf_block_bytes(format);
         }
     }
     return true;
 }
 
 void Matrix::row(int index, float* out) const {
-    const uint8_t* tile_data = data + tile_bytes * (index / kTile);
+    const uint8_t *weights = data + weights_at(index), *scales = data + scales_at(index);
+    const size_t record = record_bytes(format), element = element_bytes(format);
     const int lane = index % kTile;
     if (!is_quantised(format)) {
-        const size_t element = element_bytes(format);
         for (int col = 0; col < cols; col++)
-            out[col] = stored_float(format, tile_data + (size_t(col) * kTile + lane) * element);
+            out[col] = stored_float(format, weights + col * record + lane * element);
         return;
     }
-    for (int block = 0; block < blocks(); block++) {
-        const uint8_t* weights = tile_data + weight_bytes(format) * block;
-        const uint8_t* scales =
-            tile_data + weight_bytes(format) * blocks() + scale_bytes(format) * block;
+    for (int block = 0; block < blocks(); block++, weights += record, scales += record) {
         const float scale = stored_float(F16, scales + 2 * lane);
         const float minimum = format == Q4_1 ? stored_float(F16, scales + 32 + 2 * lane) : 0.0f;
         float* values = out + block * kBlock;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "formats.h"
 
@@ -22,19 +23,33 @@ Buffer<T> make_buffer(size_t count) {
     return Buffer<T>(static_cast<T*>(allocate(count * sizeof(T))));
 }
 
-struct Matrix : Tiles {
-    Buffer<uint8_t> owned;
+// Memory that is handed out in the order in which it will be read, and freed as a whole.
+class Slabs {
+public:
+    uint8_t* take(size_t bytes);
 
+private:
+    std::vector<Buffer<uint8_t>> all_;
+    size_t left_ = 0, used_ = 0;
+};
+
+struct Matrix : Tiles {
     Matrix() : Tiles{F32, 0, 0, 0, nullptr} {}
     int tiles() const { return (rows + kTile - 1) / kTile; }
+    int bands() const { return (tiles() + kBand - 1) / kBand; }
     int blocks() const { return cols / kBlock; }
-    size_t bytes() const { return tile_bytes * tiles(); }
+    size_t bytes() const { return band_bytes * bands(); }
 
     // Pack rows that are stored one after the other in a format, in the order given (or as they
     // are); returns false if the columns do not fill blocks.
-    bool pack(Format format, const uint8_t* stored, int rows, int cols, const int* order);
+    bool pack(Format format, const uint8_t* stored, int rows, int cols, const int* order, Slabs&);
     // Write one row as floats, exactly as stored.
     void row(int index, float* out) const;
+
+private:
+    // Where the weights of a row's tile begin, in its first block or column, and its scales.
+    size_t weights_at(int index) const;
+    size_t scales_at(int index) const;
 };
 
 size_t stored_row_bytes(Format format, int cols);

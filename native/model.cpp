@@ -7,7 +7,7 @@
 
 namespace deepenough {
 
-constexpr int kChunkTiles = 4;     // weights that a thread claims at once
+constexpr int kChunkTiles = kBand;  // weights that a thread claims at once
 constexpr int kPrivateRows = 4;    // up to so many rows every thread prepares for itself
 constexpr int kPiece = 1024;       // positions of a long context that one task attends to
 constexpr int kTokensInTask = 8;   // of a long prompt

@@ -60,6 +60,7 @@ public:
     Model(const Config&, const Kernels&, int threads);
 
     const Config config;
+    Slabs slabs;  // of all matrices
     std::vector<Layer> layers;
     Matrix embedding, head;  // a tied head has no rows of its own
     std::vector<float> final_norm, cosines, sines;  // the latter [position][rotary / 2]

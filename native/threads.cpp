@@ -71,7 +71,7 @@ bool Threads::claim(int thread, int most, int* first, int* last) {
             if (state >> (2 * kBits) != (own.phase & 0xffffff)) return false;
             const int begin = int(state >> kBits & kMask), end = int(state & kMask);
             if (begin >= end) break;
-            const int count = std::min(most, end - begin);
+            const int count = std::min(most - begin % most, end - begin);
             if (!share.state.compare_exchange_weak(state, packed(own.phase, begin + count, end),
                                                    std::memory_order_acq_rel))
                 continue;

@@ -26,8 +26,9 @@ public:
     // the others as they come; returns when all tasks are done and nobody is at work any more.
     void run(const std::function<void(int)>& work, int tasks);
 
-    // Claim up to `most` neighbouring tasks of the thread's phase, of its own share first and then of
-    // the others'; those it claimed before are done. Returns false when there are none left.
+    // Claim up to `most` neighbouring tasks of the thread's phase, up to a multiple of that, of its own
+    // share first and then of the others'; those it claimed before are done. Returns false when there
+    // are none left.
     bool claim(int thread, int most, int* first, int* last);
 
     // Wait until all tasks of the thread's phase are done; the next phase has so many.
