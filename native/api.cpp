@@ -167,10 +167,10 @@ DE_PUBLIC int de_embed(void* model, const int64_t* tokens, int count, float* hid
 }
 
 DE_PUBLIC int de_layers(void* model, void* cache, const int* rows, const int* starts, int sequences, int tokens,
-              int first, int last, float* hidden) {
+              int first, int last, float* hidden, float* normed, float* logits) {
     return guarded([&] {
         const Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
-        static_cast<Model*>(model)->run_layers(pass, first, last, hidden);
+        static_cast<Model*>(model)->run_layers(pass, first, last, hidden, normed, logits);
     });
 }
 
@@ -185,14 +185,6 @@ DE_PUBLIC int de_write_kv(void* model, void* cache, const int* rows, const int* 
 DE_PUBLIC int de_finish(void* model, const float* hidden, int count, int is_normed, float* normed, float* logits) {
     return guarded([&] {
         static_cast<Model*>(model)->finish(hidden, count, is_normed != 0, normed, logits);
-    });
-}
-
-DE_PUBLIC int de_run(void* model, void* cache, const int* rows, const int* starts, int sequences, int tokens,
-           const int64_t* ids, float* hidden, float* normed, float* logits) {
-    return guarded([&] {
-        const Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
-        static_cast<Model*>(model)->run(pass, ids, hidden, normed, logits);
     });
 }
 

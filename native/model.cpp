@@ -403,12 +403,17 @@ void Model::embed(const int64_t* tokens, int count, float* hidden) const {
     }
 }
 
-void Model::run_layers(const Pass& pass, int first, int last, float* hidden) {
+void Model::run_layers(const Pass& pass, int first, int last, float* hidden, float* normed,
+                       float* logits) {
     if (first >= last) return;
     reserve(pass);
     shared_.reserve(pass.count(), std::max({config.width, config.inner, config.query_width()}));
-    threads_.run([&](int thread) { layers_work(thread, pass, first, last, hidden, 0); },
-                 first_tasks(pass.count(), query_tiles(layers[first])));
+    threads_.run(
+        [&](int thread) {
+            layers_work(thread, pass, first, last, hidden, head_tasks(pass.count(), logits));
+            head_work(thread, pass.count(), hidden, final_norm.data(), normed, logits);
+        },
+        first_tasks(pass.count(), query_tiles(layers[first])));
 }
 
 void Model::write_kv(const Pass& pass, int index, const float* hidden) {
@@ -447,18 +452,6 @@ void Model::finish(const float* hidden, int count, bool is_normed, float* normed
     shared_.reserve(count, config.width);
     threads_.run([&](int thread) { head_work(thread, count, hidden, norm, normed, logits); },
                  head_tasks(count, logits));
-}
-
-void Model::run(const Pass& pass, const int64_t* tokens, float* hidden, float* normed, float* logits) {
-    reserve(pass);
-    shared_.reserve(pass.count(), std::max({config.width, config.inner, config.query_width()}));
-    embed(tokens, pass.count(), hidden);
-    threads_.run(
-        [&](int thread) {
-            layers_work(thread, pass, 0, config.layers, hidden, head_tasks(pass.count(), logits));
-            head_work(thread, pass.count(), hidden, final_norm.data(), normed, logits);
-        },
-        first_tasks(pass.count(), query_tiles(layers[0])));
 }
 
 size_t Model::weight_bytes() const {

@@ -66,14 +66,13 @@ public:
     std::vector<float> final_norm, cosines, sines;  // the latter [position][rotary / 2]
 
     void embed(const int64_t* tokens, int count, float* hidden) const;
-    // Replace the states before layer `first` by those before layer `last`.
-    void run_layers(const Pass&, int first, int last, float* hidden);
+    // Replace the states before layer `first` by those before layer `last`; write these normed and
+    // their logits, too, unless null.
+    void run_layers(const Pass&, int first, int last, float* hidden, float* normed, float* logits);
     // Write the keys and values that a layer makes of states.
     void write_kv(const Pass&, int layer, const float* hidden);
     // Write normed states and, unless null, their logits.
     void finish(const float* hidden, int count, bool is_normed, float* normed, float* logits);
-    // All of it at once: states after the last layer, normed states, logits.
-    void run(const Pass&, const int64_t* tokens, float* hidden, float* normed, float* logits);
 
     size_t weight_bytes() const;
 

@@ -165,6 +165,21 @@ def test_long_contexts_are_attended_to_in_pieces(kernels, length) -> None:
             engine.keep([count, count])
 
 
+@pytest.mark.parametrize("length", [5, 1100])
+def test_keys_and_values_may_be_kept_in_bf16(kernels, length) -> None:
+    """Rounded to 8 bits of precision: logits move by about as much, and no more."""
+    model = make(LlamaConfig, num_hidden_layers=1)
+    ids = torch.randint(2, 97, (2, length + 1), generator=torch.Generator().manual_seed(3))
+    found = []
+    for rounded in (False, True):
+        engine = NativeEngine(adapt(model), kernels=kernels, threads=2, cache_bf16=rounded)
+        engine.prefill(ids[:, :length], None, length + 8)
+        step = engine.start_step(ids[:, length:])
+        found.append(engine.head(engine.norm(engine.run_layers(step, step.hidden, 0, 1))))
+    difference = float((found[0] - found[1]).abs().max())
+    assert 0.0 < difference < 2**-6 * float(found[0].abs().max())
+
+
 def test_what_does_not_fit_is_left_to_the_other_backends() -> None:
     model = make(LlamaConfig, hidden_act="gelu")
     assert make_engine(model).backend == "torch"

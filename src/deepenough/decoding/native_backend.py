@@ -38,6 +38,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHECKED = 64
 #: Tokens of prompts that go through the layers at once.
 PASS = 256
+#: Up to so many tokens, a call that runs all layers makes the logits, too.
+FUSED = 8
 #: Matrices and vectors of a layer: the module, and the tensor's name in a GGUF file.
 MATRICES = {
     "self_attn.q_proj": "attn_q",
@@ -296,10 +298,14 @@ class NativeEngine(Engine):
 
     backend = "native"
 
-    def __init__(self, adapter: Adapter, **options: Any) -> None:
+    def __init__(self, adapter: Adapter, cache_bf16: bool = False, **options: Any) -> None:
         super().__init__(adapter)
         self.native = NativeModel(adapter, **options)
+        self.cache_bf16 = cache_bf16
+        """Whether keys and values are rounded to bf16, which halves what a long context costs."""
         self._cache: _Cache | None = None
+        self._latest: tuple[Tensor | None, ...] = (None, None, None)
+        """States after the last layer, normed, and logits of the latest pass."""
 
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
         """Start a batch from its prompts; see `Engine.prefill`."""
@@ -310,7 +316,7 @@ class NativeEngine(Engine):
             ids_BT = ids_BT.gather(1, order)
         self.capacity = max(capacity, width)
         self.native.see_positions(self.capacity + 16)
-        self._cache = _Cache(self.native, batch, self.capacity)
+        self._cache = _Cache(self.native, batch, self.capacity, self.cache_bf16)
         self.lengths = [0] * batch
         most = max(1, PASS // batch)
         steps = [self.start_step(part, most * n) for n, part in enumerate(ids_BT.split(most, 1))]
@@ -333,7 +339,17 @@ class NativeEngine(Engine):
     def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
         """Return `h_last` from `h_first`; see `Engine.run_layers`."""
         hidden = hidden_BTD.clone(memory_format=torch.contiguous_format)
-        self._call("de_layers", step, first, last, pointer(hidden))
+        count = hidden.shape[0] * hidden.shape[1]
+        if last - first < self.num_layers or count > FUSED:
+            self._call("de_layers", step, first, last, pointer(hidden), None, None)
+            return hidden
+        # Whoever runs all layers wants the logits next: they are made by the same call.
+        normed = torch.empty_like(hidden)
+        logits = torch.empty(*hidden.shape[:-1], self.native.vocab)
+        self._call(
+            "de_layers", step, first, last, pointer(hidden), pointer(normed), pointer(logits)
+        )
+        self._latest = hidden, normed, logits
         return hidden
 
     def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
@@ -355,6 +371,9 @@ class NativeEngine(Engine):
 
     def norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm between the last layer and the head."""
+        found = self._latest[1]
+        if found is not None and hidden is self._latest[0]:
+            return found
         own = hidden.contiguous()
         normed = torch.empty_like(own)
         count = own.numel() // self.native.width
@@ -363,6 +382,9 @@ class NativeEngine(Engine):
 
     def head(self, normed: Tensor) -> Tensor:
         """Return the logits `[..., V]` of normed states."""
+        found = self._latest[2]
+        if found is not None and normed is self._latest[1]:
+            return found
         own = normed.contiguous()
         logits = torch.empty(*own.shape[:-1], self.native.vocab)
         count = own.numel() // self.native.width
@@ -378,6 +400,7 @@ class NativeEngine(Engine):
     def release(self) -> None:
         """Free the memory of the cache."""
         self._cache, self.lengths, self.prompt = None, [], []
+        self._latest = (None, None, None)
 
 
 class _Places:
@@ -391,9 +414,9 @@ class _Places:
 class _Cache:
     """Keys and values of some sequences."""
 
-    def __init__(self, model: NativeModel, sequences: int, capacity: int) -> None:
+    def __init__(self, model: NativeModel, sequences: int, capacity: int, is_bf16: bool) -> None:
         self.library = model.library
-        made = self.library.de_cache_new(model.handle, sequences, capacity, 0)
+        made = self.library.de_cache_new(model.handle, sequences, capacity, int(is_bf16))
         if not made:
             raise UserError(
                 f"There is no room for keys and values of {sequences} sequences of {capacity} "
