@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,27 +123,25 @@ def fits(adapter: Adapter) -> bool:
 
 
 class Packable(NamedTuple):
-    """A matrix as it is stored: bytes, format, rows and columns, and the order of its rows."""
+    """A matrix as it is stored: bytes, format, and the order of its rows."""
 
     data: np.ndarray
     format: str
-    shape: tuple[int, ...]
     order: np.ndarray | None = None
 
 
 def as_stored(weight: Tensor) -> Packable:
     """Return weights as they are or, of fp32, in the smallest of three that holds them exactly."""
-    shape = tuple(weight.shape)
     if weight.dtype is not torch.float32:
         name = "BF16" if weight.dtype is torch.bfloat16 else "F16"
-        return Packable(weight.view(torch.int16).numpy(), name, shape)
+        return Packable(weight.view(torch.int16).numpy(), name)
     bits = weight.detach().contiguous().view(torch.int32).numpy()
     if not (bits & 0xFFFF).any():
-        return Packable((bits >> 16).astype(np.int16), "BF16", shape)
+        return Packable((bits >> 16).astype(np.int16), "BF16")
     half = weight.detach().half()
     if torch.equal(half.float(), weight.detach()):
-        return Packable(half.contiguous().view(torch.int16).numpy(), "F16", shape)
-    return Packable(bits, "F32", shape)
+        return Packable(half.contiguous().view(torch.int16).numpy(), "F16")
+    return Packable(bits, "F32")
 
 
 def gguf_matrix(stored: StoredTensor, name: str, heads: int, kv_heads: int) -> Packable:
@@ -153,29 +151,15 @@ def gguf_matrix(stored: StoredTensor, name: str, heads: int, kv_heads: int) -> P
         if f".{part}." in name:  # pairs of channels that rotate together are neighbours
             pairs = np.arange(stored.shape[0], dtype=np.int32).reshape(count, -1, 2)
             order = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
-    return Packable(stored.read(), stored.format, stored.shape, order)
+    return Packable(stored.read(), stored.format, order)
 
 
-class Weights:
-    """The numbers of a parameter: a tensor, or where it stands on disk if its model is deferred."""
-
-    def __init__(self, own: Tensor, stored: StoredTensor | None) -> None:
-        self.own, self.stored = own, stored
-        self.shape = tuple(own.shape)
-
-    def rows(self, first: int = 0, count: int | None = None) -> Tensor:
-        """Return some rows, or all."""
-        if self.stored is None:
-            return self.own.detach()[first : None if count is None else first + count]
-        found = torch.from_numpy(self.stored.read(first, count)).view(DTYPES[self.stored.format])
-        return found.view(-1, *self.shape[1:])
-
-    def checked_rows(self) -> Iterable[int]:
-        """Return the first rows of the parts that are compared: of what is on disk, some."""
-        if self.stored is None:
-            return range(0, self.shape[0], CHECKED)
-        last = max(0, self.shape[0] - CHECKED)
-        return sorted({0, last // 2, last})
+def rows_of(weight: Tensor | StoredTensor, first: int = 0, count: int | None = None) -> Tensor:
+    """Return some rows of a parameter, or all; one of a deferred model stands on disk."""
+    if isinstance(weight, Tensor):
+        return weight.detach()[first : None if count is None else first + count]
+    found = torch.from_numpy(weight.read(first, count)).view(DTYPES[weight.format])
+    return found.view(-1, *weight.shape[1:])
 
 
 class NativeModel:
@@ -207,16 +191,15 @@ class NativeModel:
         in_gguf = gguf_tensors(gguf) if gguf else {}
         on_disk = stored_parameters(adapter.model)
         for layer, which, weight, name in self._matrices(shape):
-            weights = Weights(weight, on_disk.get(weight))
-            self._set_matrix(layer, which, weights, name, in_gguf.get(name))
+            self._set_matrix(layer, which, on_disk.get(weight, weight), name, in_gguf.get(name))
         for index, module in enumerate(shape.layers):
             parameters = dict(module.named_parameters())
             for which, name in enumerate(VECTORS):
                 if name in parameters:
                     own_vector = parameters[name]
-                    self._set_vector(index, which, Weights(own_vector, on_disk.get(own_vector)))
+                    self._set_vector(index, which, on_disk.get(own_vector, own_vector))
         norm = shape.trunk.norm.weight
-        self._set_vector(-1, 0, Weights(norm, on_disk.get(norm)))
+        self._set_vector(-1, 0, on_disk.get(norm, norm))
 
     def _matrices(self, adapter: Adapter) -> Iterator[tuple[int, int, nn.Parameter, str]]:
         """Yield layer, place, weights and GGUF name of every matrix; those of the model are -1."""
@@ -231,33 +214,43 @@ class NativeModel:
                 yield index, which, weight, f"blk.{index}.{name}.weight"
 
     def _set_matrix(
-        self, layer: int, which: int, weights: Weights, name: str, gguf: StoredTensor | None
+        self,
+        layer: int,
+        which: int,
+        weight: Tensor | StoredTensor,
+        name: str,
+        gguf: StoredTensor | None,
     ) -> None:
         """Pack a matrix, from the GGUF file if that still stands for the same numbers."""
-        if gguf is not None and gguf.shape == weights.shape:
+        if gguf is not None and gguf.shape == tuple(weight.shape):
             stored = gguf_matrix(gguf, name, *self.heads)
-            if self._packed(layer, which, weights, stored):
+            if self._packed(layer, which, weight, stored):
                 return
-        if not self._packed(layer, which, weights, as_stored(weights.rows())):
+        if not self._packed(layer, which, weight, as_stored(rows_of(weight))):
             raise RuntimeError("packed weights differ from those of the model")
 
-    def _packed(self, layer: int, which: int, weights: Weights, stored: Packable) -> bool:
-        """Pack a matrix, and return whether it stands for the weights."""
+    def _packed(
+        self, layer: int, which: int, weight: Tensor | StoredTensor, stored: Packable
+    ) -> bool:
+        """Pack a matrix, and return whether it stands for the weights: on disk, for some rows."""
         order = None if stored.order is None else stored.order.ctypes.data
-        data, (rows, cols) = np.ascontiguousarray(stored.data), weights.shape
+        data, (rows, cols) = np.ascontiguousarray(stored.data), weight.shape
         kind = FORMATS[stored.format]
         self.call("de_model_matrix", layer, which, kind, data.ctypes.data, rows, cols, order)
+        last = max(0, rows - CHECKED)
         found = torch.empty(min(rows, CHECKED), cols)
-        for first in weights.checked_rows():
-            own = weights.rows(first, CHECKED).float().contiguous()
+        for first in (
+            range(0, rows, CHECKED) if isinstance(weight, Tensor) else (0, last // 2, last)
+        ):
+            own = rows_of(weight, first, CHECKED).float().contiguous()
             self.call("de_model_rows", layer, which, first, len(own), pointer(found))
             if not torch.equal(found[: len(own)].view(torch.int32), own.view(torch.int32)):
                 return False
         self.formats.add(stored.format)
         return True
 
-    def _set_vector(self, layer: int, which: int, values: Weights) -> None:
-        own = values.rows().float().contiguous()
+    def _set_vector(self, layer: int, which: int, values: Tensor | StoredTensor) -> None:
+        own = rows_of(values).float().contiguous()
         self.call("de_model_vector", layer, which, pointer(own), own.numel())
 
     def _rotary(self, positions: int) -> tuple[Tensor, Tensor]:
