@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from deepenough.decoding import native_backend
 from deepenough.decoding.api import speculate
-from deepenough.hf.adapter import Adapter
-from deepenough.hf.deferred import gguf_tensors, is_deferred, load_deferred, safetensors_tensors
+from deepenough.hf.adapter import Adapter, is_deferred
+from deepenough.hf.deferred import gguf_tensors, load_deferred, safetensors_tensors
 from deepenough.hf.layouts import LAYOUTS
 from deepenough.hf.loading import load, stored_gguf
 

@@ -34,8 +34,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from deepenough.artifacts import fingerprint
 from deepenough.errors import UserError
-from deepenough.hf.adapter import Adapter, adapt
-from deepenough.hf.deferred import is_deferred
+from deepenough.hf.adapter import Adapter, adapt, is_deferred
 from deepenough.hf.intercept import others_hooks
 from deepenough.hf.layouts import LAYOUTS
 from deepenough.hf.twin import LONGEST, SWITCH, make_twin

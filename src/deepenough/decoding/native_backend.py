@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from deepenough.decoding.engine import Engine, Step, is_untouched, row_lengths
 from deepenough.errors import UserError
-from deepenough.hf.adapter import Adapter
+from deepenough.hf.adapter import Adapter, is_deferred
 from deepenough.hf.deferred import StoredTensor, gguf_tensors, stored_parameters
 from deepenough.hf.loading import stored_gguf
 
@@ -189,7 +189,7 @@ class NativeModel:
         self.formats: set[str] = set()
         gguf = stored_gguf(adapter.model)
         in_gguf = gguf_tensors(gguf) if gguf else {}
-        on_disk = stored_parameters(adapter.model)
+        on_disk = stored_parameters(adapter.model) if is_deferred(adapter.model) else {}
         for layer, which, weight, name in self._matrices(shape):
             self._set_matrix(layer, which, on_disk.get(weight, weight), name, in_gguf.get(name))
         for index, module in enumerate(shape.layers):

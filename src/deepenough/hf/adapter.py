@@ -32,7 +32,6 @@ from transformers.models.auto.modeling_auto import (
 
 from deepenough.artifacts import fingerprint
 from deepenough.errors import UserError
-from deepenough.hf.deferred import is_deferred
 from deepenough.hf.intercept import eval_mode, hidden_input, hidden_output, hooked
 from deepenough.hf.layouts import LAYOUTS, Layout, Path, advice, candidates, find_parts, resolve
 
@@ -341,6 +340,12 @@ def _is_close(found: Tensor, expected: Tensor, mask: Tensor) -> bool:
     tolerance = torch.finfo(expected.dtype).eps ** 0.5 * max(largest, 1e-3)
     # Weights that are not finite are somebody else's to tell of.
     return torch.allclose(found[seen], expected[seen], 0.0, tolerance, equal_nan=True)
+
+
+def is_deferred(model: Any) -> bool:
+    """Return whether a model's modules have not been asked for yet (`deferred.py`)."""
+    source = vars(model).get("deferred_source")
+    return source is not None and source.loaded is None
 
 
 def kind_of(model: PreTrainedModel) -> Kind:

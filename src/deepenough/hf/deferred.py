@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from deepenough.hf.adapter import is_deferred
 from deepenough.hf.loading import PACKAGED, find_place, from_pretrained, load, own_class
 from deepenough.training.logging import without_bars
 
@@ -189,16 +190,8 @@ class Deferred:
         return torch.float32 if is_deferred(self) else super().dtype  # type: ignore[misc]
 
 
-def is_deferred(model: Any) -> bool:
-    """Return whether a model's modules have not been asked for yet."""
-    source = vars(model).get("deferred_source")
-    return source is not None and source.loaded is None
-
-
 def stored_parameters(model: Any) -> dict[nn.Parameter, StoredTensor]:
-    """Return where a deferred model's weights stand, by its skeleton's parameters; else nothing."""
-    if not is_deferred(model):
-        return {}
+    """Return where a deferred model's weights stand, by the parameters of its skeleton."""
     source = vars(model)["deferred_source"]
     return {weight: source.tensors[name] for name, weight in source.skeleton.named_parameters()}
 
