@@ -139,18 +139,6 @@ def test_drafts_that_were_in_vain_are_paid_for(small, prompts) -> None:
     assert costs["always"] < costs["sometimes"] < costs["never"]
 
 
-def test_lookup_continues_what_it_has_seen() -> None:
-    lookup = LookupDrafter(2)
-    assert lookup.find(0, [1, 2, 3, 4]) == []
-    assert lookup.find(0, [1, 2, 3, 4, 9, 2, 3]) == [4, 9]
-    # The longer match counts, and of equal ones the last.
-    assert lookup.find(1, [7, 1, 2, 5, 8, 1, 2, 6, 7, 1, 2]) == [5, 8]
-    assert lookup.find(2, [1, 2, 5, 8, 1, 2, 6, 9, 1, 2]) == [6, 9]
-    # Rows do not see each other; a text that repeats itself goes on.
-    assert lookup.find(3, [2, 3]) == []
-    assert lookup.find(4, [5, 5, 5]) == [5]
-
-
 def test_wrong_drafts_are_refused(small, make_model) -> None:
     with pytest.raises(UserError, match="give linear_drafter"):
         speculate(small, drafter="linear")

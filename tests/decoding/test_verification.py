@@ -30,33 +30,6 @@ def four_words(make_model):
     )
 
 
-def outcomes(monkeypatch, probabilities, draft) -> dict[int, float]:
-    """The distribution of what `sample_with_drafts` returns, from its own two branches."""
-    found: Counter = Counter()
-    weights = {}
-
-    def multinomial(given, num_samples, generator):
-        weights[len(weights)] = given[0].clone()
-        return torch.zeros(1, 1, dtype=torch.long)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(verification.torch, "multinomial", multinomial)
-        if draft is not None:
-            patch.setattr(verification.torch, "rand", lambda size, generator: torch.zeros(size))
-            assert REAL_DRAW(probabilities.clone(), [draft]) == [draft]
-            assert not weights
-            found[draft] += float(probabilities[0, draft])
-            patch.setattr(verification.torch, "rand", lambda size, generator: torch.ones(size))
-        REAL_DRAW(probabilities.clone(), [draft])
-    left = 1.0 - sum(found.values())
-    for token, weight in enumerate((weights[0] / weights[0].sum()).tolist()):
-        found[token] += left * weight
-    return found
-
-
-REAL_DRAW = verification.sample_with_drafts
-
-
 class Fork(Exception):
     """All outcomes of the next draw."""
 
@@ -67,12 +40,12 @@ def distribution(monkeypatch, fast, given, options) -> dict[tuple[int, ...], flo
     def explore(script: tuple[int, ...]) -> dict[tuple[int, ...], float]:
         left = list(script)
 
-        def draw(probabilities, drafts, generator):
+        def draw(probabilities, num_samples, generator):
             if left:
-                return [left.pop(0)]
-            raise Fork(outcomes(monkeypatch, probabilities, drafts[0]))
+                return torch.tensor([[left.pop(0)]])
+            raise Fork(dict(enumerate(probabilities[0].tolist())))
 
-        monkeypatch.setattr(verification, "sample_with_drafts", draw)
+        monkeypatch.setattr(verification.torch, "multinomial", draw)
         try:
             return {tuple(fast.generate(**given, **options)[0].tolist()): 1.0}
         except Fork as fork:

@@ -36,6 +36,7 @@ from deepenough.decoding.early_exit import (
 )
 from deepenough.decoding.engine import Engine, ModelState, is_untouched, make_engine
 from deepenough.decoding.exit_scoring import ExitForwardPass, choose_exits, count_before
+from deepenough.decoding.lookup import LookupTable
 from deepenough.decoding.request import SequenceState, check_prompt, make_request
 from deepenough.decoding.verification import decode
 from deepenough.errors import UserError
@@ -57,6 +58,7 @@ def speculate(
     linear_drafter: LinearDrafter | None = None,
     shortcuts: Shortcuts | None = None,
     draft_layer: int | None = None,
+    table: LookupTable | str | os.PathLike[str] | None = None,
     backend: str | None = None,
 ) -> Any:
     """Return a model that shares `model`'s weights and generates the same tokens faster.
@@ -69,11 +71,14 @@ def speculate(
             layers and `shortcuts`), or any `Drafter`; "none" drafts nothing. By default those that
             were fastest when the draft model was trained, or else lookup and the first of a draft
             model, a linear drafter and shortcuts that is given.
-        num_draft_tokens: Tokens guessed at once by drafters given by name; 2 by default.
+        num_draft_tokens: Tokens guessed in every pass by drafters given by name; by default as many
+            as pay, by the time of passes and how often guesses are right.
         draft_model: What `deepenough decode tune` trained, or its folder.
         linear_drafter: What was fitted for this model.
         shortcuts: Maps between the layers of this model.
         draft_layer: Layers that the shortcut drafter runs; by default a quarter of them.
+        table: Texts of other requests for "lookup", which adds its own: a `LookupTable`, or the
+            folder of one that was saved.
         backend: "native" (compiled code on a CPU), "torch" (fused layers) or "general" (the model's
             own layers); by default the first of these that fits.
     """
@@ -82,6 +87,8 @@ def speculate(
     engine = make_engine(model, backend)
     if isinstance(draft_model, str | os.PathLike):
         draft_model = DraftModel.from_pretrained(draft_model)
+    if isinstance(table, str | os.PathLike):
+        table = LookupTable.from_pretrained(table)
     names = [drafter] if isinstance(drafter, str | Drafter) else drafter
     if names is not None and not names:
         raise UserError("There is no drafter: give at least one, or drafter='none'.")
@@ -93,6 +100,7 @@ def speculate(
         linear_drafter=linear_drafter,
         shortcuts=shortcuts,
         layer=draft_layer,
+        table=table,
     )
     return _wrapped(model, made, None, backend, engine)
 

@@ -4,11 +4,14 @@ A wrong guess costs a little time and never changes the output, so a drafter is 
 guesses. In order of what they cost:
 
 - `LookupDrafter` continues the text as it continued where its last tokens stood before (prompt
-  lookup decoding). It needs nothing but the text.
+  lookup decoding, with a suffix automaton: `lookup.py`). It needs nothing but the text.
 - `LinearDrafter` maps the last state and the last token's embedding linearly to the next state.
 - `DraftModelDrafter` runs a draft head of one layer (`draft_model.py`), with a cache of its own.
 - `ShortcutDrafter` runs the first layers of the model and jumps to the last state by a shortcut.
 - `FallbackDrafter` asks several drafters in turn; `make_drafter` makes drafters by name.
+
+Drafts come with the probability that they are right; how many of them are verified, and how many
+are asked for, `draft_price.py` decides.
 
 Shapes: B sequences, T tokens, D width, S draft vocabulary.
 """
@@ -17,9 +20,10 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +34,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from deepenough.artifacts import load_artifact, save_artifact
 from deepenough.decoding.draft_model import DraftHead, DraftModel, rotary_cos_sin
+from deepenough.decoding.draft_price import DraftPrice, DraftRecord
 from deepenough.decoding.engine import Engine
 from deepenough.decoding.kv_cache import KVCache, StepContext, attend
+from deepenough.decoding.lookup import LookupTable, SuffixAutomaton
 from deepenough.decoding.request import SequenceState
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
@@ -39,9 +45,8 @@ from deepenough.shortcut.modeling import Shortcuts
 
 INDEX, TENSORS = "linear_drafter.json", "linear_drafter.safetensors"
 FORMAT, VERSION = "deepenough-linear-drafter", 1
-
-#: Lengths of the n-grams that are looked up; a longer match counts first.
-_NGRAMS = (3, 2)
+#: Tokens that are drafted at most where the number is left open.
+MOST_DRAFTS = 8
 
 
 @dataclass
@@ -55,15 +60,54 @@ class Proposal:
     layer: int = 0
     flops: float = 0.0
     """What drafting cost a sequence beyond what the verification has to do anyway."""
+    probs: list[list[float]] | None = None
+    """How likely each draft is right if those before it are, by the drafter; None if unknown."""
+    sources: list[Drafter] = field(default_factory=list)
+    """Whose drafts they are, of each sequence; `Drafter.ask` fills it in."""
+
+    @property
+    def chances(self) -> list[list[float]]:
+        """The probabilities, one half where they are unknown."""
+        return [[0.5] * len(each) for each in self.tokens] if self.probs is None else self.probs
+
+    def cut(self, length: int) -> None:
+        """Leave out all drafts behind the first `length` of each sequence."""
+        self.tokens = [tokens[:length] for tokens in self.tokens]
+        self.hidden = None if self.hidden is None else self.hidden[:, : length + 1]
 
 
 class Drafter(ABC):
     """Guesses up to `num_draft_tokens` tokens of each sequence."""
 
+    reads_prompt: bool = True
+    """Whether `begin` reads the states of all tokens of the prompts (`Engine.prompt`)."""
+    price: DraftPrice | None = None
+    """Decides how far to draft; None for always as far as there are drafts."""
+
     def __init__(self, num_draft_tokens: int) -> None:
         if num_draft_tokens < 1:
             raise UserError(f"A drafter must draft at least 1 token: got {num_draft_tokens}.")
-        self.num_draft_tokens = num_draft_tokens
+        self.num_draft_tokens = self.num_wanted = num_draft_tokens
+        self.record = DraftRecord(num_draft_tokens)
+
+    def ask(
+        self,
+        rows: list[SequenceState],
+        state_BD: Tensor,
+        engine: Engine,
+        price: DraftPrice | None,
+    ) -> Proposal:
+        """Return the drafts of `propose`, of no more than `num_wanted` tokens, those that pay."""
+        self.num_wanted = self.num_draft_tokens
+        if price is not None:
+            self.num_wanted = price.wanted(self.record, engine, len(rows))
+        if not self.num_wanted:
+            return Proposal([[] for _ in rows], sources=[self] * len(rows))
+        began = time.perf_counter()
+        proposal = replace(self.propose(rows, state_BD, engine), sources=[self] * len(rows))
+        if price is not None:
+            self.record.add(rows, proposal, self.num_wanted, time.perf_counter() - began)
+        return proposal
 
     def begin(self, engine: Engine) -> None:  # noqa: B027
         """Start a new generation, after the prompts, and forget what is known of earlier ones."""
@@ -86,36 +130,49 @@ class Drafter(ABC):
 
 
 class LookupDrafter(Drafter):
-    """Continues the text as it continued where its last three or two tokens last stood."""
+    """Continues each sequence as it, or a text of the table, went on after the longest match."""
 
-    def __init__(self, num_draft_tokens: int = 2) -> None:
+    reads_prompt = False
+
+    def __init__(self, num_draft_tokens: int = 8, table: LookupTable | None = None) -> None:
         super().__init__(num_draft_tokens)
-        # Where all n-grams stand: a lookup takes no time however long the text is.
-        self._tables: dict[int, dict[tuple[int, ...], int]] = {}
-        self._read: dict[int, int] = {}
+        self.table = table
+        self._texts: dict[int, tuple[list[int], SuffixAutomaton]] = {}
+        self._matches: dict[int, tuple[int, int]] = {}
 
     def begin(self, engine: Engine) -> None:
-        """Forget the n-grams of earlier generations."""
-        self._tables, self._read = {}, {}
+        """Forget the texts of the last generation, or put them into the table."""
+        if self.table is not None:
+            self.table.check_made_for(engine)
+        self.finish()
+
+    def finish(self) -> None:
+        """Put the texts of the last generation into the table, where there is one."""
+        for context, _ in self._texts.values() if self.table is not None else ():
+            assert self.table is not None
+            self.table.add(context)
+        self._texts, self._matches = {}, {}
 
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
         """Return the continuations that were found."""
-        return Proposal([self.find(row.index, row.context) for row in rows])
+        found = [self.find(row.index, row.context) for row in rows]
+        return Proposal([tokens for tokens, _ in found], probs=[probs for _, probs in found])
 
-    def find(self, index: int, context: list[int]) -> list[int]:
-        """Return drafts for sequence `index`, whose text so far is `context`."""
-        table = self._tables.setdefault(index, {})
-        # An n-gram is entered once it is known what follows it.
-        for end in range(self._read.get(index, 0) + 1, len(context)):
-            for size in _NGRAMS:
-                if size <= end:
-                    table[tuple(context[end - size : end])] = end
-        self._read[index] = len(context) - 1
-        for size in _NGRAMS:
-            place = table.get(tuple(context[-size:]))
-            if place is not None:
-                return context[place : place + self.num_draft_tokens]
-        return []
+    def find(self, index: int, context: list[int]) -> tuple[list[int], list[float]]:
+        """Return drafts for sequence `index`, whose text so far is `context`, and probabilities."""
+        if index not in self._texts:
+            self._texts[index], self._matches[index] = (context, SuffixAutomaton()), (0, 0)
+        _, own = self._texts[index]
+        match, table = self._matches[index], None if self.table is None else self.table.automaton
+        for token in context[own.length[own.last] :]:
+            own.extend(token)
+            if table is not None:
+                match = table.advance(*match, token)
+        self._texts[index], self._matches[index] = (context, own), match
+        state = own.link[own.last]
+        if table is not None and match[1] > own.length[state]:
+            return table.draft(*match, self.num_wanted)
+        return own.draft(state, own.length[state], self.num_wanted)
 
 
 class FallbackDrafter(Drafter):
@@ -124,6 +181,7 @@ class FallbackDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         super().__init__(max(drafter.num_draft_tokens for drafter in drafters))
         self.drafters = list(drafters)
+        self.reads_prompt = any(drafter.reads_prompt for drafter in drafters)
 
     def begin(self, engine: Engine) -> None:
         """Start a new generation with all drafters."""
@@ -137,14 +195,29 @@ class FallbackDrafter(Drafter):
 
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
         """Ask the drafters in turn until every sequence has drafts."""
-        answer = Proposal([[] for _ in rows])
+        return self.ask(rows, state_BD, engine, None)
+
+    def ask(
+        self,
+        rows: list[SequenceState],
+        state_BD: Tensor,
+        engine: Engine,
+        price: DraftPrice | None,
+    ) -> Proposal:
+        """Ask the drafters in turn until every sequence has drafts, each for as many as pay."""
+        answer = Proposal([[] for _ in rows], sources=[self] * len(rows))
         for drafter in self.drafters:
-            proposal = drafter.propose(rows, state_BD, engine)
+            proposal = drafter.ask(rows, state_BD, engine, price)
             flops = answer.flops + proposal.flops
             if any(answer.tokens):
                 # States of some sequences' drafts only are of no use to a verification of all.
-                pairs = zip(answer.tokens, proposal.tokens, strict=True)
-                answer = Proposal([own or other for own, other in pairs], flops=flops)
+                origin = [answer if tokens else proposal for tokens in answer.tokens]
+                answer = Proposal(
+                    [each.tokens[row] for row, each in enumerate(origin)],
+                    flops=flops,
+                    probs=[each.chances[row] for row, each in enumerate(origin)],
+                    sources=[each.sources[row] for row, each in enumerate(origin)],
+                )
             else:
                 answer = replace(proposal, flops=flops)
             if all(answer.tokens):
@@ -183,12 +256,25 @@ class DraftVocab:
         weight_SD, self.bias_S = head_rows(adapter, self.tokens_S)
         self.weight_SD = weight_SD if scale_D is None else weight_SD * scale_D
 
-    def best(self, state_BD: Tensor) -> Tensor:
-        """Return the most likely token `[B]` of each normed state."""
-        return self.tokens_S[F.linear(state_BD, self.weight_SD, self.bias_S).argmax(-1)]
+    def best(self, state_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the most likely token of each normed state and its probability, `[B]` each."""
+        return most_likely(F.linear(state_BD, self.weight_SD, self.bias_S), self.tokens_S)
+
+
+def most_likely(logits_BS: Tensor, tokens_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the most likely of some tokens, by default all, and its probability, `[B]` each."""
+    best_B, place_B = logits_BS.float().max(-1)
+    probs_B = torch.exp(best_B - logits_BS.float().logsumexp(-1))
+    return place_B if tokens_S is None else tokens_S[place_B], probs_B
 
 
 # -- linear --------------------------------------------------------------------------------------
+
+
+def _proposal(places: list[tuple[Tensor, Tensor]], flops: float, **others: Any) -> Proposal:
+    """Return a proposal of the drafts `[B]` and their probabilities, place by place."""
+    tokens, probs = (torch.stack(each, dim=1).tolist() for each in zip(*places, strict=True))
+    return Proposal(tokens, flops=flops, probs=probs, **others)
 
 
 class LinearDrafter(Drafter):
@@ -210,6 +296,8 @@ class LinearDrafter(Drafter):
         meta: What the maps were fitted to.
         num_draft_tokens: At most one for each map, which is the default.
     """
+
+    reads_prompt = False
 
     def __init__(
         self,
@@ -251,15 +339,15 @@ class LinearDrafter(Drafter):
         embed = engine.adapter.model.get_input_embeddings()
         latest_B = torch.tensor([row.context[-1] for row in rows], device=state_BD.device)
         inputs_BZ = state_BD
-        places: list[Tensor] = []
+        places: list[tuple[Tensor, Tensor]] = []
         flops = 0.0
-        for matrix, bias in self._cast[: self.num_draft_tokens]:
+        for matrix, bias in self._cast[: self.num_wanted]:
             embedding_BD = F.rms_norm(embed(latest_B), state_BD.shape[-1:])
             inputs_BZ = torch.cat([embedding_BD, inputs_BZ], dim=-1)
-            latest_B = self._vocab.best(F.linear(inputs_BZ, matrix, bias))
-            places.append(latest_B)
+            places.append(self._vocab.best(F.linear(inputs_BZ, matrix, bias)))
+            latest_B, _ = places[-1]
             flops += 2.0 * (matrix.numel() + len(self.draft_vocab) * self.width)
-        return Proposal(torch.stack(places, dim=1).tolist(), flops=flops)
+        return _proposal(places, flops)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the maps as safetensors with a JSON index; other files in the folder stay."""
@@ -310,6 +398,8 @@ class ShortcutDrafter(Drafter):
     `layer` is how many layers run; `draft_vocab` the tokens that can be drafted, None for all.
     """
 
+    reads_prompt = False
+
     def __init__(
         self,
         shortcuts: Shortcuts,
@@ -335,27 +425,23 @@ class ShortcutDrafter(Drafter):
         """Return the drafts, and the states of the layers that ran for them."""
         last, vocab = engine.num_layers, self._vocab
         token_B1 = torch.tensor([[row.context[-1]] for row in rows], device=state_BD.device)
-        places: list[Tensor] = []
+        places: list[tuple[Tensor, Tensor]] = []
         states = []
-        for offset in range(self.num_draft_tokens + 1):
+        for offset in range(self.num_wanted + 1):
             step = engine.start_step(token_B1, offset)
             states.append(engine.run_layers(step, step.hidden, 0, self.layer))
-            if offset == self.num_draft_tokens:  # the last draft drafts nothing, but is verified
+            if offset == self.num_wanted:  # the last draft drafts nothing, but is verified
                 break
             jumped = self.shortcuts.apply(states[-1][:, 0], self.layer, last, self.mode)
             normed = engine.norm(jumped)
-            best_B = engine.head(normed).argmax(-1) if vocab is None else vocab.best(normed)
-            places.append(best_B)
-            token_B1 = best_B[:, None]
+            own = most_likely(engine.head(normed)) if vocab is None else vocab.best(normed)
+            places.append(own)
+            token_B1 = own[0][:, None]
         width = engine.adapter.width
         config = engine.adapter.model.config.get_text_config()
         vocab_size = config.vocab_size if vocab is None else len(vocab.tokens_S)
-        return Proposal(
-            torch.stack(places, dim=1).tolist(),
-            hidden=torch.cat(states, dim=1),
-            layer=self.layer,
-            flops=self.num_draft_tokens * 2.0 * width * (width + vocab_size),
-        )
+        flops = self.num_wanted * 2.0 * width * (width + vocab_size)
+        return _proposal(places, flops, hidden=torch.cat(states, dim=1), layer=self.layer)
 
 
 # -- a draft model -------------------------------------------------------------------------------
@@ -417,14 +503,14 @@ class DraftModelDrafter(Drafter):
         last = torch.tensor(counts, device=predicted_BTD.device) - 1
         state_BD = predicted_BTD[torch.arange(len(rows), device=last.device), last]
         places = [self._vocab.best(state_BD)]
-        for ahead in range(self.num_draft_tokens - 1):
-            token_B1 = places[-1][:, None]
+        for ahead in range(self.num_wanted - 1):
+            token_B1 = places[-1][0][:, None]
             state_BD = self._run(token_B1, state_BD[:, None], indices, engine, ahead)[:, 0]
             places.append(self._vocab.best(state_BD))
         size = sum(p.numel() for p in self.head.parameters())
-        passes, drafts = longest + self.num_draft_tokens - 1, self.num_draft_tokens
+        passes, drafts = longest + self.num_wanted - 1, self.num_wanted
         flops = 2.0 * (size * passes + self._vocab.weight_SD.numel() * drafts)
-        return Proposal(torch.stack(places, dim=1).tolist(), flops=flops)
+        return _proposal(places, flops)
 
     def _run(
         self,
@@ -468,12 +554,15 @@ def make_drafter(
     linear_drafter: LinearDrafter | None = None,
     shortcuts: Shortcuts | None = None,
     layer: int | None = None,
+    table: LookupTable | None = None,
 ) -> Drafter | None:
     """Return the drafter of these names for a model, None if there are no names.
 
     The other arguments are those of `speculate`. A draft model brings a linear drafter, whose
-    vocabulary, or the `vocab_size` most frequent tokens of it, is that of all drafts.
+    vocabulary, or the `vocab_size` most frequent tokens of it, is that of all drafts. Without
+    `num_draft_tokens`, drafters made here draft as many as pay.
     """
+    most = MOST_DRAFTS
     given = [draft_model and draft_model.linear_drafter, linear_drafter, shortcuts, *(names or ())]
     for made in given:
         if isinstance(made, LinearDrafter | Shortcuts):
@@ -483,19 +572,18 @@ def make_drafter(
         if names is None and draft_model.choice:
             choice = draft_model.choice
             names, vocab_size = choice["names"], choice["vocab_size"]
-            if num_draft_tokens is None:
-                num_draft_tokens = choice["num_draft_tokens"]
+            most = choice["num_draft_tokens"]
     fitted = {"draft_model": draft_model, "linear": linear_drafter, "shortcut": shortcuts}
     if names is None:
         names = ["lookup", *[name for name, made in fitted.items() if made is not None][:1]]
-    number = 2 if num_draft_tokens is None else num_draft_tokens
+    number = most if num_draft_tokens is None else num_draft_tokens
     vocab_S: Any = None if linear_drafter is None else linear_drafter.draft_vocab[:vocab_size]
     found: list[Drafter] = []
     for name in names:
         if isinstance(name, Drafter):
             found.append(name)
         elif name == "lookup":
-            found.append(LookupDrafter(number))
+            found.append(LookupDrafter(number, table))
         elif name == "linear" and linear_drafter is not None:
             found.append(LinearDrafter(linear_drafter.maps, vocab_S, num_draft_tokens=number))
         elif name == "shortcut" and shortcuts is not None:
@@ -508,6 +596,11 @@ def make_drafter(
         else:
             known = ", ".join(["lookup", *_NEEDED])
             raise UserError(f"A drafter is one of {known} or a Drafter, not {name!r}.")
-    if len(found) < 2:
-        return found[0] if found else None
-    return FallbackDrafter(found)
+    if table is not None:
+        table.check_made_for(engine)
+    if not found:
+        return None
+    made_of = found[0] if len(found) == 1 else FallbackDrafter(found)
+    if num_draft_tokens is None and any(isinstance(name, str) for name in names):
+        made_of.price = DraftPrice()
+    return made_of

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from deepenough.artifacts import fingerprint
+from deepenough.decoding.draft_price import PassTimes
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt, is_deferred
 from deepenough.hf.intercept import others_hooks
@@ -73,6 +74,8 @@ class Engine(ABC):
         """Tokens of each sequence that the cache holds at most."""
         self.prompt: list[Tensor] = []
         """`h_L` of each sequence's prompt, `[T, D]`, as `prefill` has left it."""
+        self.pass_times = PassTimes()
+        """What passes took lately, by the number of rows."""
 
     @abstractmethod
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:

@@ -4,15 +4,12 @@
 (all layers, with the drafts of a `Drafter` or none) or `ExitingDepth` (`early_exit.py`). A pass
 over a few drafts costs about what one token costs, since it is the weights that have to be read.
 
-`Verifier` turns logits into tokens and accepts drafts losslessly. Greedily, a draft is accepted if
-it is the token that would have been chosen. When sampling from `p`, a draft `x` is accepted with
-probability `p(x)`, else a token is drawn from `p` without `x`:
-
-    P(t) = p(x) [t = x] + (1 - p(x)) * p(t) [t != x] / (1 - p(x)) = p(t)
-
-which is rejection sampling (arXiv 2211.17192, 2302.01318) for a draft that is always the same, so
-its own distribution need not be known. `p` is what transformers' logits processors leave of the
-logits. They are called once for every token that is emitted and in that order, as in `generate`.
+`Verifier` turns logits into tokens and accepts drafts losslessly: each token is chosen, or drawn
+from `p`, as if nothing had been drafted, and a draft is accepted if it is that token. So when
+sampling a draft `x` is accepted with probability `p(x)`, as often as rejection sampling
+(arXiv 2211.17192, 2302.01318) accepts a draft that is always the same, and tokens depend on the
+seed alone, not on the drafts. `p` is what transformers' logits processors leave of the logits. They
+are called once for every token that is emitted and in that order, as in `generate`.
 
 Shapes: B sequences, T places (one more than drafts), D width, V vocabulary.
 """
@@ -20,6 +17,7 @@ Shapes: B sequences, T places (one more than drafts), D width, V vocabulary.
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,6 +60,10 @@ class PassOutput:
     """FLOPs of each sequence beside its layers and one head: drafting, exit checks, skipped KV."""
     normed_BTD: Tensor | None = None
     """Normed last states, where all layers ran."""
+    draft_seconds: float = 0.0
+    """What drafting took."""
+    first_layer: int = 0
+    """Up to where drafting has run the layers already."""
 
 
 class ForwardStrategy(ABC):
@@ -116,11 +118,12 @@ def decode(
 
 def _run_loop(engine: Engine, request: Request, strategy: ForwardStrategy, result: Decoded) -> None:
     costs, drafter = DecodingCosts(engine.adapter), strategy.drafter
-    verifier = Verifier(request, result)
+    price = None if drafter is None else drafter.price
+    rows, batch = list(result.rows), len(result.rows)
+    verifier = Verifier(request, result, is_apart=price is not None and batch > 1)
     # Where nothing is drafted, sequences are sampled beside finished ones, as in transformers.
     plain = isinstance(strategy, FullDepth) and drafter is None
     keeps_finished = request.in_lockstep or (request.sampled and plain)
-    rows, batch = list(result.rows), len(result.rows)
     strategy.state_BD = engine.prefill(request.ids_BT, request.mask_BT, strategy.capacity(request))
     if drafter is not None:
         drafter.begin(engine)
@@ -133,8 +136,14 @@ def _run_loop(engine: Engine, request: Request, strategy: ForwardStrategy, resul
             engine.select(staying)
             strategy.state_BD = strategy.state_BD[staying]
             rows = [rows[place] for place in staying]
+        began = time.perf_counter()
         output = strategy.run(rows)
         counts = _emit(verifier, rows, output, costs, result)
+        if price is not None:
+            spent = time.perf_counter() - began - output.draft_seconds
+            size = len(rows) * output.logits_BTV.shape[1]
+            times = output.draft_seconds, spent
+            price.add(engine, size, output.first_layer, times, sum(counts))
         result.passes += 1
         engine.keep(counts)
         if output.normed_BTD is not None:
@@ -182,10 +191,13 @@ class FullDepth(ForwardStrategy):
 
     def run(self, rows: list[SequenceState]) -> PassOutput:
         """Draft, then run all layers over each sequence's last token and its drafts."""
-        engine = self.engine
-        proposal = Proposal([[] for _ in rows])
-        if self.drafter is not None:
-            proposal = self.drafter.propose(rows, self.state_BD, engine)
+        engine, drafter = self.engine, self.drafter
+        proposal, began = Proposal([[] for _ in rows]), time.perf_counter()
+        if drafter is not None:
+            proposal = drafter.ask(rows, self.state_BD, engine, drafter.price)
+            if drafter.price is not None:
+                proposal.cut(drafter.price.length(proposal, engine, len(rows)))
+        draft_seconds = time.perf_counter() - began
         # Sequences with fewer drafts are padded.
         longest = max(map(len, proposal.tokens))
         lines = [
@@ -202,13 +214,20 @@ class FullDepth(ForwardStrategy):
             depths=[last] * len(rows),
             overhead=[proposal.flops] * len(rows),
             normed_BTD=normed_BTD,
+            draft_seconds=draft_seconds,
+            first_layer=proposal.layer,
         )
 
 
 class Verifier:
     """Appends to sequences the tokens that their logits say; knows nothing of the model."""
 
-    def __init__(self, request: Request, result: Decoded) -> None:
+    def __init__(self, request: Request, result: Decoded, is_apart: bool = False) -> None:
+        self.generators: list[torch.Generator] = []
+        if is_apart and request.sampled:
+            # How far each sequence gets in a pass must not decide what another one draws.
+            seeds = torch.randint(2**62, (len(result.rows),), generator=request.generator)
+            self.generators = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
         self.request, self.scores, self.logits = request, result.scores, result.logits
         self.ends, self.other_criteria = request.ends, request.other_criteria
         self.plain = not (request.sampled or len(request.processors) or request.keeps_scores)
@@ -232,7 +251,7 @@ class Verifier:
             if places is not None:
                 tokens = [places[index][place] for index in going]
             else:
-                tokens = self._tokens(active, logits_BTV[going, place], proposed)
+                tokens = self._tokens(active, logits_BTV[going, place])
             self._append(active, tokens)
             going = [
                 index
@@ -261,9 +280,7 @@ class Verifier:
             for row, end in zip(rows, self.other_criteria(ids, scores).tolist(), strict=True):  # type: ignore[arg-type]
                 row.done |= end
 
-    def _tokens(
-        self, rows: list[SequenceState], logits_BV: Tensor, drafts: list[int | None]
-    ) -> list[int]:
+    def _tokens(self, rows: list[SequenceState], logits_BV: Tensor) -> list[int]:
         request = self.request
         logits_BV = scores_BV = logits_BV.float()
         if len(request.processors):
@@ -276,29 +293,13 @@ class Verifier:
             self.logits.append(logits_BV)
         if not request.sampled:
             return scores_BV.argmax(-1).tolist()
-        return sample_with_drafts(scores_BV.softmax(-1), drafts, request.generator)
-
-
-def sample_with_drafts(
-    probs_BV: Tensor, drafts: Sequence[int | None], generator: torch.Generator | None = None
-) -> list[int]:
-    """Draw one token for each sequence, accepting its draft as often as that is lossless.
-
-    `probs_BV` are changed where a draft is rejected. A `generator` draws on the CPU; None for
-    torch's global generators.
-    """
-    accepted: list[int | None] = [None] * len(drafts)
-    if any(draft is not None for draft in drafts):
-        chances = torch.rand(len(drafts), generator=generator).tolist()
-        for row, draft in enumerate(drafts):
-            if draft is None:
-                continue
-            if chances[row] < float(probs_BV[row, draft]):
-                accepted[row] = draft
-            else:
-                probs_BV[row, draft] = 0.0
-        if None not in accepted:
-            return [draft for draft in accepted if draft is not None]
-    probs_BV = probs_BV if generator is None else probs_BV.cpu()
-    drawn = torch.multinomial(probs_BV, num_samples=1, generator=generator)[:, 0].tolist()
-    return [token if draft is None else draft for token, draft in zip(drawn, accepted, strict=True)]
+        probs_BV = scores_BV.softmax(-1)
+        if self.generators:
+            draws = [
+                torch.multinomial(probs_V.cpu(), 1, generator=self.generators[row.index])
+                for row, probs_V in zip(rows, probs_BV, strict=True)
+            ]
+            return torch.cat(draws).tolist()
+        generator = request.generator
+        probs_BV = probs_BV if generator is None else probs_BV.cpu()
+        return torch.multinomial(probs_BV, num_samples=1, generator=generator)[:, 0].tolist()
