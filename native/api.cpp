@@ -158,6 +158,10 @@ DE_PUBLIC void* de_cache_new(void* model, int sequences, int capacity, int bf16)
 
 DE_PUBLIC void de_cache_free(void* cache) { delete static_cast<Cache*>(cache); }
 
+DE_PUBLIC int de_cache_grow(void* cache, int capacity) {
+    return guarded([&] { static_cast<Cache*>(cache)->grow(capacity); });
+}
+
 DE_PUBLIC int de_cache_select(void* cache, const int* rows, int count) {
     return guarded([&] { static_cast<Cache*>(cache)->select(rows, count); });
 }

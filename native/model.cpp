@@ -54,6 +54,21 @@ void Cache::select(const int* rows, int count) {
     sequences = count;
 }
 
+void Cache::grow(int wanted) {
+    // Tokens of a head lie in a row, so what there is comes first in the larger rows.
+    const size_t before = place(0, 0, 1);
+    capacity = std::max(capacity, (wanted + kTile - 1) / kTile * kTile);
+    const size_t after = place(0, 0, 1), heads = size_t(sequences) * heads_;
+    for (auto* side : {&keys_, &values_})
+        for (auto& layer : *side) {
+            Buffer<uint8_t> grown = make_buffer<uint8_t>(after * heads);
+            std::memset(grown.get(), 0, after * heads);
+            for (size_t head = 0; head < heads; head++)
+                std::memcpy(grown.get() + after * head, layer.get() + before * head, before);
+            layer = std::move(grown);
+        }
+}
+
 static uint16_t to_bf16(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);

@@ -32,6 +32,7 @@ class Cache {
 public:
     Cache(const Config&, int sequences, int capacity, bool bf16);
     void select(const int* rows, int count);  // go on with these sequences alone, in this order
+    void grow(int capacity);                  // hold more tokens of each sequence
 
     int sequences, capacity;
     const bool bf16;

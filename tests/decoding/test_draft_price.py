@@ -98,7 +98,7 @@ def test_dear_rows_and_bad_drafts_are_not_drafted() -> None:
 def test_times_of_passes_are_robust_and_optimistic() -> None:
     times = PassTimes()
     assert times.seconds(1) == 0
-    for seconds in (9.0, 1.0, 1.1, 8.0):  # a neighbour was at work
+    for seconds in (9.0, 1.0, 8.0, 1.0):  # a neighbour was at work
         times.add(1, 0, seconds)
     assert times.seconds(1) == times.seconds(5) == 1.0
     times.add(3, 0, 7.0)
@@ -109,6 +109,19 @@ def test_times_of_passes_are_robust_and_optimistic() -> None:
     assert times.seconds(11) == 1.5
     add(times, 1, 0.5, first=4)  # a pass that begins behind some layers is another
     assert times.seconds(1) == 1.0 and times.seconds(1, 4) == 0.5
+
+
+def test_a_busy_neighbour_slows_all_passes_alike() -> None:
+    """Passes of one kind alone tell how slow the machine is, and others are judged by that."""
+    times = PassTimes()
+    for slow in (1.0, 5.0, 0.2):
+        for _ in range(40):
+            times.add(1, 0, slow)
+        for rows, seconds in ((2, 1.5), (3, 2.0)):
+            add(times, rows, slow * seconds)
+            assert times.seconds(rows) == pytest.approx(seconds, rel=0.05)
+        assert times.level == pytest.approx(slow, rel=0.1)
+        assert times.seconds(1) == pytest.approx(1.0, rel=0.05)
 
 
 def judged(record: DraftRecord, drafts: list[int], probs: list[float], written: list[int]) -> None:

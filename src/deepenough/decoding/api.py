@@ -16,7 +16,7 @@ import inspect
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,6 +204,11 @@ class DecodingOutput(GenerateDecoderOnlyOutput):
         drafted: Tokens that were drafted.
         accepted: Drafted tokens that the model confirmed.
         interrupted: Whether Ctrl-C ended the generation early.
+        drafted_at: Drafted tokens by their place in the draft.
+        accepted_at: Those of them that the model confirmed.
+        from_draft: Which new tokens were drafted `[B, new tokens]`.
+        reused: Tokens of the prompt whose keys and values were those of the call before.
+        past_key_values: Of a single sequence, what stands for its keys and values in a later call.
         backend: What ran the model: "native", "torch" or "general".
     """
 
@@ -211,8 +216,29 @@ class DecodingOutput(GenerateDecoderOnlyOutput):
     passes: int | None = None
     drafted: int | None = None
     accepted: int | None = None
+    drafted_at: list[int] | None = None
+    accepted_at: list[int] | None = None
+    from_draft: Tensor | None = None
+    reused: int | None = None
     interrupted: bool | None = None
     backend: str | None = None
+
+
+@dataclass
+class CachedText:
+    """Stands for the keys and values of a text, which the model keeps until its next call.
+
+    Given back as `past_key_values` with a prompt that begins with this text, as transformers takes
+    its caches; a call without it finds the common beginning by itself.
+    """
+
+    tokens: list[int]
+    owner: Any = field(default=None, repr=False)
+    """The `Engine.prompt` of its generation; another one there tells that the cache is gone."""
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens it stands for."""
+        return len(self.tokens)
 
 
 class AdaptiveDecoding:
@@ -223,6 +249,7 @@ class AdaptiveDecoding:
         exit_rule: How tokens leave; None if all run all layers.
         backend: The one that was asked for; None for the first that fits.
         engine_and_state: The engine, and the model's state that it was made for.
+        cached: The text whose keys and values the last call has left; None if they are freed.
         decoding_lock: Held while generating; whoever generates may call the model in between, as
             guidance does.
         trace: That of the last call; `generate` returns it itself with `return_dict_in_generate`.
@@ -233,6 +260,7 @@ class AdaptiveDecoding:
     backend: str | None
     engine_and_state: tuple[Engine, ModelState]
     decoding_lock: threading.RLock
+    cached: CachedText | None = None
     trace: DepthTrace | None = None
 
     @property
@@ -256,6 +284,12 @@ class AdaptiveDecoding:
             self.engine_and_state = engine, ModelState(model)
             return engine
 
+    def free_cache(self) -> None:
+        """Free the keys and values that the last call has left for the next."""
+        with self.decoding_lock:
+            self.engine_and_state[0].release()
+            self.cached = None
+
     def __reduce__(self) -> Any:
         """Return what makes this model anew: copies and pickles hold no lock and no cache."""
         model = self.engine_and_state[0].adapter.model
@@ -271,7 +305,15 @@ class AdaptiveDecoding:
         **kwargs: Any,
     ) -> DecodingOutput | Tensor:
         """Generate as `generate` of transformers does, whose arguments it takes."""
-        check_prompt(kwargs.get("input_ids", inputs), kwargs)
+        ids = kwargs.get("input_ids", inputs)
+        if isinstance(kwargs.get("past_key_values"), CachedText):
+            given = kwargs.pop("past_key_values").tokens
+            if ids is None or len(ids) != 1 or ids[0, : len(given)].tolist() != given:
+                raise UserError(
+                    f"The prompt does not begin with the {len(given)} tokens of past_key_values: "
+                    "give the whole text so far, or leave out past_key_values."
+                )
+        check_prompt(ids, kwargs)
         usual = self.generation_config.stop_strings  # type: ignore[attr-defined]
         usual = getattr(generation_config, "stop_strings", None) or usual
         kwargs = {name: value for name, value in kwargs.items() if name != "custom_generate"}
@@ -306,11 +348,21 @@ class AdaptiveDecoding:
                     engine.max_length,
                     model_kwargs,
                 )
+                strategy = self.drafter if rule is None else ExitingDepth(engine, rule)
+                left, self.cached = self.cached, None
+                # Exits leave keys and values of their own, and some drafters read whole prompts.
+                keeps = rule is None and not (self.drafter and self.drafter.reads_prompt)
+                known = left.tokens if keeps and left and left.owner is engine.prompt else []
                 try:
-                    strategy = self.drafter if rule is None else ExitingDepth(engine, rule)
-                    decoded = decode(engine, request, strategy)
+                    decoded = decode(engine, request, strategy, known)
+                    keeps = keeps and len(decoded.rows) == 1 and not decoded.interrupted
+                    if keeps:
+                        engine.prompt = []  # frees its states, and marks whose cache this is
+                        tokens = decoded.rows[0].context[: engine.lengths[0]]
+                        self.cached = CachedText(tokens, engine.prompt)
                 finally:
-                    engine.release()
+                    if self.cached is None:
+                        engine.release()
             if streamer is not None:
                 streamer.end()
             self.trace = _trace(decoded.rows, engine.num_layers)
@@ -331,6 +383,11 @@ class AdaptiveDecoding:
                 passes=decoded.passes,
                 drafted=decoded.drafted,
                 accepted=decoded.accepted,
+                drafted_at=decoded.drafted_at,
+                accepted_at=decoded.accepted_at,
+                from_draft=_padded([row.from_draft for row in decoded.rows]).bool(),
+                reused=decoded.reused,
+                past_key_values=self.cached,  # type: ignore[arg-type]
                 interrupted=decoded.interrupted,
                 backend=engine.backend,
             )
@@ -375,9 +432,14 @@ def _refuse_gradient(_: Tensor) -> None:
 def _trace(rows: list[SequenceState], num_layers: int) -> DepthTrace:
     """Return every new token's depth and cost; a token runs all layers up to its depth."""
     longest = max(len(row.tokens) for row in rows)
-    missing = [longest - len(row.depths) for row in rows]
-    depths = [row.depths + [0] * number for row, number in zip(rows, missing, strict=True)]
-    costs = [row.flops + [0.0] * number for row, number in zip(rows, missing, strict=True)]
-    depth, flops = torch.tensor(depths), torch.tensor(costs, dtype=torch.float64)
+    depth = _padded([row.depths for row in rows], longest).long()
+    flops = _padded([row.flops for row in rows], longest)
     ran = torch.arange(num_layers) < depth[..., None]
     return DepthTrace(depth=depth, ran=ran, flops=flops)
+
+
+def _padded(values: Sequence[Sequence[float]], width: int = 0) -> Tensor:
+    """Return rows of numbers as one tensor, zeros behind those that are shorter."""
+    width = max(width, *map(len, values))
+    padded = [[*row, *[0.0] * (width - len(row))] for row in values]
+    return torch.tensor(padded, dtype=torch.float64)

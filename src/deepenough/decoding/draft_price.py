@@ -16,6 +16,7 @@ this is measured as the text is written:
   not known: it is taken to be on the line through the two below, or as cheap as the one, and so it
   is tried, one length after the other. Now and then a draft that does not seem to pay is verified
   anyway, to see whether the machine has changed.
+  Times are divided by how slow the machine is at the moment.
 - `r`: tokens over seconds of the latest passes, and at least that of passes without drafts.
 - `q_i`: the drafter's own probability, corrected by how often drafts of that probability at that
   place of a draft were right (`DraftRecord`). What was right is known of every draft once the text
@@ -57,14 +58,27 @@ def best_length(expected: Sequence[float], seconds: Sequence[float], rate: float
 
 
 class PassTimes:
-    """What passes over so many rows took lately, from layer `first` on."""
+    """What passes over so many rows took lately, from layer `first` on.
+
+    Seconds are those of a machine as fast as at first; `level` is how much slower it is at the
+    moment. Where others work on it all passes slow down alike, so what is much slower than so many
+    passes of as many rows before tells of the machine.
+    """
 
     def __init__(self) -> None:
         self.kept: dict[int, dict[int, deque[float]]] = {}
+        self.level = 1.0
 
-    def add(self, rows: int, first: int, seconds: float) -> None:
-        """Take notice of a pass."""
-        self.kept.setdefault(first, {}).setdefault(rows, deque(maxlen=KEPT)).append(seconds)
+    def add(self, rows: int, first: int, seconds: float) -> float:
+        """Take notice of a pass; return its seconds at the first speed."""
+        seconds /= self.level
+        kept = self.kept.setdefault(first, {}).setdefault(rows, deque(maxlen=KEPT))
+        if len(kept) == KEPT:
+            known = self.seconds(rows, first)
+            self.level *= min(max(seconds / known, 0.25), 4.0) ** 0.5
+            seconds = min(max(seconds, 0.9 * known), 1.1 * known)
+        kept.append(max(seconds, 1e-9))
+        return kept[-1]
 
     def is_known(self, rows: int, first: int = 0) -> bool:
         """Return whether so many rows were run often enough."""
@@ -198,6 +212,7 @@ class DraftPrice:
         self, engine: Engine, rows: int, first: int, times: tuple[float, float], new: int
     ) -> None:
         """Take notice of a pass: rows, first layer, seconds of drafts and rest, new tokens."""
-        engine.pass_times.add(rows, first, times[1])
+        drafting = times[0] / engine.pass_times.level
         self._tokens = MEMORY * self._tokens + new
-        self._seconds = MEMORY * self._seconds + sum(times)
+        spent = drafting + engine.pass_times.add(rows, first, times[1])
+        self._seconds = MEMORY * self._seconds + spent

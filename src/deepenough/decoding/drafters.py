@@ -106,7 +106,8 @@ class Drafter(ABC):
         began = time.perf_counter()
         proposal = replace(self.propose(rows, state_BD, engine), sources=[self] * len(rows))
         if price is not None:
-            self.record.add(rows, proposal, self.num_wanted, time.perf_counter() - began)
+            seconds = (time.perf_counter() - began) / engine.pass_times.level
+            self.record.add(rows, proposal, self.num_wanted, seconds)
         return proposal
 
     def begin(self, engine: Engine) -> None:  # noqa: B027

@@ -7,6 +7,7 @@ The decoding loop, the drafters and early exit see nothing of a model but this c
     run_layers(step, h, i, j)      -> h_j from h_i: layers i+1 ... j, extending the cache
     norm(h), head(normed)          -> logits
     keep(counts)                   commit the first tokens of each sequence, roll back the rest
+    keep_prefix(count)             go on from the first tokens of the text before
 
 and, where some sequences leave at an earlier layer than others, `resume` for those that continue
 and `write_kv` for those that have left.
@@ -122,6 +123,13 @@ class Engine(ABC):
     @abstractmethod
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these sequences alone."""
+
+    def keep_prefix(self, count: int, capacity: int) -> bool:
+        """Go on from the first `count` tokens of the one sequence that is cached, with more room.
+
+        Returns False where that cannot be done, and the prompt has to be read anew.
+        """
+        return False
 
     @abstractmethod
     def release(self) -> None:

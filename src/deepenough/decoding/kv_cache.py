@@ -29,6 +29,14 @@ class KVCache:
         made = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * num_layers)]
         self.keys, self.values = made[:num_layers], made[num_layers:]
 
+    def grow(self, capacity: int) -> None:
+        """Make room for so many tokens of each sequence."""
+        more = max(0, capacity - self.keys[0].shape[2])
+        self.keys, self.values = (
+            [F.pad(each, (0, 0, 0, more)) if more else each for each in side]
+            for side in (self.keys, self.values)
+        )
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these sequences, in this order."""
         index = torch.tensor(rows, device=self.keys[0].device)

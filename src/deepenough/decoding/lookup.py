@@ -31,7 +31,7 @@ from deepenough.errors import UserError
 FORMAT, VERSION, TENSORS = "deepenough-lookup-table", 1, "lookup_table.safetensors"
 #: Contexts of one place that are counted, the longest first; running text has about ten.
 MAX_CONTEXTS = 32
-#: Tokens that match before a continuation is drafted, and its least probability.
+#: Tokens that match before a continuation is drafted, and the least probability of all of it.
 MIN_MATCH, MIN_PROB = 2, 0.2
 #: Ends a text among others; no token of a model.
 _END = -1
@@ -119,12 +119,17 @@ class SuffixAutomaton:
         """Return the most frequent continuation of a match and the probability of its tokens."""
         tokens: list[int] = []
         probs: list[float] = []
+        whole = 1.0
         while len(tokens) < most:
             while state and not self.total[state]:  # it stands at the end of the text alone
                 state = self.link[state]
                 length = self.length[state]
             token = self.best[state]
-            if length < MIN_MATCH or (chance := self.probability(state, token)) < MIN_PROB:
+            if length < MIN_MATCH:
+                break
+            chance = self.probability(state, token)
+            whole *= chance
+            if whole < MIN_PROB:
                 break
             tokens.append(token)
             probs.append(chance)

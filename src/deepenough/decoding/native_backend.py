@@ -390,6 +390,17 @@ class NativeEngine(Engine):
         self._cache.select(rows)
         self.lengths = [self.lengths[row] for row in rows]
 
+    def keep_prefix(self, count: int, capacity: int) -> bool:
+        """Go on from the first tokens of what is cached; see `Engine.keep_prefix`."""
+        if self._cache is None:
+            return False
+        if capacity > self.capacity:
+            self.capacity = capacity
+            self.native.see_positions(self.adapter, capacity + 16)
+            self._cache.grow(capacity)
+        self.lengths = [count]
+        return True
+
     def release(self) -> None:
         """Free the memory of the cache."""
         self._cache, self.lengths, self.prompt = None, [], []
@@ -417,6 +428,12 @@ class _Cache:
             )
         self.handle = ctypes.c_void_p(made)
         weakref.finalize(self, self.library.de_cache_free, self.handle)
+
+    def grow(self, capacity: int) -> None:
+        if self.library.de_cache_grow(self.handle, capacity):
+            raise UserError(
+                f"There is no room for keys and values of {capacity} tokens: give shorter texts."
+            )
 
     def select(self, rows: Sequence[int]) -> None:
         self.library.de_cache_select(self.handle, (ctypes.c_int * len(rows))(*rows), len(rows))

@@ -248,6 +248,8 @@ class SequenceState:
     """How many layers ran for each new token."""
     flops: list[float] = field(default_factory=list)
     """What each new token cost."""
+    from_draft: list[bool] = field(default_factory=list)
+    """Whether each new token was drafted."""
     done: bool = False
 
     def append(self, token: int) -> None:

@@ -200,6 +200,12 @@ class FusedEngine(Engine):
         self.cache.select(rows)
         self.lengths = [self.lengths[row] for row in rows]
 
+    def keep_prefix(self, count: int, capacity: int) -> bool:
+        """Go on from the first tokens of what is cached; see `Engine.keep_prefix`."""
+        self.cache.grow(capacity)
+        self.capacity, self.lengths = max(capacity, self.capacity), [count]
+        return True
+
     def head(self, normed: Tensor) -> Tensor:
         """Return the logits `[..., V]` of normed states."""
         return self.adapter.model.lm_head(normed)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from deepenough.decoding.drafters import Drafter, Proposal
-from deepenough.decoding.engine import DecodingCosts, Engine
+from deepenough.decoding.engine import DecodingCosts, Engine, row_lengths
 from deepenough.decoding.request import Request, SequenceState, make_sequences
 from deepenough.errors import UserError
 
@@ -42,6 +42,12 @@ class Decoded:
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    """Drafts by their place in the draft."""
+    accepted_at: list[int] = field(default_factory=list)
+    """Those of them that were accepted."""
+    reused: int = 0
+    """Tokens of the prompt whose keys and values were there already."""
     interrupted: bool = False
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
@@ -87,11 +93,15 @@ class ForwardStrategy(ABC):
 
 
 def decode(
-    engine: Engine, request: Request, strategy: ForwardStrategy | Drafter | None = None
+    engine: Engine,
+    request: Request,
+    strategy: ForwardStrategy | Drafter | None = None,
+    cached: Sequence[int] = (),
 ) -> Decoded:
     """Generate what a request asks for; Ctrl-C ends it with what there is.
 
     `strategy` says how the model is run; a drafter, or None, stands for `FullDepth` with it.
+    `cached` are the tokens of the one sequence whose keys and values the engine still holds.
     """
     result = Decoded(make_sequences(request))
     lengths = {len(row.context) for row in result.rows}
@@ -107,6 +117,8 @@ def decode(
         strategy = FullDepth(engine, None if together else strategy)
     try:
         with torch.inference_mode():
+            capacity = strategy.capacity(request)
+            strategy.state_BD = _read_prompts(engine, request, capacity, result, cached)
             _run_loop(engine, request, strategy, result)
     except KeyboardInterrupt:
         if not all(row.tokens for row in result.rows):
@@ -114,6 +126,24 @@ def decode(
         log.warning("interrupted: what was generated so far is returned")
         result.interrupted = True
     return result
+
+
+def _read_prompts(
+    engine: Engine, request: Request, capacity: int, result: Decoded, cached: Sequence[int]
+) -> Tensor:
+    """Return the normed states of the prompts' last tokens; what is cached is not read again."""
+    row_lengths(request.ids_BT, request.mask_BT)  # refuses masks with gaps
+    prompt = result.rows[0].context
+    pairs = enumerate(zip(cached, prompt[:-1], strict=False))
+    shared = min(len(cached), len(prompt) - 1)
+    shared = next((place for place, (own, new) in pairs if own != new), shared)
+    if not shared or len(result.rows) > 1 or not engine.keep_prefix(shared, capacity):
+        return engine.prefill(request.ids_BT, request.mask_BT, capacity)
+    result.reused = shared
+    step = engine.start_step(torch.tensor([prompt[shared:]], device=request.ids_BT.device))
+    hidden_BTD = engine.run_layers(step, step.hidden, 0, engine.num_layers)
+    engine.keep([len(prompt) - shared])
+    return engine.norm(hidden_BTD[:, -1])
 
 
 def _run_loop(engine: Engine, request: Request, strategy: ForwardStrategy, result: Decoded) -> None:
@@ -124,7 +154,6 @@ def _run_loop(engine: Engine, request: Request, strategy: ForwardStrategy, resul
     # Where nothing is drafted, sequences are sampled beside finished ones, as in transformers.
     plain = isinstance(strategy, FullDepth) and drafter is None
     keeps_finished = request.in_lockstep or (request.sampled and plain)
-    strategy.state_BD = engine.prefill(request.ids_BT, request.mask_BT, strategy.capacity(request))
     if drafter is not None:
         drafter.begin(engine)
     logits_BTV = engine.head(strategy.state_BD)[:, None]
@@ -164,12 +193,20 @@ def _emit(
     was_done = [row.done for row in rows]
     counts = verifier.verify(rows, output.logits_BTV, output.drafts)
     result.drafted += sum(map(len, output.drafts))
+    longest = max(map(len, output.drafts))
+    for counted in (result.drafted_at, result.accepted_at):
+        counted += [0] * (longest - len(counted))
     for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
         if was_done[place]:
             continue
         drafts, depth = output.drafts[place], output.depths[place]
         # All that was emitted but the last was a draft; the last is one if it ended the row.
-        result.accepted += count - 1 + (row.tokens[-count:] == drafts[:count])
+        accepted = count - 1 + (row.tokens[-count:] == drafts[:count])
+        result.accepted += accepted
+        for spot in range(len(drafts)):
+            result.drafted_at[spot] += 1
+            result.accepted_at[spot] += spot < accepted
+        row.from_draft += [True] * accepted + [False] * (count - accepted)
         # Every token costs its way through the model, the last also what was drafted in vain.
         one = costs.token(len(row.context), 0, depth) + costs.head
         row.depths += [depth] * count
