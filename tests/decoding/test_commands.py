@@ -12,10 +12,11 @@ from transformers import LlamaForCausalLM
 
 from deepenough import Shortcuts
 from deepenough.__main__ import main
-from deepenough.decoding import evaluation
+from deepenough.decoding import bench, evaluation
 from deepenough.decoding.commands import shade, shaded
 from deepenough.decoding.evaluation import GenerationResult
 from deepenough.hf.adapter import adapt
+from deepenough.measurement import median_interval
 from deepenough.trace import DepthTrace
 
 
@@ -196,3 +197,60 @@ def test_shades() -> None:
     plain = Console(file=io.StringIO())
     plain.print(shaded(["a", "b"], [1, 3], 3))
     assert plain.file.getvalue() == "ab\n"
+
+
+def test_text_streams_and_drafts_are_told(model, capsys) -> None:
+    words = ["decode", "generate", str(model), "--prompt", "w3 w4 w5 w3 w4 w5 w3", "--mode"]
+    assert main([*words, "speculative", "--max-new-tokens", "40"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("w3 w4 w5 w3 w4 w5 w3") and output.count("w3 w4 w5 w3 w4 w5 w3") == 1
+    assert " backend" in output and "tokens/s" in output
+    if "draft tokens accepted" in output:
+        assert "by place in the draft" in output and "by quarter of the text" in output
+    found = run_json(capsys, *words[1:], "full", "--max-new-tokens", "5")
+    assert found["backend"] in ("native", "torch") and found["drafted_at"] == []
+
+
+def test_ways_are_measured_beside_each_other(model, words_file, capsys, tmp_path) -> None:
+    out = tmp_path / "bench"
+    words = ["bench", str(model), "--data", str(words_file), "--prompts", "2", "--rounds", "2"]
+    words += ["--max-new-tokens", "6", "--out", str(out)]
+    found = run_json(capsys, *words, "--ours_only")
+    assert json.loads((out / "bench.json").read_text())["verdict"] == found["verdict"]
+    ways = found["ways"]
+    assert set(ways) >= {"transformers generate", "deepenough torch", "deepenough + lookup"}
+    for row in ways.values():
+        assert row["identical"] == 2 and row["agreement"] == 1
+        assert row["tokens_per_second"][0] > 0 and row["load_seconds"] > 0
+    assert ways["transformers generate"]["times_generate"] == [1, 1, 1]
+    assert main(["decode", *words]) == 2  # the folder is there
+    capsys.readouterr()
+    assert main(["decode", *words, "--overwrite"]) == 0
+    output = capsys.readouterr().out
+    assert "tokens/s" in output and "transformers prompt lookup" in output
+    assert "not measured: " in output or "llama.cpp" in output
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        (([2, 2, 2], [1, 1, 1]), "own is 2 times as fast as transformers generate, tokens"),
+        (([1, 1, 1], [2, 2, 2]), "transformers generate is the fastest here; own is not"),
+        (([1, 1, 1], [4, 3, 2]), "transformers generate is the fastest here, and 3 (2 to 4) times"),
+    ],
+)
+def test_a_verdict_says_what_the_rounds_bear_out(rates, said) -> None:
+    named = dict(zip(("own", bench.BASE), map(list, rates), strict=True))
+    if "not" in said:
+        named["own"] = [2.1, 1.9, 1.8]
+    rows = {
+        name: {
+            "tokens_per_second": list(median_interval(own)),
+            "times_generate": list(
+                median_interval([a / b for a, b in zip(own, named[bench.BASE], strict=True)])
+            ),
+            "identical": 3,
+        }
+        for name, own in named.items()
+    }
+    assert bench.verdict(rows, named, 4).startswith(said)

@@ -855,11 +855,16 @@ def decode_full() -> Any:
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "lookup": {"drafter": "lookup", "num_draft_tokens": 3},
-    "carry": {"drafter": "linear"},
+    "carry": {"drafter": "linear", "num_draft_tokens": 2},
     "tuned": {"drafter": "draft_model", "num_draft_tokens": 3},
-    "shortcut": {"drafter": "shortcut", "draft_layer": 3},
-    "together": {"drafter": ["lookup", "linear", "shortcut"], "draft_layer": 2},
-    "default": {},
+    "shortcut": {"drafter": "shortcut", "draft_layer": 3, "num_draft_tokens": 2},
+    "together": {
+        "drafter": ["lookup", "linear", "shortcut"],
+        "draft_layer": 2,
+        "num_draft_tokens": 2,
+    },
+    # How many are drafted where that is left open depends on the machine.
+    "default": {"num_draft_tokens": 2},
 }
 
 

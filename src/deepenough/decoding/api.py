@@ -367,6 +367,7 @@ class AdaptiveDecoding:
                 streamer.end()
             self.trace = _trace(decoded.rows, engine.num_layers)
             longest = max(len(row.tokens) for row in decoded.rows)
+            drafts = _padded([row.from_draft for row in decoded.rows], longest).bool()
             ids = [r.ids + [request.pad] * (longest - len(r.tokens)) for r in decoded.rows]
             sequences = torch.tensor(ids, device=input_ids.device)
             config = generation_config
@@ -385,7 +386,7 @@ class AdaptiveDecoding:
                 accepted=decoded.accepted,
                 drafted_at=decoded.drafted_at,
                 accepted_at=decoded.accepted_at,
-                from_draft=_padded([row.from_draft for row in decoded.rows]).bool(),
+                from_draft=drafts,
                 reused=decoded.reused,
                 past_key_values=self.cached,  # type: ignore[arg-type]
                 interrupted=decoded.interrupted,
@@ -438,8 +439,7 @@ def _trace(rows: list[SequenceState], num_layers: int) -> DepthTrace:
     return DepthTrace(depth=depth, ran=ran, flops=flops)
 
 
-def _padded(values: Sequence[Sequence[float]], width: int = 0) -> Tensor:
+def _padded(values: Sequence[Sequence[float]], width: int) -> Tensor:
     """Return rows of numbers as one tensor, zeros behind those that are shorter."""
-    width = max(width, *map(len, values))
     padded = [[*row, *[0.0] * (width - len(row))] for row in values]
     return torch.tensor(padded, dtype=torch.float64)

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from deepenough.decoding.calibration import Calibration
-    from deepenough.decoding.config import CalibrateConfig, DraftTrainConfig, GenerateConfig
+    from deepenough.decoding.config import (
+        BenchConfig,
+        CalibrateConfig,
+        DraftTrainConfig,
+        GenerateConfig,
+    )
     from deepenough.decoding.evaluation import GenerationResult
 
 
@@ -24,18 +29,28 @@ if TYPE_CHECKING:
 
 
 def generate(config: GenerateConfig) -> None:
-    """Continue a prompt; print the text, shaded by depth, and what it took."""
+    """Continue a prompt; print the text as it comes, or shaded by depth, and what it took."""
     prompt = sys.stdin.read() if config.prompt is None else config.prompt
+    from transformers import TextStreamer
+
     from deepenough.decoding.evaluation import generate_timed, pieces, prompt_ids
 
     model, tokenizer, fast = _load(config)
     ids = prompt_ids(tokenizer, prompt, config.chat)
     against = model if config.against_full else None
-    result, full = generate_timed(fast, ids, config.max_new_tokens, against, config.rounds)
+    # Shades are known at the end, and with turns the text would come several times.
+    streams = not (config.json or config.against_full or config.mode == "early_exit")
+    streamer = None
+    if streams:
+        streamer = TextStreamer(tokenizer, skip_prompt=config.chat, skip_special_tokens=True)
+    result, full = generate_timed(
+        fast, ids, config.max_new_tokens, against, config.rounds if against else 1, streamer
+    )
     texts = pieces(tokenizer, ids[0].tolist(), result.ids)
     depths, flops = result.trace.depth[0].tolist(), result.trace.flops[0].tolist()
-    rows = zip(result.ids, texts, depths, flops, strict=True)
-    names = ("id", "text", "depth", "flops")
+    drafts = result.from_draft or [False] * len(texts)
+    rows = zip(result.ids, texts, depths, flops, drafts, strict=True)
+    names = ("id", "text", "depth", "flops", "drafted")
     answer: dict[str, Any] = {
         "model": config.model.name,
         "mode": config.mode,
@@ -44,6 +59,9 @@ def generate(config: GenerateConfig) -> None:
         "layers": fast.decoding_engine.num_layers,
         "drafted": result.drafted,
         "accepted": result.accepted,
+        "drafted_at": result.drafted_at,
+        "accepted_at": result.accepted_at,
+        "backend": result.backend,
         "interrupted": result.interrupted,
         **_spent(result),
     }
@@ -54,7 +72,7 @@ def generate(config: GenerateConfig) -> None:
     if config.json:
         print(json.dumps(answer))
     else:
-        _show(answer, prompt)
+        _show(answer, "" if streams else prompt)
 
 
 def _load(config: GenerateConfig) -> tuple[Any, Any, Any]:
@@ -134,14 +152,16 @@ def _show(answer: dict[str, Any], prompt: str) -> None:
     console = Console(highlight=False)
     layers = answer["layers"]
     depths = [token["depth"] for token in answer["tokens"]]
-    console.print(prompt, end="", markup=False, soft_wrap=True)
-    texts = [token["text"] for token in answer["tokens"]]
-    console.print(shaded(texts, depths, layers), soft_wrap=True)
-    if console.color_system is not None and not console.no_color:
+    if prompt:
+        console.print(prompt, end="", markup=False, soft_wrap=True)
+        texts = [token["text"] for token in answer["tokens"]]
+        console.print(shaded(texts, depths, layers), soft_wrap=True)
+    if prompt and console.color_system is not None and not console.no_color:
         known = sorted(set(depths))
         console.print("layers: ", shaded([f" {depth} " for depth in known], known, layers))
     table = Table("", "tokens", "tokens/s", "layers", "GFLOPs", box=None)
-    for name, spent in ((answer["mode"], answer), ("model.generate", answer.get("full"))):
+    mode = f"{answer['mode']}, {answer['backend']} backend"
+    for name, spent in ((mode, answer), ("model.generate", answer.get("full"))):
         if spent is not None:
             table.add_row(
                 name,
@@ -156,6 +176,13 @@ def _show(answer: dict[str, Any], prompt: str) -> None:
         console.print(f"{same}, {_speed(answer, answer['mode'])}", soft_wrap=True)
     if answer["drafted"]:
         console.print(f"{answer['accepted']} of {answer['drafted']} draft tokens accepted")
+        pairs = zip(answer["accepted_at"], answer["drafted_at"], strict=True)
+        console.print("by place in the draft: ", ", ".join(f"{a} of {b}" for a, b in pairs))
+        drafted = [token["drafted"] for token in answer["tokens"]]
+        size = -(-len(drafted) // 4)
+        parts = [drafted[start : start + size] for start in range(0, len(drafted), size)]
+        shares = ", ".join(f"{sum(part) / len(part):.0%}" for part in parts)
+        console.print(f"tokens that were drafted, by quarter of the text: {shares}")
     if answer["interrupted"]:
         console.print("interrupted: this is what was generated so far")
 
@@ -180,6 +207,43 @@ def shaded(texts: Sequence[str], depths: Sequence[int], layers: int) -> Text:
     for piece, depth in zip(texts, depths, strict=True):
         text.append(piece, style=shade(depth, layers))
     return text
+
+
+# -- bench ---------------------------------------------------------------------------------------
+
+
+def bench(config: BenchConfig) -> None:
+    """Measure ways to generate with a model beside each other, print a table and a verdict."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from deepenough.decoding.bench import FILE, bench_run
+    from deepenough.training.logging import reading
+
+    with reading("prompts") as progress:
+        found = bench_run(config, progress)
+    if config.json:
+        print(json.dumps(found))
+        return
+    table = Table("", "tokens/s", "x generate", "identical", "agreement", "MB", "load s", box=None)
+    table.columns[0].no_wrap = True
+    for name, row in found["ways"].items():
+        rate, times = row["tokens_per_second"], row["times_generate"]
+        table.add_row(
+            name,
+            shown(rate[0], rate[1:]),
+            shown(times[0], times[1:]),
+            f"{row['identical']} of {found['prompts']}",
+            f"{row['agreement']:.1%}",
+            f"{row['megabytes']:.0f}",
+            f"{row['load_seconds']:.1f}",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    for name, reason in found["left_out"].items():
+        console.print(f"not measured: {name} ({reason})", soft_wrap=True, markup=False)
+    console.print(found["verdict"], soft_wrap=True)
+    print(Path(config.out) / FILE)
 
 
 # -- tune ----------------------------------------------------------------------------------------
@@ -313,6 +377,16 @@ COMMANDS = (
         description="Make a draft model: let the model write, and learn to guess what it will\n"
         "write next. The model itself is not changed.",
         example="deepenough decode tune smollm2 --data mytext.txt --out runs/draft_model",
+        positional=("model.name",),
+    ),
+    Command(
+        name="bench",
+        help="time ways to generate with a model beside each other",
+        config="deepenough.decoding.config:BenchConfig",
+        run=bench,
+        description="Time transformers' generate, all backends and drafters, and other engines\n"
+        "that are installed (llama.cpp, ctranslate2), on the same prompts in turns.",
+        example="deepenough decode bench smollm2 --prompts 8 --max_new_tokens 128",
         positional=("model.name",),
     ),
     Command(

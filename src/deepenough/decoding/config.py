@@ -1,4 +1,4 @@
-"""Settings of the commands `deepenough decode generate`, `tune` and `calibrate`."""
+"""Settings of the commands `deepenough decode generate`, `tune`, `bench` and `calibrate`."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -148,6 +148,42 @@ class SelfGeneratedConfig:
 
     sample_every: int = bounded(8, ge=0)
     """Every so-manyth batch is sampled rather than greedy; 0 for none."""
+
+
+@dataclass
+class BenchConfig(RunConfig):
+    """Settings of `deepenough decode bench`."""
+
+    METHOD: ClassVar[str] = "decode"
+
+    out: str = "runs/bench"
+
+    model: PretrainedModelConfig = field(default_factory=causal_model)
+
+    data: str = "python"
+    """Corpus whose lines are continued: python (built in), a file, folder or glob, a folder of
+    $DEEPENOUGH_DATA, or a name on the hub. Every second one is put into the chat format."""
+
+    prompts: int = bounded(8, ge=1)
+    """Prompts that are continued."""
+
+    max_new_tokens: int = bounded(128, ge=1)
+    """Most new tokens of each."""
+
+    rounds: int = bounded(3, ge=1)
+    """Rounds over all prompts; medians are shown, with their range."""
+
+    draft_model: str | None = None
+    """Folder that deepenough decode tune wrote for this model, which is measured too."""
+
+    gguf: list[str] | None = None
+    """More GGUF files of the model for llama.cpp, say in a format that it is faster with."""
+
+    ours_only: bool = False
+    """Leave out other engines, and transformers but for its generate()."""
+
+    json: bool = False
+    """Print one JSON object instead."""
 
 
 @dataclass

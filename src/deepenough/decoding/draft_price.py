@@ -12,10 +12,10 @@ whole generation the most tokens a second, `r`, come of passes of the length (Di
 where a row of the pass pays if its chance of a token is above what its time gives elsewhere. All of
 this is measured as the text is written:
 
-- `t(k)`: the lower quartile of the last passes over as many rows. What was not run `FIRST` times is
+- `t(k)`: the median of the last passes over as many rows. What was not run `FIRST` times is
   not known: it is taken to be on the line through the two below, or as cheap as the one, and so it
-  is tried, one length after the other. Now and then a draft that does not seem to pay is verified
-  anyway, to see whether the machine has changed.
+  is tried, one length after the other. Now and then a draft is verified where none seems to pay, or
+  left out where all do, to see whether that has changed.
   Times are divided by how slow the machine is at the moment.
 - `r`: tokens over seconds of the latest passes, and at least that of passes without drafts.
 - `q_i`: the drafter's own probability, corrected by how often drafts of that probability at that
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,45 +61,42 @@ def best_length(expected: Sequence[float], seconds: Sequence[float], rate: float
 class PassTimes:
     """What passes over so many rows took lately, from layer `first` on.
 
-    Seconds are those of a machine as fast as at first; `level` is how much slower it is at the
-    moment. Where others work on it all passes slow down alike, so what is much slower than so many
-    passes of as many rows before tells of the machine.
+    Seconds are those of a machine as fast as at first. `level` is how much slower it is at the
+    moment, by passes of the first kind that was known: where others work on the machine, all passes
+    slow down alike, and what was measured before stays comparable.
     """
 
     def __init__(self) -> None:
-        self.kept: dict[int, dict[int, deque[float]]] = {}
+        self.kept: dict[tuple[int, int], deque[float]] = {}
         self.level = 1.0
 
     def add(self, rows: int, first: int, seconds: float) -> float:
         """Take notice of a pass; return its seconds at the first speed."""
-        seconds /= self.level
-        kept = self.kept.setdefault(first, {}).setdefault(rows, deque(maxlen=KEPT))
-        if len(kept) == KEPT:
-            known = self.seconds(rows, first)
-            self.level *= min(max(seconds / known, 0.25), 4.0) ** 0.5
-            seconds = min(max(seconds, 0.9 * known), 1.1 * known)
-        kept.append(max(seconds, 1e-9))
-        return kept[-1]
+        seconds = max(seconds, 1e-9) / self.level
+        kept = self.kept.setdefault((first, rows), deque(maxlen=KEPT))
+        if len(kept) == KEPT and kept is next(iter(self.kept.values())):
+            self.level *= min(max(seconds / median(kept), 0.25), 4.0) ** 0.5
+        else:
+            kept.append(seconds)
+        return seconds
 
     def is_known(self, rows: int, first: int = 0) -> bool:
         """Return whether so many rows were run often enough."""
-        return len(self.kept.get(first, {}).get(rows, ())) >= FIRST
+        return len(self.kept.get((first, rows), ())) >= FIRST
 
     def seconds(self, rows: int, first: int = 0) -> float:
         """Return what a pass over so many rows takes, 0 if nothing is known."""
-        kept = self.kept.get(first, {})
         if self.is_known(rows, first):
-            return _lower_quartile(kept[rows])
-        below = sorted(each for each in kept if each < rows and self.is_known(each, first))[-2:]
-        times = [_lower_quartile(kept[each]) for each in below]
+            return median(self.kept[first, rows])
+        known = [
+            n for begin, n in self.kept if begin == first and n < rows and self.is_known(n, first)
+        ]
+        below = sorted(known)[-2:]
+        times = [median(self.kept[first, each]) for each in below]
         if len(below) < 2:
             return times[0] if times else 0.0
         slope = max(0.0, (times[1] - times[0]) / (below[1] - below[0]))
         return times[1] + slope * (rows - below[1])
-
-
-def _lower_quartile(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 4]
 
 
 class DraftRecord:
@@ -158,7 +156,7 @@ class DraftPrice:
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
-        self._plain = 0
+        self._alike, self._drafts = 0, False
 
     def _rate(self, times: PassTimes, batch: int) -> float:
         """Return tokens a second, of late or without drafts, whichever is more."""
@@ -172,7 +170,7 @@ class DraftPrice:
         if not times.is_known(batch):
             return 0
         record.judge()
-        own = _lower_quartile(record.times) if record.times else 0.0
+        own = median(record.times) if record.times else 0.0
         record.skipped += 1
         if record.asked < ASKED_FIRST or record.skipped > PROBE:
             return most
@@ -203,9 +201,11 @@ class DraftPrice:
             if not times.is_known(batch * (place + 1), first):
                 break
         length = best_length(expected[: len(seconds)], seconds, self._rate(times, batch))
-        self._plain = 0 if length else self._plain + 1
-        if self._plain > PROBE:
-            length, self._plain = 1, 0
+        self._alike = self._alike + 1 if (length > 0) == self._drafts else 0
+        if self._alike > PROBE:  # the other kind of pass is tried
+            length, self._alike = int(length == 0), 0
+        else:
+            self._drafts = length > 0
         return length
 
     def add(

@@ -10,7 +10,7 @@
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,6 +62,13 @@ class GenerationResult:
     drafted: int = 0
     accepted: int = 0
     interrupted: bool = False
+    drafted_at: list[int] = field(default_factory=list)
+    """Drafts by their place in the draft."""
+    accepted_at: list[int] = field(default_factory=list)
+    """Those of them that were accepted."""
+    from_draft: list[bool] = field(default_factory=list)
+    """Which of the tokens were drafted."""
+    backend: str = ""
 
     @property
     def tokens_per_second(self) -> Interval:
@@ -89,12 +96,18 @@ def prompt_ids(tokenizer: Any, prompt: str, chat: bool = False) -> Tensor:
 
 
 def generate_timed(
-    fast: Any, ids_1T: Tensor, max_new_tokens: int, against: Any = None, rounds: int = 1
+    fast: Any,
+    ids_1T: Tensor,
+    max_new_tokens: int,
+    against: Any = None,
+    rounds: int = 1,
+    streamer: Any = None,
 ) -> tuple[GenerationResult, GenerationResult | None]:
     """Continue a prompt and return what came of it, and what came of `against`; Ctrl-C ends it.
 
     `against`, the model itself, takes turns with `fast`, so that whatever else the machine does
-    hits both; its FLOPs are counted as for tokens that run all layers.
+    hits both; its FLOPs are counted as for tokens that run all layers. A `streamer` of transformers
+    is told the tokens as they come.
     """
     given = {
         "input_ids": ids_1T.to(fast.device),
@@ -109,9 +122,12 @@ def generate_timed(
             model.generate(**given, max_new_tokens=min(_WARMUP_TOKENS, max_new_tokens))
     seconds: list[float] = []
     full_seconds: list[float] = []
+    told = {"streamer": streamer, "return_dict_in_generate": True}
     for _ in range(rounds):
+        if against is not None:
+            fast.free_cache()  # every turn reads the prompt, as the other does
         began = time.perf_counter()
-        output = fast.generate(**given, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
+        output = fast.generate(**given, max_new_tokens=max_new_tokens, **told)
         seconds.append(time.perf_counter() - began)
         if against is None or output.interrupted:
             break
@@ -129,6 +145,10 @@ def generate_timed(
         output.drafted,
         output.accepted,
         output.interrupted,
+        output.drafted_at,
+        output.accepted_at,
+        output.from_draft[0].tolist(),
+        output.backend,
     )
     if not full_seconds:
         return result, None
