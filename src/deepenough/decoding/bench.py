@@ -60,14 +60,17 @@ def bench_run(
         ways[name] = run
         rows[name] = {"load_seconds": now - began, "megabytes": after - before}
         began, before = now, after
-    turns = take_turns(ways, prompts, config.rounds, progress)
+    turns, written = take_turns(ways, prompts, config.rounds, progress)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     rates: dict[str, list[float]] = {}
     expected: list[list[int]] = []  # what the first way writes
     for name, run in ways.items():
+        found = [
+            own or run(prompt, True) for prompt, own in zip(prompts, written[name], strict=True)
+        ]
         # Without end tokens, which not all engines return.
-        texts = [[token for token in run(prompt, True) if token not in ends] for prompt in prompts]
+        texts = [[token for token in text if token not in ends] for text in found]
         expected, tokens = expected or texts, sum(map(len, texts))
         rates[name] = [tokens / seconds for seconds in turns[name]]
         rows[name] |= {
@@ -96,20 +99,21 @@ def take_turns(
     prompts: Sequence[Sequence[int]],
     rounds: int,
     progress: Callable[[int, int | None], None] | None = None,
-) -> dict[str, list[float]]:
-    """Return the seconds of every way in each round."""
+) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
+    """Return the seconds of every way in each round, and what it wrote in the last."""
     turns: dict[str, list[float]] = {name: [0.0] * rounds for name in ways}
+    written: dict[str, list[list[int]]] = {name: [[] for _ in prompts] for name in ways}
     order = list(ways)
     for number in range(rounds):
         for place, prompt in enumerate(prompts):
             for name in order:
                 began = time.perf_counter()
-                ways[name](prompt, False)
+                written[name][place] = ways[name](prompt, False)
                 turns[name][number] += time.perf_counter() - began
             order = [*order[1:], order[0]]  # nobody always follows the same
             if progress is not None:
                 progress(number * len(prompts) + place + 1, rounds * len(prompts))
-    return turns
+    return turns, written
 
 
 @torch.inference_mode()
@@ -225,7 +229,7 @@ def _llama_cpp(path: str, most: int) -> Run:
 
     threads = [n for n in (1, 2, 4, 8, 16, 32) if n <= (os.cpu_count() or 1)]
     made = {str(n): make(n) for n in threads}
-    turns = take_turns(made, [[1, 2, 3]] * 2, 2)
+    turns, _ = take_turns(made, [[1, 2, 3]], 2)
     return made[min(turns, key=lambda name: turns[name][1])]
 
 

@@ -1,0 +1,105 @@
+"""SmolLM2 from its GGUF file beside transformers, llama.cpp and other engines, in one run.
+
+This is `deepenough decode bench smollm2`: all ways continue the same prompts greedily in turns,
+prefill included. llama.cpp (the package `xllamacpp`) is measured with its best number of threads on
+the packaged file and on the same weights in Q4_0, the format that it is fastest with.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.figures import Figure
+from deepenough.config import resolve
+from deepenough.decoding.bench import bench_run
+from deepenough.decoding.config import BenchConfig
+from deepenough.hf.loading import PACKAGED, load, stored_gguf
+from deepenough.training.trainer import keep_freed_memory
+
+QUICK = False
+SEEDS = [0]
+MODEL = "smollm2"
+
+
+def measure(
+    prompts: int = 8, new_tokens: int = 128, rounds: int = 3, threads: int = 2, tuned: str = ""
+) -> dict[str, Any]:
+    """Run the command and return its rates, ratios, equality, memory and load times.
+
+    Args:
+        prompts: Prompts that are continued.
+        new_tokens: New tokens a prompt, at most.
+        rounds: Rounds of timing.
+        threads: Threads of torch and of the native backend.
+        tuned: Folder of `deepenough decode tune`, if its drafts are to be measured.
+    """
+    keep_freed_memory()
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "Q4_0.gguf"
+        write_q4_0(path)
+        given: dict[str, Any] = {"prompts": prompts, "max_new_tokens": new_tokens}
+        given |= {"rounds": rounds, "gguf": [str(path)], "out": f"{folder}/bench"}
+        given |= {"data": "wikitext-2-raw", "model": {"name": MODEL}}
+        given |= {"draft_model": tuned} if tuned else {}
+        found = bench_run(resolve(BenchConfig, overrides=given))
+    figures = {}
+    for name, row in found["ways"].items():
+        rate, times = row["tokens_per_second"], row["times_generate"]
+        figures[name_of(name)] = {
+            "tokens_per_second": Figure(rate[0], "tokens/s", *rate[1:]),
+            "times_generate": Figure(times[0], "x", *times[1:]),
+            "identical": row["identical"],
+            "agreement": row["agreement"],
+            "memory_mb": row["megabytes"],
+            "load_seconds": row["load_seconds"],
+        }
+    packaged = figures[name_of(f"llama.cpp {Path(PACKAGED[MODEL].gguf).stem}")]
+    figures["llama_cpp"] = figures.pop(name_of(f"llama.cpp {Path(PACKAGED[MODEL].gguf).stem}"))
+    for name, row in figures.items():
+        ratio = row["tokens_per_second"].value / packaged["tokens_per_second"].value
+        figures[name]["times_llama_cpp"] = Figure(ratio, "x")
+    return {
+        **figures,
+        "settings": {"verdict": found["verdict"], "left_out": found["left_out"]},
+    }
+
+
+def name_of(way: str) -> str:
+    """Return a way's name as figures have it."""
+    return re.sub(r"\W+", "_", way)
+
+
+def write_q4_0(path: Path) -> None:
+    """Write the packaged weights, dequantised, as a GGUF file whose matrices are Q4_0.
+
+    The embedding, which is the head too, becomes Q8_0, as llama.cpp's own tool leaves it finer.
+    """
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
+
+    reader = GGUFReader(str(stored_gguf(load(MODEL)[0])))
+    writer = GGUFWriter(str(path), reader.get_field("general.architecture").contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        kind = field.types[0]
+        inner = field.types[1] if kind == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, sub_type=inner)
+    for tensor in reader.tensors:
+        values = np.asarray(quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        kind = GGMLQuantizationType.F32
+        if values.ndim == 2:
+            is_embedding = tensor.name.startswith("token_embd")
+            kind = GGMLQuantizationType.Q8_0 if is_embedding else GGMLQuantizationType.Q4_0
+            values = quants.quantize(values, kind)
+        writer.add_tensor(tensor.name, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
