@@ -17,6 +17,7 @@ from .decoding.early_exit import ExitPolicy as ExitPolicy
 from .decoding.early_exit import FixedLayer as FixedLayer
 from .decoding.early_exit import LowEntropy as LowEntropy
 from .decoding.early_exit import TopProbability as TopProbability
+from .decoding.lookup import LookupTable as LookupTable
 from .errors import UserError as UserError
 from .hf.loading import load as load
 from .lazy.modeling import LazyTransformerConfig as LazyTransformerConfig
