@@ -9,7 +9,7 @@ from deepenough.decoding.native_backend import load_library
 
 SCRIPT = runpy.run_path(str(Path(__file__).with_name("call_files.py")))
 # Where nothing could be compiled, the backend that is used instead is one file more.
-SPECULATE = 12 + (load_library() is None)
+SPECULATE = 14 + (load_library() is None)
 MOST = {"Shortcuts.fit": 18, "speculate(model).generate()": SPECULATE, "par search": 26}
 
 

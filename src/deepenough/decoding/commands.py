@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # -- generate ------------------------------------------------------------------------------------
 
+_TOLD = ("drafted", "accepted", "drafted_at", "accepted_at", "backend", "interrupted")
+
 
 def generate(config: GenerateConfig) -> None:
     """Continue a prompt; print the text as it comes, or shaded by depth, and what it took."""
@@ -48,7 +50,8 @@ def generate(config: GenerateConfig) -> None:
     )
     texts = pieces(tokenizer, ids[0].tolist(), result.ids)
     depths, flops = result.trace.depth[0].tolist(), result.trace.flops[0].tolist()
-    drafts = result.from_draft or [False] * len(texts)
+    output = result.output
+    drafts = [False] * len(texts) if output.from_draft is None else output.from_draft[0].tolist()
     rows = zip(result.ids, texts, depths, flops, drafts, strict=True)
     names = ("id", "text", "depth", "flops", "drafted")
     answer: dict[str, Any] = {
@@ -57,12 +60,7 @@ def generate(config: GenerateConfig) -> None:
         "text": "".join(texts),
         "tokens": [dict(zip(names, row, strict=True)) for row in rows],
         "layers": fast.decoding_engine.num_layers,
-        "drafted": result.drafted,
-        "accepted": result.accepted,
-        "drafted_at": result.drafted_at,
-        "accepted_at": result.accepted_at,
-        "backend": result.backend,
-        "interrupted": result.interrupted,
+        **{name: getattr(output, name) for name in _TOLD},
         **_spent(result),
     }
     if full is not None:

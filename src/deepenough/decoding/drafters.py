@@ -90,15 +90,9 @@ class Drafter(ABC):
         self.num_draft_tokens = self.num_wanted = num_draft_tokens
         self.record = DraftRecord(num_draft_tokens)
 
-    def ask(
-        self,
-        rows: list[SequenceState],
-        state_BD: Tensor,
-        engine: Engine,
-        price: DraftPrice | None,
-    ) -> Proposal:
+    def ask(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
         """Return the drafts of `propose`, of no more than `num_wanted` tokens, those that pay."""
-        self.num_wanted = self.num_draft_tokens
+        price, self.num_wanted = self.price, self.num_draft_tokens
         if price is not None:
             self.num_wanted = price.wanted(self.record, engine, len(rows))
         if not self.num_wanted:
@@ -138,20 +132,14 @@ class LookupDrafter(Drafter):
     def __init__(self, num_draft_tokens: int = 8, table: LookupTable | None = None) -> None:
         super().__init__(num_draft_tokens)
         self.table = table
-        self._texts: dict[int, tuple[list[int], SuffixAutomaton]] = {}
+        self._texts: dict[int, SuffixAutomaton] = {}
         self._matches: dict[int, tuple[int, int]] = {}
 
     def begin(self, engine: Engine) -> None:
-        """Forget the texts of the last generation, or put them into the table."""
+        """Forget the texts of the last generation, but for the table."""
         if self.table is not None:
             self.table.check_made_for(engine)
-        self.finish()
-
-    def finish(self) -> None:
-        """Put the texts of the last generation into the table, where there is one."""
-        for context, _ in self._texts.values() if self.table is not None else ():
-            assert self.table is not None
-            self.table.add(context)
+            self.table.settle()
         self._texts, self._matches = {}, {}
 
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
@@ -162,14 +150,16 @@ class LookupDrafter(Drafter):
     def find(self, index: int, context: list[int]) -> tuple[list[int], list[float]]:
         """Return drafts for sequence `index`, whose text so far is `context`, and probabilities."""
         if index not in self._texts:
-            self._texts[index], self._matches[index] = (context, SuffixAutomaton()), (0, 0)
-        _, own = self._texts[index]
-        match, table = self._matches[index], None if self.table is None else self.table.automaton
+            self._texts[index], self._matches[index] = SuffixAutomaton(), (0, 0)
+            if self.table is not None:
+                self.table.growing.append(context)
+        own, match = self._texts[index], self._matches[index]
+        table = None if self.table is None else self.table.automaton
         for token in context[own.length[own.last] :]:
             own.extend(token)
             if table is not None:
                 match = table.advance(*match, token)
-        self._texts[index], self._matches[index] = (context, own), match
+        self._matches[index] = match
         state = own.link[own.last]
         if table is not None and match[1] > own.length[state]:
             return table.draft(*match, self.num_wanted)
@@ -195,20 +185,11 @@ class FallbackDrafter(Drafter):
             drafter.observe(rows, normed_BTD, counts)
 
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
-        """Ask the drafters in turn until every sequence has drafts."""
-        return self.ask(rows, state_BD, engine, None)
-
-    def ask(
-        self,
-        rows: list[SequenceState],
-        state_BD: Tensor,
-        engine: Engine,
-        price: DraftPrice | None,
-    ) -> Proposal:
         """Ask the drafters in turn until every sequence has drafts, each for as many as pay."""
         answer = Proposal([[] for _ in rows], sources=[self] * len(rows))
         for drafter in self.drafters:
-            proposal = drafter.ask(rows, state_BD, engine, price)
+            drafter.price = self.price
+            proposal = drafter.ask(rows, state_BD, engine)
             flops = answer.flops + proposal.flops
             if any(answer.tokens):
                 # States of some sequences' drafts only are of no use to a verification of all.
@@ -224,6 +205,8 @@ class FallbackDrafter(Drafter):
             if all(answer.tokens):
                 break
         return answer
+
+    ask = propose  # it has no drafts of its own
 
 
 # -- a part of the output head -------------------------------------------------------------------

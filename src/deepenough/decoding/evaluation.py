@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from deepenough.config import resolve
 from deepenough.data.tokenizer import check_text
-from deepenough.decoding.api import early_exit, speculate
+from deepenough.decoding.api import DecodingOutput, early_exit, speculate
 from deepenough.decoding.config import DraftTrainConfig
 from deepenough.decoding.early_exit import ConfidenceGap, KVPropagation
 from deepenough.decoding.engine import DecodingCosts
@@ -59,16 +59,8 @@ class GenerationResult:
     """Of these, `[1, T]`; 0 layers for one at which Ctrl-C came."""
     turns: list[float]
     """Seconds of each turn."""
-    drafted: int = 0
-    accepted: int = 0
-    interrupted: bool = False
-    drafted_at: list[int] = field(default_factory=list)
-    """Drafts by their place in the draft."""
-    accepted_at: list[int] = field(default_factory=list)
-    """Those of them that were accepted."""
-    from_draft: list[bool] = field(default_factory=list)
-    """Which of the tokens were drafted."""
-    backend: str = ""
+    output: DecodingOutput = field(default_factory=lambda: DecodingOutput())
+    """What `generate` told beside them; nothing if it is that of transformers."""
 
     @property
     def tokens_per_second(self) -> Interval:
@@ -138,18 +130,7 @@ def generate_timed(
             output.interrupted = True
             break
         full_seconds.append(time.perf_counter() - began)
-    result = GenerationResult(
-        output.sequences[0, length:].tolist(),
-        output.trace,
-        seconds,
-        output.drafted,
-        output.accepted,
-        output.interrupted,
-        output.drafted_at,
-        output.accepted_at,
-        output.from_draft[0].tolist(),
-        output.backend,
-    )
+    result = GenerationResult(output.sequences[0, length:].tolist(), output.trace, seconds, output)
     if not full_seconds:
         return result, None
     trace = full_trace(DecodingCosts(fast.decoding_engine.adapter), length, len(full))

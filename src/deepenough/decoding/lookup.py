@@ -152,6 +152,8 @@ class LookupTable:
     ) -> None:
         self.vocab_size, self.max_tokens = vocab_size, max_tokens
         self.texts: list[list[int]] = []
+        self.growing: list[list[int]] = []
+        """Texts that are being written; `settle` adds them as they are by then."""
         self.automaton = SuffixAutomaton()
         self._size = 0
         for text in texts:
@@ -170,6 +172,12 @@ class LookupTable:
             for token in (*each, _END):
                 self.automaton.extend(token)
 
+    def settle(self) -> None:
+        """Add the texts that have been written."""
+        for text in self.growing:
+            self.add(text)
+        self.growing = []
+
     def check_made_for(self, engine: Engine) -> None:
         """Refuse a model of another vocabulary."""
         vocab_size = engine.adapter.model.config.get_text_config().vocab_size
@@ -182,6 +190,7 @@ class LookupTable:
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the texts; other files in the folder stay."""
+        self.settle()
         flat = [token for text in self.texts for token in text]
         tensors: dict[str, Tensor] = {
             "tokens": torch.tensor(flat, dtype=torch.int32),

@@ -40,8 +40,6 @@ class Decoded:
 
     rows: list[SequenceState]
     passes: int = 0
-    drafted: int = 0
-    accepted: int = 0
     drafted_at: list[int] = field(default_factory=list)
     """Drafts by their place in the draft."""
     accepted_at: list[int] = field(default_factory=list)
@@ -192,7 +190,6 @@ def _emit(
     """Append tokens and account for them; return how many each sequence got."""
     was_done = [row.done for row in rows]
     counts = verifier.verify(rows, output.logits_BTV, output.drafts)
-    result.drafted += sum(map(len, output.drafts))
     longest = max(map(len, output.drafts))
     for counted in (result.drafted_at, result.accepted_at):
         counted += [0] * (longest - len(counted))
@@ -202,7 +199,6 @@ def _emit(
         drafts, depth = output.drafts[place], output.depths[place]
         # All that was emitted but the last was a draft; the last is one if it ended the row.
         accepted = count - 1 + (row.tokens[-count:] == drafts[:count])
-        result.accepted += accepted
         for spot in range(len(drafts)):
             result.drafted_at[spot] += 1
             result.accepted_at[spot] += spot < accepted
@@ -231,7 +227,7 @@ class FullDepth(ForwardStrategy):
         engine, drafter = self.engine, self.drafter
         proposal, began = Proposal([[] for _ in rows]), time.perf_counter()
         if drafter is not None:
-            proposal = drafter.ask(rows, self.state_BD, engine, drafter.price)
+            proposal = drafter.ask(rows, self.state_BD, engine)
             if drafter.price is not None:
                 proposal.cut(drafter.price.length(proposal, engine, len(rows)))
         draft_seconds = time.perf_counter() - began
