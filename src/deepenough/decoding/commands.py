@@ -50,8 +50,9 @@ def generate(config: GenerateConfig) -> None:
     )
     texts = pieces(tokenizer, ids[0].tolist(), result.ids)
     depths, flops = result.trace.depth[0].tolist(), result.trace.flops[0].tolist()
-    output = result.output
-    drafts = [False] * len(texts) if output.from_draft is None else output.from_draft[0].tolist()
+    told = {name: getattr(result.output, name, None) for name in (*_TOLD, "from_draft")}
+    drafted = told.pop("from_draft")
+    drafts = [False] * len(texts) if drafted is None else drafted[0].tolist()
     rows = zip(result.ids, texts, depths, flops, drafts, strict=True)
     names = ("id", "text", "depth", "flops", "drafted")
     answer: dict[str, Any] = {
@@ -60,7 +61,7 @@ def generate(config: GenerateConfig) -> None:
         "text": "".join(texts),
         "tokens": [dict(zip(names, row, strict=True)) for row in rows],
         "layers": fast.decoding_engine.num_layers,
-        **{name: getattr(output, name) for name in _TOLD},
+        **told,
         **_spent(result),
     }
     if full is not None:

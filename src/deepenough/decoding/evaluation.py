@@ -10,7 +10,7 @@
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,8 +59,8 @@ class GenerationResult:
     """Of these, `[1, T]`; 0 layers for one at which Ctrl-C came."""
     turns: list[float]
     """Seconds of each turn."""
-    output: DecodingOutput = field(default_factory=lambda: DecodingOutput())
-    """What `generate` told beside them; nothing if it is that of transformers."""
+    output: DecodingOutput | None = None
+    """What `generate` told beside them; None if it was that of transformers."""
 
     @property
     def tokens_per_second(self) -> Interval:
