@@ -51,6 +51,7 @@ CAPS = {
     "max_new_tokens": 8,
     "new_tokens": 8,
     "prompt_tokens": 8,
+    "prompts": 2,
     "rounds": 1,
     "d_model": 32,
     "d_ff": 32,
