@@ -129,7 +129,7 @@ def test_a_table_is_shared_saved_and_bounded(small, make_model, prompts, tmp_pat
     assert torch.equal(again.sequences, first.sequences) and again.passes < first.passes
     table.save_pretrained(tmp_path)
     loaded = speculate(small, table=tmp_path, num_draft_tokens=4)
-    assert loaded.generate(**prompts(1), **options).passes == again.passes
+    assert loaded.generate(**prompts(1), **options).passes <= again.passes
     with pytest.raises(UserError, match="vocabulary of 40, and the model has 41"):
         speculate(make_model(vocab_size=41), table=tmp_path)
     with pytest.raises(UserError, match="no lookup table"):

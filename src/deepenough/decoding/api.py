@@ -352,6 +352,7 @@ class AdaptiveDecoding:
                 left, self.cached = self.cached, None
                 # Exits leave keys and values of their own, and some drafters read whole prompts.
                 keeps = rule is None and not (self.drafter and self.drafter.reads_prompt)
+                keeps = keeps and type(engine).keep_prefix is not Engine.keep_prefix
                 known = left.tokens if keeps and left and left.owner is engine.prompt else []
                 try:
                     decoded = decode(engine, request, strategy, known)
