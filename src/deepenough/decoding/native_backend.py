@@ -396,7 +396,7 @@ class NativeEngine(Engine):
             return False
         if capacity > self.capacity:
             self.capacity = capacity
-            self.native.see_positions(self.adapter, capacity + 16)
+            self.native.see_positions(capacity + 16)
             self._cache.grow(capacity)
         self.lengths = [count]
         return True

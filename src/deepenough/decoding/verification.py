@@ -138,9 +138,11 @@ def _read_prompts(
     if not shared or len(result.rows) > 1 or not engine.keep_prefix(shared, capacity):
         return engine.prefill(request.ids_BT, request.mask_BT, capacity)
     result.reused = shared
-    step = engine.start_step(torch.tensor([prompt[shared:]], device=request.ids_BT.device))
-    hidden_BTD = engine.run_layers(step, step.hidden, 0, engine.num_layers)
-    engine.keep([len(prompt) - shared])
+    new_1T = torch.tensor([prompt[shared:]], device=request.ids_BT.device)
+    for part_1T in new_1T.split(2048, dim=1):  # as many as are in memory at once
+        step = engine.start_step(part_1T)
+        hidden_BTD = engine.run_layers(step, step.hidden, 0, engine.num_layers)
+        engine.keep([part_1T.shape[1]])
     return engine.norm(hidden_BTD[:, -1])
 
 
