@@ -40,6 +40,13 @@ from .ponder.modeling import (
 from .runs import Record as Record
 from .runs import RunFolder as RunFolder
 from .shortcut.modeling import Shortcuts as Shortcuts
+from .shortcut.pruned_model import PrunedConfig as PrunedConfig
+from .shortcut.pruned_model import PrunedForCausalLM as PrunedForCausalLM
+from .shortcut.pruned_model import PrunedForMaskedLM as PrunedForMaskedLM
+from .shortcut.pruned_model import (
+    PrunedForSequenceClassification as PrunedForSequenceClassification,
+)
+from .shortcut.pruning import prune as prune
 from .trace import DepthTrace as DepthTrace
 
 __all__: list[str]

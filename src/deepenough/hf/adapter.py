@@ -332,9 +332,9 @@ def find_difference(adapter: Adapter) -> str:
     return "" if _is_close(found, expected, mask) else "its last state gives another output"
 
 
-def _is_close(found: Tensor, expected: Tensor, mask: Tensor) -> bool:
+def _is_close(found: Tensor | None, expected: Tensor, mask: Tensor) -> bool:
     """Return whether states are the same but for rounding, where there is text."""
-    if found.shape != expected.shape or found.shape[:2] != mask.shape:
+    if found is None or found.shape != expected.shape or found.shape[:2] != mask.shape:
         return False
     seen, largest = mask.bool(), float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
     tolerance = torch.finfo(expected.dtype).eps ** 0.5 * max(largest, 1e-3)

@@ -257,8 +257,16 @@ class OutputForms:
 
         It also stands for any other tensor there, which no reader of hidden states looks at.
         """
-        form = self._forms.get(module)
-        return tensor if form is None else tuple(tensor if each else None for each in form)
+        return in_form(tensor, self._forms.get(module))
+
+    def form(self, module: nn.Module) -> tuple[bool, ...] | None:
+        """Return where a module returns tensors in a tuple; None if it returns one alone."""
+        return self._forms.get(module)
+
+
+def in_form(hidden: Tensor, form: tuple[bool, ...] | None) -> Any:
+    """Return a tensor in the form in which a module returns its output (`OutputForms.form`)."""
+    return hidden if form is None else tuple(hidden if each else None for each in form)
 
 
 @contextmanager

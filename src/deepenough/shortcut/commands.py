@@ -1,4 +1,4 @@
-"""`deepenough shortcut fit`, `eval`, `lens`, `paper` and `import`: studies of one model's layers.
+"""`deepenough shortcut fit`, `eval`, `lens`, `paper`, `import` and `prune`: one model's layers.
 
 A run folder holds `shortcuts/` (the maps; `affine/` beside them where both kinds were asked for)
 and `metrics.jsonl`, from which every figure is drawn. Torch is imported inside the functions, so
@@ -19,12 +19,14 @@ from deepenough.config import Command, dump, resolve
 from deepenough.errors import UserError
 from deepenough.runs import Record, RunFolder, read_config, replace_records
 from deepenough.shortcut.config import (
+    HealTrainingConfig,
     MapsConfig,
     ShortcutEvalConfig,
     ShortcutFitConfig,
     ShortcutImportConfig,
     ShortcutLensConfig,
     ShortcutPaperConfig,
+    ShortcutPruneConfig,
     TuneTrainingConfig,
 )
 
@@ -42,6 +44,8 @@ _COLUMNS = {
     "rank": "target_rank",
 }
 _LENS_ROWS = 10
+#: Lines of other text that a pruned model is measured on, and characters of a passage.
+_PRUNE_LINES, _PASSAGE = 200, 2000
 #: What `--show` of the lens is called in its record, where it is not the same.
 _LENS_SHOWS = {"token": "words", "rank": "target_rank"}
 
@@ -292,6 +296,68 @@ def repeat_paper(
     return seconds
 
 
+def prune(config: ShortcutPruneConfig) -> None:
+    """Run `deepenough shortcut prune`; interrupted, it goes on with `resume`."""
+    from deepenough.artifacts import seal
+    from deepenough.shortcut.pruning import compare_outputs, report_of
+    from deepenough.shortcut.pruning import prune as shrink
+    from deepenough.shortcut.replaceable import prunable
+    from deepenough.training.trainer import keep_freed_memory
+
+    keep_freed_memory()
+    RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
+    texts = config.dataset.read(config.data)
+    held_out = replace(config.dataset, split="valid", lines=_PRUNE_LINES).read(config.data)
+    model, tokenizer = config.model.load()
+    if prunable(model).kind == "causal":
+        texts, held_out = _passages(texts), _passages(held_out)
+    options = {"resume": config.resume, "overwrite": config.overwrite}
+    run = RunFolder.create(config.out, **options)
+    with run.lock():
+        dump(replace(config, resume=False, overwrite=False), run.config)
+        pruned = shrink(
+            model, tokenizer, texts, config=config.prune, folder=run.checkpoints / "prune"
+        )
+        if config.heal_steps:
+            from deepenough.shortcut.healing import heal
+
+            healing = HealTrainingConfig(str(run.path / "healing"), trained=config.heal)
+            healing.train.steps, healing.train.lr = config.heal_steps, config.heal_lr
+            healing.resume, healing.overwrite = config.resume, not config.resume
+            report_of(pruned)["healed"] = heal(model, pruned, tokenizer, texts, healing)
+            shutil.rmtree(run.path / "healing" / "model", ignore_errors=True)
+        scores = compare_outputs(model, pruned, tokenizer, held_out)
+        report = report_of(pruned)
+        report["scores"] = scores
+        pruned.save_pretrained(run.model)
+        tokenizer.save_pretrained(run.model)
+        seal(run.model)
+        replace_records(run.metrics, [Record(0, "pruned", report)])
+        shutil.rmtree(run.checkpoints, ignore_errors=True)
+    for layer, (attention, feed_forward) in enumerate(report.get("layers", ()), start=1):
+        if {attention, feed_forward} != {"kept"}:
+            print(f"layer {layer:>3}: attention {attention}, feed-forward {feed_forward}")
+    seconds = report["token_seconds"]
+    print(
+        f"layers at {report['share']:.3f} of their {config.prune.budget}; a token takes "
+        f"{seconds['pruned'] / seconds['full']:.3f} of the full model's time; on other text KL "
+        f"{scores['kl']:.3f}, {scores['agreement']:.1%} of first choices are the full model's"
+    )
+    if "perplexity" in scores:
+        print(f"perplexity {scores['perplexity']:.2f}; full model {scores['full_perplexity']:.2f}")
+    print(f"next: deepenough decode generate {config.out}")
+
+
+def _passages(lines: list[str]) -> list[str]:
+    """Return consecutive lines as passages, since a language model reads on over their ends."""
+    passages: list[list[str]] = [[]]
+    for line in lines:
+        if sum(map(len, passages[-1])) > _PASSAGE:
+            passages.append([])
+        passages[-1].append(line)
+    return ["\n".join(passage) for passage in passages]
+
+
 def import_maps(config: ShortcutImportConfig) -> None:
     """Run `deepenough shortcut import`: published matrices become a run like one of `fit`."""
     from deepenough.shortcut.source_pickles import import_source
@@ -361,6 +427,17 @@ COMMANDS: tuple[Command, ...] = (
         "sentences from a text, fit the maps of all pairs of layers and of the parts inside the\n"
         "blocks, measure them on other sentences, keep the results of every sample and draw.",
         example="deepenough shortcut paper smollm2 --data mytext.txt --out runs/paper",
+        positional=("model.name",),
+        draws="out",
+    ),
+    Command(
+        name="prune",
+        help="make a model smaller in minutes, by linear maps in the places of its parts",
+        config=ShortcutPruneConfig,
+        run=prune,
+        description="Keep, replace by a linear map, or remove the attention and the feed-forward\n"
+        "of every layer, so that the layers cost a given share and the output changes least.",
+        example="deepenough shortcut prune smollm2 --data mytext.txt --keep 0.8 --out runs/small",
         positional=("model.name",),
         draws="out",
     ),

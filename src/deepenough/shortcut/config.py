@@ -261,6 +261,81 @@ class ShortcutPaperConfig(RunConfig):
 
 
 @dataclass
+class PruneConfig:
+    """Pruning."""
+
+    keep: float = bounded(0.8, gt=0, le=1)
+    """Share of the cost of the layers to keep."""
+
+    budget: Literal["time", "weights", "flops"] = "time"
+    """What cost is: the measured time of a token on this machine, weights, or FLOPs."""
+
+    method: Literal["replace", "influence", "contiguous"] = "replace"
+    """Choose among linear maps and removal of parts, or, to compare, remove whole layers: those
+    that change states least, one by one (ShortGPT), or the best run of them."""
+
+    refit: bool = True
+    """Fit the chosen maps again in order, to make up for the errors of those before them."""
+
+    fit_tokens: int = bounded(60_000, ge=1)
+    """Tokens of text to fit maps on."""
+
+    choose_tokens: int = bounded(3_072, ge=1)
+    """Other tokens of it to choose by."""
+
+
+def healing_defaults() -> TrainingConfig:
+    """Return the training options that healing starts from."""
+    return TrainingConfig(
+        steps=60, lr=2e-4, warmup=0.1, log_every=10, valid_every=1000, save_every=50, keep=1
+    )
+
+
+@dataclass
+class HealTrainingConfig(RunConfig):
+    """Healing of a pruned model."""
+
+    METHOD: ClassVar[str] = "shortcut"
+
+    out: str = ""
+    """Folder for records and checkpoints."""
+
+    batch: int = bounded(1024, ge=1)
+    """Tokens of text in a batch."""
+
+    trained: Literal["maps", "all"] = "all"
+    """What is trained: the maps that were put in and the norms, or all weights."""
+
+    train: TrainingConfig = field(default_factory=healing_defaults)
+
+
+@dataclass
+class ShortcutPruneConfig(RunConfig):
+    """Prune a model."""
+
+    METHOD: ClassVar[str] = "shortcut"
+
+    out: str = "runs/pruned"
+
+    data: str = "python"
+    """Text like that which the model will be used on: python (built in), a file, folder or glob, a
+    folder of $DEEPENOUGH_DATA, or a name on the hub."""
+
+    heal_steps: int = bounded(0, ge=0)
+    """Steps of a training towards the full model's outputs afterwards; 0 for none."""
+
+    heal: Literal["maps", "all"] = "all"
+    """What that trains: the maps that were put in and the norms, or all weights."""
+
+    heal_lr: float = bounded(2e-4, gt=0)
+    """Highest learning rate of that."""
+
+    model: PretrainedModelConfig = field(default_factory=PretrainedModelConfig)
+    dataset: TextConfig = field(default_factory=lambda: TextConfig(lines=None))
+    prune: PruneConfig = field(default_factory=PruneConfig)
+
+
+@dataclass
 class ShortcutImportConfig(RunConfig):
     """Import published matrices."""
 

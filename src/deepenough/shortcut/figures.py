@@ -45,6 +45,9 @@ LOG_SCALE_FACTOR = 10.0
 LEAST_NATS = 0.01
 """Fewer nats than this are as good as none and would stretch that scale down without end."""
 
+PRUNED = {"linear": "L", "removed": "–", "one map": "M", "in the map": "M"}
+"""Letters for what may become of a part of a layer."""
+
 Curve = tuple[np.ndarray, ...]
 """x, y and, where intervals are known of all points, the ends of a band around y."""
 
@@ -365,7 +368,44 @@ def lens_figure(run: fig.Run) -> fig.FigureSpec | None:
     return replace(figure, command=f"deepenough shortcut lens {shlex.join(words)}")
 
 
+def pruned_figure(run: fig.Run) -> fig.FigureSpec | None:
+    """Return what became of every layer of a pruned model."""
+    values = _latest(run, "pruned")
+    try:
+        words = np.array(values["layers"], dtype=str).T[::-1]
+        left = np.array(values["left"], dtype=float).T[::-1]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    if (
+        words.ndim != 2
+        or words.shape != left.shape
+        or len(words) != 2
+        or not np.isfinite(left).all()
+    ):
+        return None
+    share, kl = fig.number(values.get("share")), fig.number(values.get("kl"))
+    title = "" if share is None else f"{share:.2f} of the layers' {values.get('budget')}"
+    title += "" if kl is None else f", KL {kl:.3f} nats"
+    panel = fig.HeatMap(
+        ("feed-forward", "attention"),
+        [str(layer + 1) for layer in range(words.shape[1])],
+        left.clip(0.0, 1.0).tolist(),
+        fig.Axis("layer"),
+        fig.Axis(),
+        fig.Axis("share of its cost", low=0.0, high=1.0),
+        texts=[[PRUNED.get(word, "") for word in row] for row in words],
+        title=title,
+    )
+    caption = (
+        "The parts of every layer: kept, replaced by a linear map (L), removed (–), or in a run of "
+        "layers that one map of the states stands for (M)."
+    )
+    command = f"deepenough shortcut prune --config {shlex.quote(f'{run.path}/config.yaml')}"
+    return fig.FigureSpec("pruned", "What was kept", caption, [panel], run.name, command, wide=True)
+
+
 FIGURES: tuple[fig.FigureBuilder, ...] = (
+    pruned_figure,
     layers_figure,
     exit_figure,
     r2_figure,

@@ -127,6 +127,21 @@ class NormalEquations:
         gram.addr_(mean_x, mean_x, alpha=-self.count)
         return gram, torch.addr(cross, mean_x, mean_y, alpha=-self.count)
 
+    def excess_error(self, found: AffineMap) -> float:
+        """Return how much the squared error of a map exceeds that of predicting zeros.
+
+        It is `sum ||y - A x - b||^2 - sum ||y||^2` of these rows, below 0 for a map of use.
+        """
+        self.flush()
+        gram, cross = self.moments(centred=False)
+        weight = found.weight.to(gram)
+        error = ((weight @ gram) * weight).sum() - 2 * (weight.T * cross).sum()
+        if found.bias is not None:
+            bias = found.bias.to(gram)
+            sum_x, sum_y = self.sums.tensor_split([self.num_inputs])
+            error += 2 * bias @ (weight @ sum_x - sum_y) + self.count * bias @ bias
+        return float(error)
+
     def solve(
         self,
         affine: bool = False,

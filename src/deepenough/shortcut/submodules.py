@@ -21,7 +21,8 @@ Shapes: B texts, T tokens, N chosen tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,6 +61,8 @@ SOURCE_PLACES = {
 Chain = tuple[nn.Module, ...]
 #: Kind, layer, and number among the parts of that kind in the block (a block has several norms).
 Place = tuple[str, int, int]
+#: From what a part reads to what it returns.
+Function = Callable[[Tensor], Tensor]
 
 
 def parts_of(adapter: Adapter) -> dict[Place, Chain]:
@@ -81,10 +84,20 @@ def parts_of(adapter: Adapter) -> dict[Place, Chain]:
 class SubmoduleStatistics:
     """Sums over what all parts read and return, gathered while the model runs."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self.parts = parts_of(adapter)
+    def __init__(
+        self,
+        adapter: Adapter,
+        kinds: Sequence[str] = (*KINDS, RESIDUALS),
+        massive: float = math.inf,
+    ) -> None:
+        """Observe parts of these kinds, but tokens whose input or output is massive.
+
+        That is, more than so many times the median size of those it is observed with.
+        """
+        self.parts = {p: chain for p, chain in parts_of(adapter).items() if p[0] in kinds}
+        self.massive = massive
         self.equations: dict[Place, NormalEquations] = {}
-        self._layers = dict.fromkeys(adapter.layers)
+        self._layers = dict.fromkeys(adapter.layers if RESIDUALS in kinds else ())
         self._counter = LayerCounter(adapter)
         self.adds_both = True
 
@@ -141,6 +154,10 @@ class SubmoduleStatistics:
             yield
 
     def _add(self, place: Place, x_ND: Tensor, y_ND: Tensor) -> None:
+        if self.massive < math.inf:
+            size = torch.stack([x_ND.norm(dim=-1), y_ND.norm(dim=-1)])
+            usual = (size <= self.massive * size.median(dim=1, keepdim=True).values).all(0)
+            x_ND, y_ND = x_ND[usual], y_ND[usual]
         if place not in self.equations:
             self.equations[place] = NormalEquations(x_ND.shape[1], y_ND.shape[1], x_ND.device)
         self.equations[place].update(x_ND, y_ND)
@@ -204,12 +221,14 @@ class Submodules:
 class Replacement:
     """Runs a model with fitted maps in the places of its parts."""
 
-    def __init__(self, submodules: Submodules, adapter: Adapter) -> None:
-        adapter.check_made_for(submodules.identity, "These fits of sub-modules")
+    def __init__(self, submodules: Submodules | None, adapter: Adapter) -> None:
         self.submodules, self.adapter = submodules, adapter
         self.counter = LayerCounter(adapter)
         self.forms = OutputForms(adapter)
         self._parts = parts_of(adapter)
+        if submodules is None:
+            return
+        adapter.check_made_for(submodules.identity, "These fits of sub-modules")
         wanted = {place for place in self._parts if place[0] in submodules.kinds}
         if missing := wanted - submodules.maps.keys():
             raise UserError(f"These sub-modules have no map of {min(missing)}: fit them again.")
@@ -220,13 +239,25 @@ class Replacement:
 
         With `layer` the number of layers, the model is as it was.
         """
-        uses: dict[Chain, dict[int, AffineMap]] = {}
-        for place, chain in self._parts.items():
-            if place[0] == kind and place[1] >= layer:
-                uses.setdefault(chain, {})[place[1]] = self.submodules.maps[place]
+        assert self.submodules is not None
+        maps = self.submodules.maps
+        chosen = [place for place in self._parts if place[0] == kind and place[1] >= layer]
+        with self.placed({place: maps[place] for place in chosen}):
+            yield
+
+    @contextmanager
+    def placed(
+        self, parts: Mapping[Place, Function], layers: Mapping[int, Function] | None = None
+    ) -> Iterator[None]:
+        """Put functions of what they read in the places of some parts, and of whole layers."""
+        uses: dict[Chain, dict[int, Function]] = {}
+        for place, function in parts.items():
+            uses.setdefault(self._parts[place], {})[place[1]] = function
+        for layer, function in (layers or {}).items():
+            uses.setdefault((self.adapter.layers[layer],), {})[layer] = function
         forwards: dict[nn.Module, Forward] = {}
-        for chain, maps in uses.items():
-            forwards |= self._forwards(chain, maps)
+        for chain, functions in uses.items():
+            forwards |= self._forwards(chain, functions)
         with self.counter.counting(), patched_forward(forwards):
             yield
 
@@ -246,7 +277,7 @@ class Replacement:
         with self.replaced(kind, layer), start_at(self.counter, self.forms, layer, hidden_BTD):
             return self.adapter.states(ids_BT, attention_mask=mask_BT)[-1]
 
-    def _forwards(self, chain: Chain, maps: dict[int, AffineMap]) -> dict[nn.Module, Forward]:
+    def _forwards(self, chain: Chain, maps: dict[int, Function]) -> dict[nn.Module, Forward]:
         """Return what the modules of a part do in the layers where it is replaced.
 
         The first keeps what the part reads and the last returns its map; whatever stands between

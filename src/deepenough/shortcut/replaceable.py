@@ -1,0 +1,459 @@
+"""A model whose parts can be replaced by linear maps, and the maps that can stand there.
+
+`ReplaceableModel` runs a model with a `Choice` of its parts replaced and says how far its output is
+from that of the full model. Of every block the attention and the feed-forward can be replaced by
+the linear map that best predicts what they return from what they read (`submodules.py`), or by
+nothing; and a run of consecutive blocks by one map of the states. All maps come from one pass over
+a text, in closed form (`fit`), and those of a choice can be fitted once more, in order, each from
+what it reads in the pruned model to what makes up for the errors so far (`refit`).
+
+Left out of a fit are the first token of a text and tokens of massive activations, which would
+outweigh all others.
+
+Shapes: B texts, T tokens, N chosen tokens, D width, V vocabulary or classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from deepenough.errors import UserError
+from deepenough.hf.adapter import Adapter, adapt, kind_of
+from deepenough.hf.intercept import (
+    AfterHook,
+    BeforeHook,
+    OneDnnProducts,
+    StopForward,
+    eval_mode,
+    hidden_input,
+    hidden_output,
+    hooked,
+    run_until_stopped,
+    start_at,
+)
+from deepenough.shortcut.pruned_model import pruned_class
+from deepenough.shortcut.reading import TokenBatch, batches, make_reading
+from deepenough.shortcut.statistics import AffineMap, NormalEquations
+from deepenough.shortcut.submodules import (
+    Function,
+    Place,
+    Replacement,
+    SubmoduleStatistics,
+    parts_of,
+)
+
+PARTS = ("attention", "feed_forward")
+Mode = Literal["linear", "removed"]
+
+_LONGEST_RUN = 4
+"""Blocks that one map may stand for."""
+_RUNS_PER_LENGTH = 2
+_RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
+"""Penalties, relative to each input's own sum of squares."""
+_MASSIVE = 8.0
+"""A token is left out of a fit where what it reads or returns is so many times the median."""
+_WINDOW, _BATCH_TOKENS = 512, 512
+_SPREAD = 8
+"""Of so many times the text that is needed, batches are drawn at random."""
+
+
+class Block(NamedTuple):
+    """Consecutive layers, from `first` to before `end`, counted from 0."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is replaced: parts by mode, and runs of blocks by one map."""
+
+    parts: Mapping[Place, Mode] = field(default_factory=dict)
+    runs: tuple[Block, ...] = ()
+
+    def with_part(self, place: Place, mode: Mode) -> Choice:
+        """Return a choice with one part replaced."""
+        return replace(self, parts={**self.parts, place: mode})
+
+    def with_run(self, run: Block) -> Choice:
+        """Return a choice with a run of blocks replaced, whatever it was of their parts."""
+        parts = {p: mode for p, mode in self.parts.items() if not run.first <= p[1] < run.end}
+        return Choice(parts, (*self.runs, run))
+
+    def in_run(self, layer: int) -> bool:
+        """Return whether a layer is among those that a map of states stands for."""
+        return any(run.first <= layer < run.end for run in self.runs)
+
+    def is_dropped(self, layer: int) -> bool:
+        """Return whether nothing is left of a layer."""
+        inside = any(run.first < layer < run.end for run in self.runs)
+        return inside or all(self.parts.get((kind, layer, 0)) == "removed" for kind in PARTS)
+
+
+@dataclass
+class _LayerPass:
+    """One layer run over a batch: its input, what its parts read and returned, its output."""
+
+    start: Tensor
+    read: dict[str, Tensor] = field(default_factory=dict)
+    returned: dict[str, Tensor] = field(default_factory=dict)
+    output: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class ReplaceableModel:
+    """A model, the maps that could stand for its parts, and text to judge by."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        texts: Iterable[str],
+        fit_tokens: int = 60_000,
+        choose_tokens: int = 3_072,
+    ) -> None:
+        self.adapter = prunable(model)
+        self.replacement = Replacement(None, self.adapter)
+        self.chains = parts_of(self.adapter)
+        how = make_reading(self.adapter, "all", 0, _BATCH_TOKENS, window(self.adapter))
+        self.fitted, self.held_out = _split(
+            batches(tokenizer, texts, how), fit_tokens, choose_tokens, self.adapter.width
+        )
+        with eval_mode(model):
+            self._reference = [self.run(batch).half() for batch in self.held_out]
+            self._states = [self._all_states(batch) for batch in self.held_out]
+        self.maps: dict[Place | Block, AffineMap] = {}
+        self.evaluations = 0
+
+    # -- running the model with replacements -----------------------------------------------------
+
+    @contextmanager
+    def replaced(self, choice: Choice) -> Iterator[None]:
+        """Run the model as it would be after a choice."""
+        zeros = torch.zeros_like
+        parts: dict[Place, Function] = {
+            place: self.maps[place] if mode == "linear" else zeros
+            for place, mode in choice.parts.items()
+        }
+        layers: dict[int, Function] = {}
+        for run in choice.runs:
+            layers |= dict.fromkeys(range(*run), unchanged) | {run.first: self.maps[run]}
+        with eval_mode(self.adapter.model), self.replacement.placed(parts, layers):
+            yield
+
+    def run(self, batch: TokenBatch) -> Tensor:
+        """Return the output `[N, V]` of a batch, one row for each prediction."""
+        return run_rows(self.adapter.model, *batch.inputs(self.adapter), batch)
+
+    def _all_states(self, batch: TokenBatch) -> list[Tensor]:
+        ids, mask = batch.inputs(self.adapter)
+        return self.adapter.states(ids, attention_mask=mask)
+
+    def divergence(self, choice: Choice, first: int = 0, tokens: int | None = None) -> float:
+        """Return the mean KL, in nats, of the full model's output from that after a choice.
+
+        `first` is the first layer that differs from the choice that was last settled; `tokens`
+        limits how much text is read.
+        """
+        self.evaluations += 1
+        total, count = 0.0, 0
+        for number, batch in enumerate(self.held_out):
+            if tokens is not None and count >= tokens:
+                break
+            states = self._states[number][first]
+            forms, counter = self.replacement.forms, self.replacement.counter
+            with self.replaced(choice), start_at(counter, forms, first, states):
+                found = self.run(batch).float().log_softmax(-1)
+            expected = self._reference[number].float().log_softmax(-1)
+            kl = (expected.exp() * (expected - found)).sum(-1)
+            total += float(kl.sum(dtype=torch.float64))
+            count += len(kl)
+        return total / count
+
+    def settle(self, choice: Choice) -> None:
+        """Keep the states of a choice, from which those that follow are measured."""
+        with self.replaced(choice):
+            self._states = [self._all_states(batch) for batch in self.held_out]
+
+    # -- maps ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fit(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Fit the maps of all parts and of runs of blocks."""
+        sums = [SubmoduleStatistics(self.adapter, PARTS, _MASSIVE) for _ in range(2)]
+        runs = [_RunSums(self.adapter) for _ in range(2)]
+        for kind, batches_ in enumerate((self.fitted, self.held_out)):
+            for number, batch in enumerate(batches_):
+                with eval_mode(self.adapter.model), OneDnnProducts():
+                    row, position = _behind_first(batch)
+                    with sums[kind].observing(row, position):
+                        states = self._all_states(batch)
+                runs[kind].add([state[row, position] for state in states])
+                if progress is not None and kind == 0:
+                    progress(number + 1, len(batches_))
+        for place, equations in sums[0].equations.items():
+            self.maps[place] = best_ridge(equations, sums[1].equations[place])
+        self.maps |= runs[0].best(runs[1], self.usual_states())
+        self.maps = {key: self.as_model(found) for key, found in self.maps.items()}
+
+    def usual_states(self) -> list[Tensor]:
+        """Return states of held-out tokens, `[N, D]` of every layer."""
+        chosen = [_behind_first(batch) for batch in self.held_out]
+        by_layer = zip(*self._states, strict=True)
+        return usual(
+            [torch.cat([s[at] for s, at in zip(own, chosen, strict=True)]) for own in by_layer]
+        )
+
+    @torch.no_grad()
+    def refit(self, choice: Choice, progress: Callable[[int, int], None] | None = None) -> float:
+        """Fit the maps of a choice again, in order, and return the KL that is reached.
+
+        A map now reads what it will read, and is to return what leads to the full model's state:
+        with `h` that state, and `h'` that of the pruned model before the part, `h - h'`. Where a
+        norm follows the part, it is to return what the part returns in the full model.
+        """
+        reached, width = self.divergence(choice), self.adapter.width
+        texts = [*self.fitted, *self.held_out]
+        starts = [self._all_states(batch)[0] for batch in texts]
+        full, pruned, layer = starts, list(starts), 0
+        while layer < self.adapter.num_layers:
+            run = next((run for run in choice.runs if run.first == layer), None)
+            keys: list[Place | Block] = [
+                (kind, layer, 0) for kind in PARTS if choice.parts.get((kind, layer, 0)) == "linear"
+            ]
+            passed = [self._pass(b, h, layer) for b, h in zip(texts, full, strict=True)]
+            if run is not None:
+                keys = [run]
+                for later in range(layer + 1, run.end):
+                    passed = [
+                        self._pass(b, p.output, later) for b, p in zip(texts, passed, strict=True)
+                    ]
+            for key in keys:
+                sums = [NormalEquations(width, width, full[0].device) for _ in range(2)]
+                for number, batch in enumerate(texts):
+                    at = _behind_first(batch)
+                    x, y = self._aim(key, passed[number], batch, pruned[number], choice)
+                    x, y = usual([x[at], y[at]])
+                    sums[number >= len(self.fitted)].update(x, y)
+                before = self.maps[key]
+                self.maps[key] = self.as_model(best_ridge(*sums))
+                found = self.divergence(choice, layer)
+                if found < reached:
+                    reached = found
+                else:
+                    self.maps[key] = before
+            full = [p.output for p in passed]
+            if run is not None:
+                pruned = [self.maps[run](h) for h in pruned]
+            else:
+                pruned = [
+                    self._pass(b, h, layer, choice).output
+                    for b, h in zip(texts, pruned, strict=True)
+                ]
+            layer = run.end if run else layer + 1
+            if keys:
+                self.settle(choice)
+            if progress is not None:
+                progress(layer, self.adapter.num_layers)
+        return reached
+
+    def _pass(
+        self, batch: TokenBatch, hidden_BTD: Tensor, layer: int, choice: Choice | None = None
+    ) -> _LayerPass:
+        """Run one layer of the model, or of what a choice makes of it."""
+        result = _LayerPass(hidden_BTD)
+        before: list[tuple[nn.Module, BeforeHook]] = []
+        after: list[tuple[nn.Module, AfterHook]] = []
+        for kind in PARTS:
+            chain = self.chains[kind, layer, 0]
+
+            def read(_: Any, args: Any, kwargs: Any, kind: str = kind) -> None:
+                result.read[kind] = hidden_input(args, kwargs).view_as(hidden_BTD)
+
+            def returned(_: Any, __: Any, output: Any, kind: str = kind) -> None:
+                result.returned[kind] = hidden_output(output).view_as(hidden_BTD)
+
+            before.append((chain[0], read))
+            after.append((chain[-1], returned))
+
+        def stop(_: Any, __: Any, output: Any) -> None:
+            if self.replacement.counter.current == layer:
+                raise StopForward(hidden_output(output))
+
+        after.append((self.adapter.layers[layer], stop))
+        forms, counter = self.replacement.forms, self.replacement.counter
+        with (
+            self.replaced(choice or Choice()),
+            start_at(counter, forms, layer, hidden_BTD),
+            hooked(before, after),
+            OneDnnProducts(),
+        ):
+            result.output = run_until_stopped(lambda: self._all_states(batch))
+        return result
+
+    def _aim(
+        self,
+        key: Place | Block,
+        full: _LayerPass,
+        batch: TokenBatch,
+        hidden_BTD: Tensor,
+        choice: Choice,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a map reads in the pruned model, and what it should return."""
+        if isinstance(key, Block):
+            return hidden_BTD, full.output
+        kind, layer, _ = key
+        own = self._pass(batch, hidden_BTD, layer, choice)
+        if not self._adds_up(full):
+            return own.read[kind], full.returned[kind]
+        if kind == "attention":
+            return own.read[kind], full.start + full.returned[kind] - hidden_BTD
+        return own.read[kind], full.output - hidden_BTD - own.returned["attention"]
+
+    def _adds_up(self, full: _LayerPass) -> bool:
+        """Return whether a layer adds what its two parts return to what it read."""
+        total = full.start + full.returned["attention"] + full.returned["feed_forward"]
+        return torch.allclose(total, full.output, 1e-2, 1e-2 * float(full.output.abs().median()))
+
+    def as_model(self, found: AffineMap) -> AffineMap:
+        """Return a map in the model's number format and on its device."""
+        parameter = next(self.adapter.model.parameters())
+        assert found.bias is not None
+        return AffineMap(found.weight.to(parameter), found.bias.to(parameter))
+
+
+@torch.no_grad()
+def run_rows(model: Any, ids: Tensor, mask: Tensor | None, batch: TokenBatch) -> Tensor:
+    """Return the logits `[N, V]` of a model on a batch, one row for each prediction."""
+    more = {"use_cache": False} if kind_of(model) == "causal" else {}
+    with OneDnnProducts():
+        logits: Tensor = model(input_ids=ids, attention_mask=mask, **more).logits
+    return logits if logits.ndim == 2 else logits[batch.wanted()]
+
+
+def unchanged(hidden: Tensor) -> Tensor:
+    """Return what is given, as a layer that is left out does."""
+    return hidden
+
+
+def prunable(model: PreTrainedModel) -> Adapter:
+    """Return the adapter of a model that can be pruned; UserError for others."""
+    pruned_class(model)
+    adapter = adapt(model)
+    chains = [chain for place, chain in parts_of(adapter).items() if place[0] in PARTS]
+    # A module around the last one of its part holds the residual connection as well.
+    is_own = [len(c) == 1 or all(c[-1] is not module for module in c[0].modules()) for c in chains]
+    what = ""
+    if len(set(adapter.layers)) < adapter.num_layers:
+        what = "layers that share weights"
+    elif sum(is_own) < 2 * adapter.num_layers:
+        what = "layers in which these two are not modules of their own"
+    if what:
+        raise UserError(
+            f"{type(model).__name__} has {what}: only models whose layers each have an attention "
+            "and a feed-forward of their own can be pruned."
+        )
+    return adapter
+
+
+def first_of_each_kind(adapter: Adapter) -> set[int]:
+    """Return the layers whose attention tells how long a text is: the first of every kind."""
+    kinds = [getattr(layer, "attention_type", None) for layer in adapter.layers]
+    return {kinds.index(kind) for kind in kinds}
+
+
+def window(adapter: Adapter) -> int:
+    """Return how many tokens of a text are read at once."""
+    longest = adapter.max_length
+    return _WINDOW if longest is None else min(_WINDOW, longest)
+
+
+def _split(
+    found: Iterable[TokenBatch], fit_tokens: int, choose_tokens: int, width: int
+) -> tuple[list[TokenBatch], list[TokenBatch]]:
+    """Return batches to fit maps on and batches to choose by, spread over those of the text.
+
+    Batches come in pools sorted by length, so those that follow one another are alike.
+    """
+    wanted, total = fit_tokens + choose_tokens, 0
+    pool: list[TokenBatch] = []
+    for batch in found:
+        if total >= _SPREAD * wanted:
+            break
+        pool.append(batch)
+        total += int(batch.mask.sum())
+    mean = max(1.0, total / max(1, len(pool)))
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0)).tolist()
+    num_held_out = min(max(1, round(choose_tokens / mean)), max(1, len(pool) // 5))
+    num_fitted = max(1, round(fit_tokens / mean))
+    held_out = [pool[number] for number in sorted(order[:num_held_out])]
+    fitted = [pool[number] for number in sorted(order[num_held_out : num_held_out + num_fitted])]
+    if sum(int(batch.mask.sum()) for batch in fitted) < 4 * width:
+        raise UserError(
+            f"The text has {total:,} tokens, too few to fit maps of width {width} and to choose "
+            f"among them: give at least {5 * width:,}."
+        )
+    return fitted, held_out
+
+
+def _behind_first(batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Return row and position of all tokens but the first of each text."""
+    row, position = batch.mask.nonzero(as_tuple=True)
+    return row[position > 0], position[position > 0]
+
+
+def best_ridge(equations: NormalEquations, held_out: NormalEquations) -> AffineMap:
+    """Return the affine map whose ridge leaves the smallest error on other rows."""
+    maps = [equations.solve(affine=True, ridge=ridge, relative=True) for ridge in _RIDGES]
+    return min(maps, key=held_out.excess_error)
+
+
+def usual(states: Sequence[Tensor]) -> list[Tensor]:
+    """Return states `[N, D]` without the tokens of massive activations."""
+    size = torch.stack([state.norm(dim=-1) for state in states])
+    is_usual = (size <= _MASSIVE * size.median(dim=1, keepdim=True).values).all(0)
+    return [state[is_usual] for state in states]
+
+
+class _RunSums:
+    """Sums for the maps of runs of two to four blocks."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.last, self.width = adapter.num_layers, adapter.width
+        self.equations: dict[int, NormalEquations] = {}
+
+    def ends(self, first: int) -> range:
+        """Return the ends of the runs that begin at a layer."""
+        return range(first + 2, min(first + _LONGEST_RUN, self.last) + 1)
+
+    def add(self, states: Sequence[Tensor]) -> None:
+        """Add positions, `[N, D]` of every layer."""
+        states = usual(states)
+        for first in range(1, self.last - 1):
+            ends = self.ends(first)
+            if first not in self.equations:
+                sizes = self.width, len(ends) * self.width
+                self.equations[first] = NormalEquations(*sizes, states[0].device)
+            self.equations[first].update(states[first], torch.cat([states[e] for e in ends], -1))
+
+    def best(self, other: _RunSums, states: Sequence[Tensor]) -> dict[Place | Block, AffineMap]:
+        """Return the maps of the runs of each length that predict states of other text best."""
+        found: dict[int, list[tuple[float, Block, AffineMap]]] = {}
+        for first, equations in self.equations.items():
+            joint = best_ridge(equations, other.equations[first])
+            assert joint.bias is not None
+            ends = self.ends(first)
+            weights, biases = joint.weight.chunk(len(ends)), joint.bias.chunk(len(ends))
+            for end, weight, bias in zip(ends, weights, biases, strict=True):
+                own = AffineMap(weight.to(states[0]), bias.to(states[0]))
+                error = (own(states[first]) - states[end]).square().sum()
+                share = float(error / (states[end] - states[end].mean(0)).square().sum())
+                found.setdefault(end - first, []).append((share, Block(first, end), own))
+        chosen = (sorted(each, key=lambda x: x[0])[:_RUNS_PER_LENGTH] for each in found.values())
+        return {run: own for each in chosen for _, run, own in each}
