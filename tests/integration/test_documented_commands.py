@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from deepenough.cli import commands, execute, parse_command
 from deepenough.config import Command, RunConfig
-from deepenough.hf import loading
+from deepenough.hf import deferred, loading
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -209,11 +209,12 @@ def world(
         pad_id=3,
     )
 
-    place = loading._place
+    find = loading.find_place
     stand_ins = dict.fromkeys(("smollm2", "gpt2", "stories15M"), tiny_llama) | {"minilm": tiny_bert}
-    monkeypatch.setattr(
-        loading, "_place", lambda name: str(stand_ins[name]) if name in stand_ins else place(name)
-    )
+    for module in (loading, deferred):
+        monkeypatch.setattr(
+            module, "find_place", lambda name: str(stand_ins.get(name) or find(name))
+        )
     monkeypatch.setattr(loading, "packaged_folder", stand_ins.get)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"A dog runs on the beach.\n")))
     own = [{"text": line} for line in lines]
