@@ -34,7 +34,14 @@ from deepenough.decoding.early_exit import (
     KVPropagation,
     make_policy,
 )
-from deepenough.decoding.engine import Engine, ModelState, is_untouched, make_engine
+from deepenough.decoding.engine import (
+    Engine,
+    ModelState,
+    is_untouched,
+    make_engine,
+    row_lengths,
+    suited_engine,
+)
 from deepenough.decoding.exit_scoring import ExitForwardPass, choose_exits, count_before
 from deepenough.decoding.lookup import LookupTable
 from deepenough.decoding.request import SequenceState, check_prompt, make_request
@@ -64,7 +71,8 @@ def speculate(
     """Return a model that shares `model`'s weights and generates the same tokens faster.
 
     Args:
-        model: A causal language model in eval mode, or the name or folder of one to load.
+        model: A causal language model or an encoder-decoder in eval mode, or the name or folder of
+            a causal one to load.
         drafter: Who guesses the next tokens; of several, each is asked if those before it have no
             guess. "lookup" (how the text continued before), "linear" (needs `linear_drafter` or
             `draft_model`), "draft_model" (needs `draft_model`), "shortcut" (the first `draft_layer`
@@ -80,11 +88,11 @@ def speculate(
         table: Texts of other requests for "lookup", which adds its own: a `LookupTable`, or the
             folder of one that was saved.
         backend: "native" (compiled code on a CPU), "torch" (fused layers) or "general" (the model's
-            own layers); by default the first of these that fits.
+            own layers, or the model as a whole); by default the first of these that fits.
     """
     if isinstance(model, str):
         model = load_deferred(model) or load(model, "causal")[0]
-    engine = make_engine(model, backend)
+    engine = make_engine(model, backend, layered=False)
     if isinstance(draft_model, str | os.PathLike):
         draft_model = DraftModel.from_pretrained(draft_model)
     if isinstance(table, str | os.PathLike):
@@ -102,6 +110,11 @@ def speculate(
         layer=draft_layer,
         table=table,
     )
+    if made is not None and made.reads_states and not engine.layered:
+        raise UserError(
+            f"{type(model).__name__} is run as a whole, without states that drafts could be made "
+            'of: leave out the drafter, or give "lookup".'
+        )
     return _wrapped(model, made, None, backend, engine)
 
 
@@ -175,7 +188,7 @@ def _wrapped(
     engine: Engine | None = None,
 ) -> Any:
     """Return a shallow copy of the model with another `generate` and, with exits, `forward`."""
-    engine = make_engine(model, backend) if engine is None else engine
+    engine = make_engine(model, backend, rule is not None) if engine is None else engine
     own = type(model)
     fast: Any = object.__new__(own)
     vars(fast).update(vars(model))  # a shallow copy, which does not load a deferred model
@@ -272,7 +285,7 @@ class AdaptiveDecoding:
             now = ModelState(model)
             if now == before:
                 return engine
-            engine = make_engine(model, self.backend)
+            engine = make_engine(model, self.backend, rule is not None)
             if rule is not None:
                 if rule.guaranteed and now.content != before.content:
                     raise UserError(
@@ -313,7 +326,8 @@ class AdaptiveDecoding:
                     f"The prompt does not begin with the {len(given)} tokens of past_key_values: "
                     "give the whole text so far, or leave out past_key_values."
                 )
-        check_prompt(ids, kwargs)
+        is_pair = self.config.is_encoder_decoder  # type: ignore[attr-defined]
+        check_prompt(ids, kwargs, is_pair)
         usual = self.generation_config.stop_strings  # type: ignore[attr-defined]
         usual = getattr(generation_config, "stop_strings", None) or usual
         kwargs = {name: value for name, value in kwargs.items() if name != "custom_generate"}
@@ -339,19 +353,26 @@ class AdaptiveDecoding:
             # There is one cache: a second call, from another thread, waits.
             with self.decoding_lock:
                 engine = self.decoding_engine
+                drafter = self.drafter
+                if rule is None and engine.layered and self.backend in (None, "general"):
+                    tokens = row_lengths(input_ids, model_kwargs.get("attention_mask"))
+                    new_tokens = generation_config.max_length - input_ids.shape[1]
+                    engine = suited_engine(engine, tokens, new_tokens)
+                if drafter is not None and drafter.reads_states and not engine.layered:
+                    drafter = None
                 request = make_request(
                     input_ids.to(model.device),
                     logits_processor,
                     stopping_criteria,
                     generation_config,
                     streamer,
-                    engine.max_length,
+                    engine,
                     model_kwargs,
                 )
-                strategy = self.drafter if rule is None else ExitingDepth(engine, rule)
+                strategy = drafter if rule is None else ExitingDepth(engine, rule)
                 left, self.cached = self.cached, None
                 # Exits leave keys and values of their own, and some drafters read whole prompts.
-                keeps = rule is None and not (self.drafter and self.drafter.reads_prompt)
+                keeps = rule is None and not (drafter and drafter.reads_prompt)
                 keeps = keeps and type(engine).keep_prefix is not Engine.keep_prefix
                 known = left.tokens if keeps and left and left.owner is engine.prompt else []
                 try:
@@ -395,8 +416,13 @@ class AdaptiveDecoding:
             )
 
         with torch.no_grad():
+            args = () if inputs is None else (inputs,)  # models have several names for it
             return super().generate(  # type: ignore[misc]
-                inputs, generation_config, streamer=streamer, custom_generate=loop, **kwargs
+                *args,
+                generation_config=generation_config,
+                streamer=streamer,
+                custom_generate=loop,
+                **kwargs,
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

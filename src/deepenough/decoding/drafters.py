@@ -79,6 +79,8 @@ class Proposal:
 class Drafter(ABC):
     """Guesses up to `num_draft_tokens` tokens of each sequence."""
 
+    reads_states: bool = False
+    """Whether it needs the states of the model, which not every engine has."""
     reads_prompt: bool = True
     """Whether `begin` reads the states of all tokens of the prompts (`Engine.prompt`)."""
     price: DraftPrice | None = None
@@ -173,6 +175,7 @@ class FallbackDrafter(Drafter):
         super().__init__(max(drafter.num_draft_tokens for drafter in drafters))
         self.drafters = list(drafters)
         self.reads_prompt = any(drafter.reads_prompt for drafter in drafters)
+        self.reads_states = any(drafter.reads_states for drafter in drafters)
 
     def begin(self, engine: Engine) -> None:
         """Start a new generation with all drafters."""
@@ -282,6 +285,7 @@ class LinearDrafter(Drafter):
     """
 
     reads_prompt = False
+    reads_states = True
 
     def __init__(
         self,
@@ -383,6 +387,7 @@ class ShortcutDrafter(Drafter):
     """
 
     reads_prompt = False
+    reads_states = True
 
     def __init__(
         self,
@@ -438,6 +443,8 @@ class DraftModelDrafter(Drafter):
     states that pass has left, and drafts the next token; then it reads its own drafts with its own
     predictions. Those are forgotten: the cache keeps only what was confirmed.
     """
+
+    reads_states = True
 
     def __init__(self, head: DraftHead, draft_vocab: Tensor, num_draft_tokens: int = 2) -> None:
         super().__init__(num_draft_tokens)

@@ -14,29 +14,34 @@ and `write_kv` for those that have left.
 
 Three backends, the first that fits is used: `native_backend.py` (compiled code, for Llama-like
 models on a CPU), `torch_backend.py` (layouts whose arithmetic is written out there, any device) and
-`general_backend.py`, which calls the model's own layers. Sequences may keep different numbers of
-tokens, unless the model counts padding as tokens.
+`general_backend.py`, which calls the model's own layers or, where these cannot be called one by
+one, the whole model. Sequences may keep different numbers of tokens, unless the model counts
+padding as tokens or is run as a whole.
 
 An engine is made for a model as it is; `ModelState` tells whether it is still the same.
 
 Shapes: B sequences, T tokens, D width, V vocabulary.
 """
 
+from __future__ import annotations
+
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from deepenough.artifacts import fingerprint
 from deepenough.decoding.draft_price import PassTimes
 from deepenough.errors import UserError
-from deepenough.hf.adapter import Adapter, adapt, is_deferred
+from deepenough.hf.adapter import Adapter, adapt, adapt_whole, is_deferred
+from deepenough.hf.generation import has_usual_generate, inputs_of_generate, random_states
 from deepenough.hf.intercept import others_hooks
 from deepenough.hf.layouts import LAYOUTS
 from deepenough.hf.twin import LONGEST, SWITCH, make_twin
@@ -63,11 +68,14 @@ class Engine(ABC):
     """Whether `resume` takes several tokens of a sequence at once."""
     ignores_padding: bool = True
     """Whether sequences may differ in length: found by trying it, when an engine is made."""
+    layered: bool = True
+    """Whether there are states to be had between layers; else the states are logits."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.num_layers = adapter.num_layers
-        self.max_length = min(filter(None, (adapter.max_length, adapter.limit)), default=None)
+        longest = None if _extends_positions(adapter.model) else adapter.max_length
+        self.max_length = min(filter(None, (longest, adapter.limit)), default=None)
         """Longest sequence in tokens, or None where there is no limit."""
         self.lengths: list[int] = []
         """Committed tokens of each sequence."""
@@ -77,6 +85,10 @@ class Engine(ABC):
         """`h_L` of each sequence's prompt, `[T, D]`, as `prefill` has left it."""
         self.pass_times = PassTimes()
         """What passes took lately, by the number of rows."""
+        self.inputs: dict[str, Any] = {}
+        """What else transformers would call the model with: set before `prefill`."""
+        self.whole: Engine | None = None
+        """The whole model, for what this engine does not take; see `suited_engine`."""
 
     @abstractmethod
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
@@ -89,6 +101,10 @@ class Engine(ABC):
     @abstractmethod
     def start_step(self, tokens_BT: Tensor, offset: int = 0) -> Step:
         """Embed the next tokens of every sequence, behind `offset` tokens not yet committed."""
+
+    def pass_limit(self) -> int | None:
+        """Return how many tokens of each sequence the next pass may take, None for any number."""
+        return None
 
     @abstractmethod
     def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
@@ -140,10 +156,11 @@ class Engine(ABC):
 BACKENDS = ("native", "torch", "general")
 
 
-def make_engine(model: Any, backend: str | None = None) -> Engine:
+def make_engine(model: Any, backend: str | None = None, layered: bool = True) -> Engine:
     """Return an engine that gives the model's own logits, or refuse the model.
 
-    By default the first of `BACKENDS` that fits the model and gives its logits.
+    By default the first of `BACKENDS` that fits the model and gives its logits. Without `layered`,
+    a model that cannot be decoded layer by layer is run as a whole.
     """
     if backend not in (None, *BACKENDS):
         raise UserError(f"There is no backend {backend}: choose one of {', '.join(BACKENDS)}.")
@@ -159,10 +176,33 @@ def make_engine(model: Any, backend: str | None = None) -> Engine:
         deferred = _deferred_engine(model)
         if deferred is not None:
             return deferred
+    _check_untouched(model, model.base_model)
+    if model.training or model.base_model.training:
+        raise UserError("The model is in training mode, with dropout: call model.eval() first.")
+    try:
+        return _layered_engine(model, backend)
+    except UserError:
+        if layered or backend not in (None, "general"):
+            raise
+        return _whole_engine(model)
+
+
+def suited_engine(engine: Engine, tokens: Sequence[int], new_tokens: int) -> Engine:
+    """Return an engine for prompts of so many tokens: the one given, or else the whole model."""
+    limit = engine.adapter.limit
+    fits = limit is None or max(tokens) + new_tokens <= limit
+    if fits and (engine.ignores_padding or len(set(tokens)) == 1):
+        return engine
+    engine.release()
+    if engine.whole is None:
+        engine.whole = _whole_engine(engine.adapter.model)
+    return engine.whole
+
+
+def _layered_engine(model: Any, backend: str | None) -> Engine:
+    """Return an engine that runs a model layer by layer, or refuse the model."""
     adapter = adapt(model)
     _check_supported(adapter)
-    if model.training or adapter.trunk.training:
-        raise UserError("The model is in training mode, with dropout: call model.eval() first.")
     backends = BACKENDS if backend is None else (backend,)
     adapter.limit, takes_padding = _tried_on_twin(adapter, backends)
     engine = _new_engine(adapter, backends)
@@ -172,7 +212,7 @@ def make_engine(model: Any, backend: str | None = None) -> Engine:
             if not others:
                 break
             engine = _new_engine(adapter, others)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except _FAILURES as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
             f"{type(model).__name__} cannot be decoded layer by layer ({reason}): use its own "
@@ -205,6 +245,77 @@ def _deferred_engine(model: Any) -> Engine | None:
     engine: Engine = native.make(adapter)
     engine.ignores_padding = takes_padding
     return engine
+
+
+def _whole_engine(model: Any) -> Engine:
+    """Return an engine that runs a model as a whole, or refuse the model.
+
+    How many tokens a pass may take is tried on a small model of the same config; that it gives the
+    model's own logits, on the model itself.
+    """
+    general: Any = importlib.import_module("deepenough.decoding.general_backend")
+    name = type(model).__name__
+    adapter = adapt_whole(model)
+    writes = adapter.kind == "causal" or model.config.is_encoder_decoder
+    if not writes or not model.can_generate():
+        raise UserError(
+            f"{name} does not generate text: give a causal language model (AutoModelForCausalLM) "
+            "or an encoder-decoder (AutoModelForSeq2SeqLM)."
+        )
+    if not has_usual_generate(model):
+        raise UserError(
+            f"{name} has a generate() of its own, which decoding cannot follow: use it."
+        )
+    engine = general.WholeModelEngine(adapter)
+    for pace in _tried_paces(engine):
+        engine.pace = pace
+        problem = _difference(engine, _FEW, padded=False)
+        if not problem:
+            engine.release()
+            return engine  # type: ignore[no-any-return]
+    raise UserError(
+        f"{name} cannot be run as its generate() runs it ({problem}): use its own generate()."
+    )
+
+
+class Pace(NamedTuple):
+    """How many tokens a pass over a whole model may take."""
+
+    borders: tuple[int, ...] = ()
+    """Lengths that no pass may cross, because the model computes something else behind them."""
+    single_from: int | None = None
+    """Length from which on a pass takes one token, as in `generate`; None for none."""
+
+    @classmethod
+    def possible(cls, switches: Sequence[int]) -> list[Pace]:
+        """Return the paces for a model with these switch points, the fastest first."""
+        some = [cls(borders=tuple(switches)), cls(single_from=switches[0])] if switches else []
+        return [cls(), *some, cls(single_from=0)]
+
+    def limit(self, length: int) -> int | None:
+        """Return how many tokens the next pass over a sequence may take, None for any number."""
+        single = [] if self.single_from is None else [self.single_from]
+        ends = [*single, *(border for border in self.borders if border > length)]
+        return max(1, min(ends) - length) if ends else None
+
+
+def _tried_paces(engine: Any) -> list[Pace]:
+    """Return the paces of a model that were not found wrong on a small one of the same config."""
+    key = _trial_key(engine.adapter.model, "whole")
+    if key not in _trials:
+        twin, switches = make_twin(engine.adapter.model)
+        # Without a small model nothing is known of several tokens behind a switch point.
+        paces, first = Pace.possible(switches), 2 if switches else 0
+        if twin is not None:
+            small = type(engine)(Adapter(twin, engine.adapter.layout))
+            tokens = min(3 * SWITCH, (small.max_length or LONGEST) - _PROMPT)
+            for number, pace in enumerate(Pace.possible([SWITCH] if switches else [])):
+                small.pace, first = pace, number
+                if not _difference(small, tokens, padded=False):
+                    break
+        _trials[key] = paces[first:]
+    found: list[Pace] = _trials[key]
+    return found
 
 
 def _new_engine(adapter: Adapter, backends: Sequence[str]) -> Engine:
@@ -279,32 +390,42 @@ def row_lengths(ids_BT: Tensor, mask_BT: Tensor | None) -> list[int]:
     return lengths
 
 
+def _extends_positions(model: Any) -> bool:
+    """Return whether a model stretches its positions for texts that are longer than it knows."""
+    return "dynamic" in str(getattr(model.config.get_text_config(), "rope_parameters", None))
+
+
+def _check_untouched(model: Any, *modules: nn.Module) -> None:
+    """Refuse a model with something around all of its layers."""
+    compiled = (each._compiled_call_impl or hasattr(each, "_orig_mod") for each in model.modules())
+    if any(compiled) or not all(map(is_untouched, (model, *modules))):
+        raise UserError(
+            f"{type(model).__name__} has a hook around all of its layers, or runs another forward "
+            "(torch.compile, accelerate), which decoding layer by layer would pass by: remove it, "
+            "or use the model's own generate()."
+        )
+
+
 def _check_supported(adapter: Adapter) -> None:
-    """Refuse models that cache anything else than all keys and values of all tokens."""
+    """Refuse models that cache anything else than keys and values of tokens, layer by layer."""
     model: Any = adapter.model
     name = type(model).__name__
-    compiled = (each._compiled_call_impl or hasattr(each, "_orig_mod") for each in model.modules())
-    if any(compiled) or not all(map(is_untouched, (model, model.base_model, adapter.trunk))):
-        raise UserError(
-            f"{name} has a hook around all of its layers, or runs another forward (torch.compile, "
-            "accelerate), which decoding layer by layer would pass by: remove it, or use the "
-            "model's own generate()."
-        )
+    _check_untouched(model, adapter.trunk)
     if adapter.kind != "causal":
         raise UserError(
             f"{name} does not generate text: give a causal language model (AutoModelForCausalLM)."
         )
+    if adapter.trunk.training:
+        raise UserError("The model is in training mode, with dropout: call model.eval() first.")
     if len(set(adapter.layers)) < adapter.num_layers:
         raise UserError(f"{name} applies one layer several times, which decoding does not support.")
     if not model._supports_default_dynamic_cache():
         raise UserError(f"{name} has a cache of its own kind, which decoding does not support.")
-    kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
-    if getattr(model.config.get_text_config(), "sliding_window", None) and not kinds:
-        kinds = {"a sliding window"}
-    if kinds - {"DynamicLayer"}:
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    if others := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
         raise UserError(
-            f"{name} keeps {', '.join(sorted(kinds))} in its cache, where decoding supports full "
-            "attention alone, without sliding window or recurrent layers."
+            f"{name} keeps {', '.join(sorted(kind.__name__ for kind in others))} in its cache, "
+            "and layer by layer attention alone is decoded: use speculate(), which runs it whole."
         )
 
 
@@ -325,10 +446,14 @@ def _gives_same_logits(engine: Engine) -> bool:
     return same and _is_close(_next_logits(engine, ids_BT[:, 3:]), after.logits)
 
 
+#: What models raise when they are called otherwise than they expect.
+_FAILURES = (
+    *(AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError),
+)
 #: Tokens of the prompts that are tried, and how many follow them where a pass takes long.
 _PROMPT, _FEW = 4, 3
 #: What was found out with twins, by class and config.
-_trials: dict[tuple[Any, ...], tuple[int | None, bool | None]] = {}
+_trials: dict[tuple[Any, ...], Any] = {}
 
 
 def _tried_on_twin(adapter: Adapter, backends: Sequence[str]) -> tuple[int | None, bool | None]:
@@ -339,7 +464,7 @@ def _tried_on_twin(adapter: Adapter, backends: Sequence[str]) -> tuple[int | Non
     None is no limit. Without such a model nothing is known of padding, which is None, too.
     """
     model: Any = adapter.model
-    key = (type(model), fingerprint(model.config), model.config._attn_implementation, *backends)
+    key = _trial_key(model, *backends)
     if key in _trials:
         return _trials[key]
     twin: Any
@@ -364,6 +489,10 @@ def _tried_on_twin(adapter: Adapter, backends: Sequence[str]) -> tuple[int | Non
     return _trials.setdefault(key, found)
 
 
+def _trial_key(model: Any, *how: str) -> tuple[Any, ...]:
+    return (type(model), fingerprint(model.config), model.config._attn_implementation, *how)
+
+
 @torch.no_grad()
 def _difference(engine: Engine, new_tokens: int, padded: bool) -> str:
     """Return how an engine's logits differ from those of the model's `generate`; "" if they do not.
@@ -374,25 +503,34 @@ def _difference(engine: Engine, new_tokens: int, padded: bool) -> str:
     ids_BT = _token_rows(model)[: 1 + padded, :_PROMPT]
     mask_BT = torch.ones_like(ids_BT)
     mask_BT[1:, :2] = 0
-    usual, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
-    options = {"max_new_tokens": new_tokens, "return_dict_in_generate": True}
+    given: dict[str, Any] = {"inputs": ids_BT, "attention_mask": mask_BT}
+    if model.main_input_name != "input_ids":
+        given = {"encoder_outputs": random_states(model, len(ids_BT))}
+    config = GenerationConfig(pad_token_id=0, decoder_start_token_id=int(ids_BT[0, 0]))
+    usual, model.generation_config = model.generation_config, config
+    options: Any = {"max_new_tokens": new_tokens, "return_dict_in_generate": True}
+    made: Any
     try:
-        made = model.generate(ids_BT, attention_mask=mask_BT, output_logits=True, **options)
+        made = GenerationMixin.generate(model, **given, output_logits=True, **options)
         expected_BNV, tokens_BC = torch.stack(made.logits, 1), F.pad(made.sequences, (0, 4))
+        if not engine.layered:
+            ids_BT, engine.inputs = inputs_of_generate(model, **given)
+        prompt = ids_BT.shape[1]
         state_BD = engine.prefill(ids_BT, mask_BT if padded else None, tokens_BC.shape[1])
         if not _is_close(engine.head(state_BD), expected_BNV[:, 0]):
             return "the logits after the prompt are others"
         kept, passes = [0] * len(ids_BT), 0
         while max(kept) < expected_BNV.shape[1] - 1:
-            lines = [row[_PROMPT + n :][:3] for row, n in zip(tokens_BC, kept, strict=True)]
+            most = min(3, engine.pass_limit() or 3)
+            lines = [row[prompt + n :][:most] for row, n in zip(tokens_BC, kept, strict=True)]
             for row, found_TV in enumerate(_next_logits(engine, torch.stack(lines))):
-                own_TV = expected_BNV[row, kept[row] + 1 :][:3]
+                own_TV = expected_BNV[row, kept[row] + 1 :][:most]
                 if not _is_close(found_TV[: len(own_TV)], own_TV):
-                    return f"the logits after {_PROMPT + kept[row] + 1} tokens are others"
-            counts = [1 + (passes + row) % 2 for row in range(len(kept))]
+                    return f"the logits after {prompt + kept[row] + 1} tokens are others"
+            counts = [min(most, 1 + (passes + row) % 2) for row in range(len(kept))]
             engine.keep(counts)
             kept, passes = [n + more for n, more in zip(kept, counts, strict=True)], passes + 1
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except _FAILURES as error:
         return f"{type(error).__name__}: {error}"
     finally:
         model.generation_config = usual
@@ -432,10 +570,11 @@ class DecodingCosts:
             2.0 * sum(p.numel() for p in layer.parameters() if p.ndim > 1)
             for layer in adapter.skeleton.layers
         ]
-        heads = getattr(config, "num_attention_heads", None)
-        head_width = getattr(config, "head_dim", None)
+        first = getattr(config, "per_layer_config", [config])[0]
+        heads = getattr(first, "num_attention_heads", None)
+        head_width = getattr(first, "head_dim", None)
         self.attention_width = heads * head_width if heads and head_width else adapter.width
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads or 1
+        kv_heads = getattr(first, "num_key_value_heads", None) or heads or 1
         self.keys = 4.0 * adapter.width * self.attention_width * kv_heads / (heads or 1)
         """FLOPs of the keys and values of one layer."""
         self.map = 2.0 * adapter.width**2

@@ -1,26 +1,42 @@
-"""The general backend: the model's own layers, called one by one, over a cache allocated once.
+"""The general backend: the model's own layers, or the model itself, as transformers runs it.
 
-What the layers are called with (masks, rotary cos/sin, the cache) the model makes itself: its trunk
-is entered and stopped at its first layer, whose arguments then serve all layers
-(`deepenough.hf.intercept`). So this works for every architecture whose layers are all called alike.
-Sequences are aligned on the right, as transformers pads prompts: where some keep fewer tokens than
-others, they are moved.
+`GeneralEngine` calls the layers one by one, over a cache allocated once. What they are called with
+(masks, rotary cos/sin, the cache) the model makes itself: its trunk is entered and stopped at its
+first layer, whose arguments then serve all layers (`deepenough.hf.intercept`). So this works for
+every architecture whose layers are all called alike. Sequences are aligned on the right, as
+transformers pads prompts: where some keep fewer tokens than others, they are moved.
 
-Shapes: B sequences, T tokens, D width, H heads, C capacity, K head width.
+`WholeModelEngine` calls the model itself, with the inputs and the cache that `generate` makes for
+it. So this works for every model that generates text, but there are no states to be had between
+its layers.
+
+Shapes: B sequences, T tokens, D width, H heads, C capacity, K head width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+from transformers.generation.utils import ALL_CACHE_NAMES
 
-from deepenough.decoding.engine import Engine, Step, row_lengths
+from deepenough.decoding.engine import Engine, Pace, Step, row_lengths
+from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
+from deepenough.hf.generation import inputs_of_generate
 from deepenough.hf.intercept import StopForward, first_call, run_until_stopped
 
 
@@ -206,3 +222,151 @@ class _RewritableLayer(DynamicLayer):
 
     def get_seq_length(self, *_: Any) -> int:
         return self.cache.start
+
+
+# -- the model as a whole --------------------------------------------------------------------------
+
+#: Tokens that a pass takes at most where some of them have been through the model before.
+_MOST_AGAIN = 8
+#: What a pass over several tokens may find in a cache; layers of other kinds take single tokens.
+_KNOWN_LAYERS = (
+    *(DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer),
+    *(LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer),
+)
+
+
+class WholeModelEngine(Engine):
+    """Decodes any model of transformers by calling it as `generate` does, several tokens at a time.
+
+    The states it hands out are logits. Tokens that are not kept are taken back by the cache's own
+    means where it has them. Where it has none (recurrent layers), the cache is put back as it was
+    before the pass, and the tokens that are kept go through the model again with the next ones.
+
+    Several sequences go on together, token by token: the same calls as in `generate`, so padding is
+    treated as there.
+    """
+
+    backend = "general"
+    takes_groups = False
+    layered = False
+    pace = Pace()
+
+    def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
+        """Start a batch from its prompts; see `Engine.prefill`."""
+        model: Any = self.adapter.model
+        if mask_BT is not None and not bool(mask_BT[:, -1].all()):
+            raise UserError(
+                f"{type(model).__name__} is run as a whole and takes prompts padded on the left: "
+                'set tokenizer.padding_side = "left".'
+            )
+        self.lengths, self.capacity = row_lengths(ids_BT, mask_BT), capacity
+        mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
+        inputs = self.inputs or inputs_of_generate(model, inputs=ids_BT, attention_mask=mask_BT)[1]
+        tensors = {name: each for name, each in inputs.items() if isinstance(each, Tensor)}
+        moved = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+        self._inputs = {**inputs, **moved, "use_cache": True}
+        self._ids_BT, self._again_BT = ids_BT, ids_BT[:, :0]
+        made = model.prepare_inputs_for_generation(ids_BT, is_first_iteration=True, **self._inputs)
+        self._output = model(**made, return_dict=True)
+        self._cache_name = next((name for name in ALL_CACHE_NAMES if name in self._output), "")
+        cache = self._cache
+        self._crops = isinstance(cache, Cache) and cache.is_croppable
+        if self._crops:
+            cache.activate_past_recording()
+        layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
+        is_known = layers and all(type(layer) in _KNOWN_LAYERS for layer in layers)
+        self._takes_several = is_known or self._cache_name == "state"  # that of RWKV
+        logits_BV: Tensor = self._output.logits[:, -1]
+        return logits_BV
+
+    @property
+    def _cache(self) -> Any:
+        return getattr(self._output, self._cache_name, None)
+
+    def _inputs_with(self, tokens: int) -> dict[str, Any]:
+        """Return the arguments of the model for this many tokens more than are in the cache."""
+        model: Any = self.adapter.model
+        found: dict[str, Any] = model._update_model_kwargs_for_generation(
+            self._output, dict(self._inputs), model.config.is_encoder_decoder, tokens
+        )
+        return found
+
+    def pass_limit(self) -> int | None:
+        """Return how many tokens the next pass may take; see `Engine.pass_limit`."""
+        if len(self.lengths) > 1 or not self._takes_several:
+            return 1
+        length = self.lengths[0]
+        ends = (self.capacity, self.max_length)
+        limits = [self.pace.limit(length), *(end - length for end in ends if end is not None)]
+        limits.append(None if self._crops else _MOST_AGAIN - self._again_BT.shape[1])
+        return max(1, min(limit for limit in limits if limit is not None))
+
+    def start_step(self, tokens_BT: Tensor, offset: int = 0) -> Step:
+        """Take the next tokens of every sequence; see `Engine.start_step`."""
+        return Step(tokens_BT, offset)
+
+    def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
+        """Run the model over the tokens of a step, and return their logits `[B, T, V]`."""
+        model: Any = self.adapter.model
+        new = step.hidden.shape[1]
+        self._entered_BT = torch.cat([self._again_BT, step.hidden], 1)
+        self._before = None if self._crops or new == 1 else _copied(self._cache)
+        tokens = self._entered_BT.shape[1]
+        made = model.prepare_inputs_for_generation(
+            torch.cat([self._ids_BT, self._entered_BT], 1),
+            next_sequence_length=tokens,
+            **self._inputs_with(tokens),
+        )
+        if "logits_to_keep" in made:
+            made["logits_to_keep"] = new
+        self._output = model(**made, return_dict=True)
+        logits_BTV: Tensor = self._output.logits[:, -new:]
+        return logits_BTV
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Commit the first tokens of each sequence; see `Engine.keep`."""
+        super().keep(counts)
+        kept, entered = self._again_BT.shape[1] + counts[0], self._entered_BT.shape[1]
+        if self._crops:
+            self._cache.crop(kept - entered)
+        elif kept < entered:
+            setattr(self._output, self._cache_name, self._before)
+            self._again_BT = self._entered_BT[:, :kept]
+            return
+        self._inputs = self._inputs_with(kept)
+        self._ids_BT = torch.cat([self._ids_BT, self._entered_BT[:, :kept]], 1)
+        self._again_BT = self._entered_BT[:, :0]
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """Return logits as they are."""
+        return hidden
+
+    def head(self, normed: Tensor) -> Tensor:
+        """Return logits as they are."""
+        return normed
+
+    def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
+        """Raise: there are no states to go on from."""
+        raise NotImplementedError
+
+    def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
+        """Raise: there is no layer to write to."""
+        raise NotImplementedError
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Raise: sequences go on together until all are done."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Free the memory of the cache."""
+        self.lengths, self.inputs, self._inputs, self._output, self._before = [], {}, {}, {}, None
+
+
+def _copied(cache: Any) -> Any:
+    """Return a copy of a cache that a pass leaves alone.
+
+    Keys and values that a layer replaces by longer ones, and never writes to, are shared.
+    """
+    growing = [layer for layer in getattr(cache, "layers", []) if isinstance(layer, DynamicLayer)]
+    shared = [tensor for layer in growing for tensor in (layer.keys, layer.values)]
+    return copy.deepcopy(cache, {id(tensor): tensor for tensor in shared})

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from deepenough.decoding.engine import Engine
 from deepenough.errors import UserError
 
 #: Logits processors that read the scores alone, so that rows of any length go together.
@@ -58,8 +59,10 @@ _UNDERSTOOD = {
     *("attention_mask", "position_ids", "use_cache", "logits_to_keep", "past_key_values"),
     *("output_attentions", "output_hidden_states", "return_dict"),
 }
+#: Further ones that a model gets where it is run as a whole.
+_WHOLE_UNDERSTOOD = {"encoder_outputs", "cache_params"}
 _NOT_HANDED_ON = (
-    *("custom_generate", "inputs_embeds", "position_ids", "past_key_values"),
+    *("custom_generate", "inputs_embeds", "position_ids", "past_key_values", "cache_params"),
     *("assistant_model", "assistant_tokenizer", "synced_gpus"),
 )
 
@@ -78,6 +81,8 @@ class Request:
     streamer: Any = None
     generator: torch.Generator | None = None
     """Draws the samples, on the CPU; None for torch's global generator."""
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """What else transformers would call the model with, where it is run as a whole."""
 
     @property
     def sampled(self) -> bool:
@@ -136,7 +141,7 @@ def make_request(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     streamer: Any,
-    max_context: int | None,
+    engine: Engine,
     model_kwargs: dict[str, Any],
 ) -> Request:
     """Check what transformers prepared of the arguments of `generate`, and make a request of it.
@@ -158,16 +163,21 @@ def make_request(
         for name in sorted(others)
     }
     refused["past_key_values"] = cache is not None and cache.get_seq_length() > 0
-    _refuse(refused | {name: True for name in model_kwargs if name not in _UNDERSTOOD})
-    mask_BT = model_kwargs.get("attention_mask")
+    understood = _UNDERSTOOD | (set() if engine.layered else _WHOLE_UNDERSTOOD)
+    given = {name for name, value in model_kwargs.items() if value is not None and value != {}}
+    _refuse(refused | dict.fromkeys(sorted(given - understood), True))
+    # That of an encoder-decoder is of the text that its encoder has read.
+    is_pair = "encoder_outputs" in model_kwargs
+    mask_BT = None if is_pair else model_kwargs.get("attention_mask")
     if mask_BT is not None and mask_BT.shape != ids_BT.shape:
         raise UserError(
             f"The attention mask has the shape {tuple(mask_BT.shape)}, and the prompts have "
             f"{tuple(ids_BT.shape)}: give one of the same shape."
         )
     length = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
-    _check_fits(ids_BT, mask_BT, length - ids_BT.shape[1], max_context)
-    return Request(ids_BT, mask_BT, processors, criteria, config, length, streamer)
+    _check_fits(ids_BT, mask_BT, length - ids_BT.shape[1], engine.max_length)
+    inputs = {} if engine.layered else model_kwargs
+    return Request(ids_BT, mask_BT, processors, criteria, config, length, streamer, inputs=inputs)
 
 
 def plain_request(
@@ -214,12 +224,17 @@ def _refuse(arguments: dict[str, Any]) -> None:
             )
 
 
-def check_prompt(ids: Tensor | None, given: dict[str, Any]) -> None:
-    """Refuse what transformers would not hand on, and a call without a prompt, which it begins."""
+def check_prompt(ids: Tensor | None, given: dict[str, Any], is_read: bool) -> None:
+    """Refuse what transformers would not hand on, and a call without a prompt, which it begins.
+
+    What an encoder reads instead of continuing it (`is_read`) may be anything.
+    """
     off = (None, False)
     refused = {name: all(given.get(name) is not each for each in off) for name in _NOT_HANDED_ON}
     # transformers has a loop of its own for this one.
     _refuse(refused | {"cache_implementation": given.get("cache_implementation") == "paged"})
+    if is_read:
+        return
     if ids is None or ids.numel() == 0:
         raise UserError("The prompt is empty: give input_ids with at least one token a row.")
     if ids.ndim != 2 or ids.dtype not in (torch.long, torch.int):

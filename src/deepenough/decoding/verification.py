@@ -102,6 +102,7 @@ def decode(
     `cached` are the tokens of the one sequence whose keys and values the engine still holds.
     """
     result = Decoded(make_sequences(request))
+    engine.inputs = request.inputs
     lengths = {len(row.context) for row in result.rows}
     if not engine.ignores_padding and len(lengths) > 1:
         raise UserError(
@@ -111,7 +112,8 @@ def decode(
         )
     if not isinstance(strategy, ForwardStrategy):
         # Drafts would let sequences of one batch grow to different lengths.
-        together = request.in_lockstep or (len(result.rows) > 1 and not engine.ignores_padding)
+        may_differ = engine.ignores_padding and engine.layered
+        together = request.in_lockstep or (len(result.rows) > 1 and not may_differ)
         strategy = FullDepth(engine, None if together else strategy)
     try:
         with torch.inference_mode():
@@ -153,7 +155,7 @@ def _run_loop(engine: Engine, request: Request, strategy: ForwardStrategy, resul
     verifier = Verifier(request, result, is_apart=price is not None and batch > 1)
     # Where nothing is drafted, sequences are sampled beside finished ones, as in transformers.
     plain = isinstance(strategy, FullDepth) and drafter is None
-    keeps_finished = request.in_lockstep or (request.sampled and plain)
+    keeps_finished = request.in_lockstep or (request.sampled and plain) or not engine.layered
     if drafter is not None:
         drafter.begin(engine)
     logits_BTV = engine.head(strategy.state_BD)[:, None]
@@ -226,12 +228,14 @@ class FullDepth(ForwardStrategy):
 
     def run(self, rows: list[SequenceState]) -> PassOutput:
         """Draft, then run all layers over each sequence's last token and its drafts."""
-        engine, drafter = self.engine, self.drafter
+        engine, drafter, limit = self.engine, self.drafter, self.engine.pass_limit()
         proposal, began = Proposal([[] for _ in rows]), time.perf_counter()
-        if drafter is not None:
+        if drafter is not None and limit != 1:
             proposal = drafter.ask(rows, self.state_BD, engine)
             if drafter.price is not None:
                 proposal.cut(drafter.price.length(proposal, engine, len(rows)))
+            if limit is not None:
+                proposal.cut(limit - 1)
         draft_seconds = time.perf_counter() - began
         # Sequences with fewer drafts are padded.
         longest = max(map(len, proposal.tokens))

@@ -24,7 +24,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -32,8 +31,18 @@ from transformers.models.auto.modeling_auto import (
 
 from deepenough.artifacts import fingerprint
 from deepenough.errors import UserError
+from deepenough.hf.generation import AnyOutput
 from deepenough.hf.intercept import eval_mode, hidden_input, hidden_output, hooked
-from deepenough.hf.layouts import LAYOUTS, Layout, Path, advice, candidates, find_parts, resolve
+from deepenough.hf.layouts import (
+    LAYOUTS,
+    Layout,
+    Path,
+    advice,
+    candidates,
+    find_parts,
+    heaviest_list,
+    resolve,
+)
 
 Kind = Literal["causal", "masked", "encoder"]
 
@@ -185,9 +194,8 @@ class Adapter:
                 # RoBERTa counts positions from behind the padding's.
                 return table.num_embeddings - table.padding_idx - 1
         config = self.model.config.get_text_config()
-        limits = (
-            getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")
-        )
+        names = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+        limits = (getattr(config, name, None) for name in names)
         return next((limit for limit in limits if limit and limit > 0), None)
 
     def identity(self, with_head: bool = False) -> dict[str, Any]:
@@ -224,15 +232,8 @@ class Adapter:
             )
 
 
-class _TrunkOutput(BaseModelOutputWithPast):
-    def __getattr__(self, name: str) -> None:
-        """Return None for whatever else a model takes from its trunk's output."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-def _hand_on(*_: Any, inputs_embeds: Tensor, **__: Any) -> _TrunkOutput:
-    return _TrunkOutput(last_hidden_state=cast(Any, inputs_embeds))
+def _hand_on(*_: Any, inputs_embeds: Tensor, **__: Any) -> AnyOutput:
+    return AnyOutput(last_hidden_state=cast(Any, inputs_embeds))
 
 
 def _run_own_head(model: PreTrainedModel, trunk: str, hidden_BTD: Tensor) -> Tensor:
@@ -283,6 +284,18 @@ def adapt(model: PreTrainedModel) -> Adapter:
         f"{type(model).__name__} has layers, but no norm or head after them was found that gives "
         f"its own output ({problems[0]}); {advice(model)}"
     )
+
+
+def adapt_whole(model: PreTrainedModel) -> Adapter:
+    """Return the adapter of a model that is run as a whole, for its size and its name alone.
+
+    Where the layers are not found, the heaviest list of modules of the decoder stands for them.
+    """
+    trunk = "decoder" if hasattr(model.base_model, "decoder") else ""
+    try:
+        return adapt(model)
+    except UserError:
+        return Adapter(model, Layout(heaviest_list, trunk=trunk))
 
 
 #: Layouts that were verified, by the fingerprint and dtype of the model.

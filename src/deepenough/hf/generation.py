@@ -1,13 +1,24 @@
-"""`generate()` of transformers: refusals, another length penalty, and prompts continued."""
+"""`generate()` of transformers: what it calls a model with, refusals, prompts continued."""
 
 from typing import Any, ClassVar
 
 import torch
-from transformers import GenerationMixin
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from deepenough.data.tokenizer import check_text
 from deepenough.errors import UserError
+
+
+class AnyOutput(BaseModelOutputWithPast):
+    """The output of a part of a model, None in whatever else is read from it."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
 
 #: Below this temperature sampling is taking the likeliest.
 COLDEST = 1e-6
@@ -94,3 +105,40 @@ def continue_text(
         else:
             written_lines[-1].append(token)
     return "\n".join(tokenizer.batch_decode(written_lines, skip_special_tokens=True))
+
+
+# -- what a model is called with -------------------------------------------------------------------
+
+
+def has_usual_generate(model: Any) -> bool:
+    """Return whether the loop of a model's `generate` is that of transformers, or a given one."""
+    known = ("transformers.generation.", "transformers.models.whisper.", __name__)
+    return type(model).generate.__module__.startswith(known)
+
+
+def random_states(model: Any, rows: int) -> AnyOutput:
+    """Return what an encoder that does not read text might give, five states for each row."""
+    width = model.get_encoder().config.hidden_size
+    drawn = torch.randn(rows, 5, width, generator=torch.Generator().manual_seed(0))
+    states: Any = drawn.to(model.device, model.dtype)
+    return AnyOutput(last_hidden_state=states)
+
+
+def inputs_of_generate(model: Any, **given: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Return the prompts, and what else `generate` calls a model with, for these arguments."""
+
+    def loop(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **inputs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        return input_ids, inputs
+
+    config = GenerationConfig(max_new_tokens=1, use_cache=True)
+    found: Any = GenerationMixin.generate(
+        model, generation_config=config, custom_generate=loop, **given
+    )
+    return found

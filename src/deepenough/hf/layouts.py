@@ -215,6 +215,16 @@ def _find_layers(model: PreTrainedModel, trunk: nn.Module) -> list[str]:
     return sorted(lists, key=weight, reverse=True)
 
 
+def heaviest_list(trunk: nn.Module) -> list[nn.Module]:
+    """Return the modules of the heaviest list inside a trunk, or the trunk alone if it has none."""
+    lists = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
+
+    def weight(modules: list[nn.Module]) -> int:
+        return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+    return max(lists, key=weight, default=[trunk])
+
+
 def advice(model: PreTrainedModel) -> str:
     """Return the end of an error message: how to say where the layers are."""
     return (

@@ -18,8 +18,10 @@ from transformers import GenerationConfig, PreTrainedModel
 #: Tokens at which a twin begins to compute something else, and the most that it reads.
 SWITCH, LONGEST = 6, 64
 _VOCABULARY, _MOST_PARAMETERS = 64, 32_000_000
-_SWITCHES = r".*window(_size|_len)?|.*chunk_size|original_max_position_embeddings|.*floor(_scale)?"
-_LAYERS = r"(n|num|decoder|encoder)_(hidden_)?layers?"
+_SWITCHES = (
+    r".*window(_size|_len)?|attention_chunk_size|original_max_position_embeddings|.*floor(_scale)?"
+)
+_LAYERS = r"(n|num|decoder|encoder)_((hidden|decoder|encoder)_)?layers?"
 _HEADS = r"(n|num|decoder|encoder)_(attention_)?heads?|attention_heads"
 _KV_HEADS = r"num_(key_value|kv)_heads"
 _WIDTHS = r"hidden_size|d_model|n_embd|dim|emb_dim|embed(ding)?_(size|dim)|word_embed_proj_dim"
@@ -27,7 +29,8 @@ _SIZES = {
     r"(?!type|task_type).*vocab_size.*": _VOCABULARY,
     r".*experts_per_tok(en)?|(moe_)?top_?k|top_k_experts|moe_k": 2,
     r".*experts": 4,
-    r"n_group|topk_group|num_expert_group": 1,
+    r"n_groups?|topk_group|num_expert_group": 1,
+    r"(mamba_)?chunk_size": SWITCH,
     r".*(intermediate|ffn|inner|ff).*": 64,
     r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions": LONGEST,
     r".*token_(id|index)": _VOCABULARY - 1,
@@ -53,7 +56,8 @@ def make_twin(model: PreTrainedModel) -> tuple[PreTrainedModel | None, list[int]
             twin = type(model)(config).float().eval().requires_grad_(False)
             _scatter(twin)
         twin.generation_config = GenerationConfig()  # no token ends a text
-        twin(input_ids=torch.arange(1, SWITCH)[None])
+        if not config.is_encoder_decoder:
+            twin(input_ids=torch.arange(1, SWITCH)[None])
     except Exception:  # configs and models refuse sizes in many ways
         return None, sorted(switches)
     return twin, sorted(switches)
@@ -74,7 +78,10 @@ def _small(values: Mapping[str, Any], switches: list[int]) -> dict[str, Any]:
     dynamic = "dynamic" in str(values.get("rope_parameters"))
     small = dict(values)
     for name, value in values.items():
-        if isinstance(value, dict) and name not in ("id2label", "label2id"):
+        if name == "per_layer_config" and value:
+            own = {int(layer): _small(fields, switches) for layer, fields in value.items()}
+            small[name] = {new: own[old] for new, old in enumerate(kept) if old in own}
+        elif isinstance(value, dict) and name not in ("id2label", "label2id"):
             small[name] = _small(value, switches)
         elif isinstance(value, list) and len(value) == layers:
             small[name] = [value[index] for index in kept]
