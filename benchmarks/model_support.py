@@ -8,7 +8,8 @@ on three of different lengths, padded:
   logits, and a fit and its evaluation run;
 - early exit: a token that never leaves is that of `generate`; tokens that leave are those that one
   pass over the whole text, through hooks on the model's own layers, gives;
-- speculation: the tokens are those of `generate`, by the fastest backend and by the general one;
+- speculation: the tokens are those of `generate`, by the fastest backend and by the general one,
+  of encoder-decoders too;
 - ponder: the last pass over the layers is what the encoder returns, and the classifier runs.
 
 Also run as `python benchmarks/model_support.py`, which writes docs/model-support.md.
@@ -17,6 +18,7 @@ Also run as `python benchmarks/model_support.py`, which writes docs/model-suppor
 from __future__ import annotations
 
 import datetime
+import json
 import multiprocessing
 import os
 import re
@@ -43,9 +45,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import deepenough as de
-from benchmarks.tiny_models import SWITCH, VOCABULARY, NotBuilt, build, model_types, variants_of
+from benchmarks.tiny_models import (
+    PAIR,
+    SWITCH,
+    VOCABULARY,
+    NotBuilt,
+    build,
+    model_types,
+    variants_of,
+)
 from deepenough.decoding.drafters import Drafter, Proposal
 from deepenough.hf.adapter import adapt
+from deepenough.hf.generation import random_states
 from deepenough.ponder.halting import FixedExit
 from deepenough.shortcut.evaluation import evaluate
 
@@ -149,19 +160,33 @@ def prompts(rows: int) -> tuple[dict[str, Tensor], int]:
     return (padded(1, 3), SWITCH - 3) if rows == 0 else (padded(rows, 7, "left"), NEW_TOKENS)
 
 
+def read_by_encoder(model: Any, rows: int) -> dict[str, Any]:
+    """Return what an encoder-decoder reads: text, sound for Whisper, or states in place of it."""
+    number = max(rows, 1)
+    if model.main_input_name == "input_ids":
+        return padded(number, 12)
+    if model.config.model_type == "whisper":
+        torch.manual_seed(rows)
+        shape = (number, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        return {"input_features": torch.randn(shape)}
+    return {"encoder_outputs": random_states(model, number)}
+
+
 def generated(model: Any, given: dict[str, Tensor], tokens: int) -> Tensor:
     """Return the new tokens that a model generates greedily."""
     sequences: Tensor = model.generate(**given, do_sample=False, max_new_tokens=tokens)
-    return sequences[:, given["input_ids"].shape[1] :]
+    return sequences[:, 1 if model.config.is_encoder_decoder else given["input_ids"].shape[1] :]
 
 
 class KnownDrafter(Drafter):
     """Drafts what the model will say, but for a wrong token here and there, other in each row."""
 
     expected: Tensor
+    asked = 0
 
     def propose(self, rows: list[Any], state_BD: Tensor, engine: Any) -> Proposal:
         """Return three tokens of each row."""
+        self.asked += 1
         drafts: list[list[int]] = []
         for row in rows:
             start = len(row.tokens)
@@ -177,12 +202,18 @@ def same_tokens(
     given: dict[str, Tensor],
     tokens: int,
     what: str,
-    known: KnownDrafter | None = None,
+    made: dict[str, Any],
 ) -> None:
-    """Raise `Different` if two models generate different tokens where no tie explains it."""
-    expected = generated(model, given, tokens)
-    if known is not None:
-        known.expected = expected
+    """Raise `Different` if two models generate different tokens where no tie explains it.
+
+    What the model itself generates is kept in `made`, by its prompts.
+    """
+    key = f"expected {tokens} {len(given.get('input_ids', ''))}"
+    if model.config.is_encoder_decoder or key not in made:
+        made[key] = generated(model, given, tokens)
+    expected = made[key]
+    if isinstance(fast.drafter, KnownDrafter):
+        fast.drafter.expected = expected
     found = generated(fast, given, tokens)
     if expected.shape != found.shape:
         raise Different(f"{what}: {found.shape[1]} tokens, not {expected.shape[1]}")
@@ -191,10 +222,14 @@ def same_tokens(
         if not len(differ):
             continue
         at = int(differ[0])
-        ids = torch.cat([given["input_ids"], expected[:, :at]], 1)
-        more = torch.ones(len(ids), at, dtype=torch.long)
-        mask = torch.cat([given["attention_mask"], more], 1)
-        prompt = {"input_ids": ids, "attention_mask": mask}
+        if model.config.is_encoder_decoder:
+            start = torch.ones(len(expected), 1, dtype=torch.long)
+            prompt = {**given, "decoder_input_ids": torch.cat([start, expected[:, :at]], 1)}
+        else:
+            ids = torch.cat([given["input_ids"], expected[:, :at]], 1)
+            more = torch.ones(len(ids), at, dtype=torch.long)
+            mask = torch.cat([given["attention_mask"], more], 1)
+            prompt = {"input_ids": ids, "attention_mask": mask}
         scores = model.generate(
             **prompt, do_sample=False, max_new_tokens=1, eos_token_id=None, pad_token_id=0,
             return_dict_in_generate=True, output_logits=True,
@@ -206,10 +241,14 @@ def same_tokens(
 
 def check_speculation(model: PreTrainedModel, made: dict[str, Any], rows: int) -> None:
     """Compare the tokens of a speculating model with those of `generate`."""
-    drafter = KnownDrafter(3)
     for backend in (None, "general"):
-        fast = de.speculate(model, drafter, backend=backend)
-        same_tokens(model, fast, *prompts(rows), backend or "fastest", drafter)
+        fast = made.get(f"fast {backend}") or de.speculate(model, KnownDrafter(3), backend=backend)
+        made[f"fast {backend}"] = fast
+        given, tokens = prompts(rows)
+        if model.config.is_encoder_decoder:
+            given = read_by_encoder(model, rows)
+        same_tokens(model, fast, given, tokens, backend or "fastest", made)
+        made["drafts"] = made.get("drafts", False) or fast.drafter.asked > 0
         if not fast.decoding_engine.takes_groups:
             break
 
@@ -223,12 +262,16 @@ def check_early_exit(model: PreTrainedModel, made: dict[str, Any], rows: int) ->
         shortcuts = made["shortcuts"] = de.Shortcuts.fit_states(states)
     layers = [1, shortcuts.num_layers - 1]
     given, tokens = prompts(rows)
-    full = de.early_exit(model, shortcuts, policy="top", threshold=1.0, exit_layers=layers)
-    same_tokens(model, full, given, tokens, "no exit")
+    full = made.get("no exit") or de.early_exit(
+        model, shortcuts, policy="top", threshold=1.0, exit_layers=layers
+    )
+    made["no exit"] = full
+    same_tokens(model, full, given, tokens, "no exit", made)
     deferred = ("deferred",) if full.decoding_engine.takes_groups else ()
     for way in ("shortcut", "copy", *deferred):
         options = {"threshold": 0.3, "exit_layers": layers, "kv_propagation": way}
-        early = de.early_exit(model, shortcuts, policy="top", **options)
+        early = made.get(way) or de.early_exit(model, shortcuts, policy="top", **options)
+        made[way] = early
         generated(early, given, tokens)
         if changes_with_length(model) or rows != 1:
             continue  # one pass over the whole text rotates its first tokens otherwise
@@ -276,7 +319,7 @@ ROWS = {"one short text": 0, "one text": 1, "padded batches": 3}
 METHODS = {
     "shortcut": Method(check_shortcut, ("causal", "masked", "encoder")),
     "early exit": Method(check_early_exit, ("causal",), tuple(ROWS)),
-    "speculation": Method(check_speculation, ("causal",), tuple(ROWS)),
+    "speculation": Method(check_speculation, ("causal", PAIR), tuple(ROWS)),
     "ponder": Method(check_ponder, ("encoder",)),
 }
 
@@ -303,14 +346,18 @@ def judge(method: Method, model: PreTrainedModel, made: dict[str, Any]) -> Verdi
 
 
 def measure_type(
-    model_type: str, kinds: Sequence[str], only: Sequence[str] = ()
+    model_type: str,
+    kinds: Sequence[str],
+    only: Sequence[str] = (),
+    methods: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each kind, variant (all, or those named) and method of one type."""
+    """Yield a row for each kind, variant and method (all, or those named) of one type."""
     for kind in kinds:
         for variant, changes in variants_of(model_type, kind).items():
             if only and variant not in only:
                 continue
-            row = {"type": model_type, "kind": kind, "variant": variant}
+            name = f"{kind} {variant}" if kind == PAIR else variant
+            row = {"type": model_type, "kind": kind, "variant": name}
             try:
                 model = build(model_type, kind, **changes)
             except NotBuilt as reason:
@@ -318,10 +365,13 @@ def measure_type(
                 continue
             made: dict[str, Any] = {}
             for name, method in METHODS.items():
-                twice = kind == "encoder" and name == "shortcut" and len(kinds) > 1
-                if kind in method.kinds and not twice:
+                twice = kind == "encoder" and name == "shortcut" and {"causal", "masked"} & {*kinds}
+                if kind in method.kinds and not twice and name in (methods or METHODS):
                     verdict, why = judge(method, model, made)
-                    yield {**row, "method": name, "verdict": verdict, "why": why}
+                    drafts = made.get("drafts") if name == "speculation" else None
+                    yield {
+                        **row, "method": name, "verdict": verdict, "why": why, "drafts": drafts
+                    }  # fmt: skip
 
 
 def _send(model_type: str, kinds: Sequence[str], pipe: Any) -> None:
@@ -362,14 +412,24 @@ def in_process(model_type: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def measure_all(names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the rows of all types, or of those named."""
+def measure_all(names: Sequence[str] = (), kept: str = "") -> list[dict[str, Any]]:
+    """Return the rows of all types, or of those named.
+
+    In the folder `kept`, if there is one, those of a finished type are kept and found again.
+    """
     rows: list[dict[str, Any]] = []
     types = {name: kinds for name, kinds in model_types().items() if not names or name in names}
     for number, (name, kinds) in enumerate(types.items(), start=1):
         start = time.monotonic()
+        file = Path(kept or os.devnull, f"{name}.json")
+        if file.is_file():
+            rows += json.loads(file.read_text(encoding="utf-8"))
+            continue
         found = in_process(name, kinds)
         rows += found
+        if kept:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(found), encoding="utf-8")
         counts = Counter(row["verdict"] for row in found)
         shown = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         print(
@@ -381,9 +441,12 @@ def measure_all(names: Sequence[str] = ()) -> list[dict[str, Any]]:
     return rows
 
 
-def measure() -> dict[str, Any]:
-    """Measure all types, write the page, and return how many types each method is right on."""
-    rows = measure_all()
+def measure(kept: str = "") -> dict[str, Any]:
+    """Measure all types, write the page, and return how many types each method is right on.
+
+    With `kept=FOLDER` an interrupted measurement goes on behind the last type it has finished.
+    """
+    rows = measure_all(kept=kept)
     table = by_type(rows)
     PAGE.write_text(page(rows, table), encoding="utf-8")
     counts = {
@@ -437,6 +500,12 @@ def _cell(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
     return worst, "; ".join([found[0], *listed])
 
 
+def _without_drafts(rows: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the types that are decoded without being asked for drafts in any variant."""
+    own = [r for r in rows if r["method"] == "speculation" and r["verdict"] in (RIGHT, IN_PART)]
+    return {r["type"] for r in own} - {r["type"] for r in own if r["drafts"]}
+
+
 def reason(why: str) -> str:
     """Return the part of a refusal that says why, without names, details and remedy."""
     text, before = why, ""
@@ -461,6 +530,13 @@ def page(rows: Sequence[dict[str, Any]], table: dict[str, dict[str, tuple[str, s
         "",
         f"Of {len(table)} types and {models} models, with transformers {version}, on {today}.",
         LEGEND,
+    ]
+    single = sorted(_without_drafts(rows))
+    lines[-1:-1] = [
+        "",
+        f"{len(single)} types speculate in vain: they take one token at a time behind the prompt, "
+        "as `generate()` has them do, since several at once give other logits or cannot be taken "
+        f"back ({', '.join(f'`{name}`' for name in single)}).",
     ]
     reasons: dict[str, Counter[str]] = {}
     for row in rows:
@@ -494,7 +570,8 @@ method is compared with the model itself, on one text and on three padded ones:
   logits, and a fit and its evaluation run;
 - **early exit**: a token that never leaves is that of `generate()`, and tokens that leave are those
   of one pass over the whole text through the model's own layers;
-- **speculation**: the tokens are those of `generate()`, whatever is drafted;
+- **speculation**: the tokens are those of `generate()`, whatever is drafted, for encoder-decoders
+  too;
 - **ponder**: the last pass over the layers is what the encoder returns.
 
 Number of types by verdict:

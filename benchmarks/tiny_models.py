@@ -16,6 +16,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     GenerationConfig,
     PreTrainedModel,
 )
@@ -126,13 +128,23 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
+PAIR = "encoder-decoder"
+#: Those that read text, and those that read speech and write text.
+PAIR_TABLES = {
+    AutoModelForSeq2SeqLM: modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    AutoModelForSpeechSeq2Seq: modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+}
+
+
 def model_types() -> dict[str, list[str]]:
     """Return the text types of the installed transformers, each with the kinds it comes in."""
     tables = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        PAIR: [name for table in PAIR_TABLES.values() for name in table if _is_pair(name)],
     }
-    found = {name: [kind for kind in tables if name in tables[kind]] for name in ALL_TYPES}
+    names = {*ALL_TYPES, *tables[PAIR]}
+    found = {name: [kind for kind in tables if name in tables[kind]] for name in names}
     encoders = {
         *tables["masked"],
         *modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
@@ -142,6 +154,13 @@ def model_types() -> dict[str, list[str]]:
         if (name in encoders and "causal" not in kinds) or "masked" in kinds:
             kinds.append("encoder")
     return {name: kinds for name, kinds in sorted(found.items()) if kinds}
+
+
+def _is_pair(model_type: str) -> bool:
+    """Return whether the config of a type is that of an encoder and a decoder."""
+    return bool(getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", True)) or (
+        model_type in ("encoder-decoder", "speech-encoder-decoder")
+    )
 
 
 ALL_TYPES = sorted(
@@ -304,16 +323,20 @@ def build(model_type: str, kind: str, **changes: Any) -> PreTrainedModel:
     """Return a tiny model in eval mode whose weights make it write more than one token."""
     try:
         config = tiny_config(model_type, kind, **changes)
+        made_by = CLASSES.get(kind) or next(
+            made_by for made_by, table in PAIR_TABLES.items() if model_type in table
+        )
         with torch.device("meta"):
-            size = sum(p.numel() for p in CLASSES[kind].from_config(config).parameters())
+            size = sum(p.numel() for p in made_by.from_config(config).parameters())
         if size > MOST_PARAMETERS:
             raise NotBuilt(f"its smallest has {size:,} parameters")
         torch.manual_seed(0)
-        model = CLASSES[kind].from_config(tiny_config(model_type, kind, **changes))
+        model = made_by.from_config(tiny_config(model_type, kind, **changes))
         scatter(model)
         model = model.eval().requires_grad_(False).float()
         if hasattr(model, "generation_config"):  # without tokens that it forces or forbids
-            model.generation_config = GenerationConfig(pad_token_id=0)
+            start = 1 if kind == PAIR else None
+            model.generation_config = GenerationConfig(pad_token_id=0, decoder_start_token_id=start)
         if not config.is_encoder_decoder:
             ids = torch.arange(3, 15)[None]
             model(input_ids=ids, attention_mask=torch.ones_like(ids))
