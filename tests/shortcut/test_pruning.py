@@ -293,14 +293,14 @@ def test_an_interrupted_search_goes_on(plain, texts, tmp_path, monkeypatch):
 
     model, options = llama(), {"budget": "weights", "refit": False, **SMALL}
     expected = prune(model, plain, texts, 0.5, **options)
-    save, counter = pruning.Checkpoint.save_choice, itertools.count()
+    save, counter = pruning.PruneCheckpoint.save_choice, itertools.count()
 
     def stop(self, choice):
         save(self, choice)
         if next(counter) == 1:
             raise Stop
 
-    monkeypatch.setattr(pruning.Checkpoint, "save_choice", stop)
+    monkeypatch.setattr(pruning.PruneCheckpoint, "save_choice", stop)
     with pytest.raises(Stop):
         prune(model, plain, texts, 0.5, folder=tmp_path, **options)
     monkeypatch.setattr(ReplaceableModel, "fit", lambda *_: pytest.fail("fitted twice"))

@@ -337,7 +337,7 @@ def drop(whole: ReplaceableModel, costs: Costs, budget: float, method: str) -> C
     )
 
 
-class Checkpoint:
+class PruneCheckpoint:
     """The maps and the choice so far, in a folder, for a search that was interrupted."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
@@ -419,7 +419,7 @@ def prune(
     if folder is not None:
         sizes = [len(batch.ids) for batch in (*whole.fitted, *whole.held_out)]
         about = {"model": identity, "config": asdict(config), "texts": sizes}
-        checkpoint = Checkpoint(folder, about)
+        checkpoint = PruneCheckpoint(folder, about)
     start = checkpoint.load(whole) if checkpoint else None
     if start is None:
         with reading("batches", "fitting maps") as show:
