@@ -853,7 +853,7 @@ def decode_tune(texts: Texts) -> dict[str, Any]:
     own = {"model.name": texts.decoder(), "data": texts.words(), "text.min_chars": 10}
     own |= {"text.tokens": 600, "text.prompt_tokens": 6}
     own |= {"text.new_tokens": 10, "text.batch": 16, "head.held_out": 8, "head.texts": 8}
-    return own | {"head.epochs": 1.5, "head.draft_vocab": 30, "until": "head"}
+    return own | {"head.epochs": 1.5, "head.draft_vocab": 30}
 
 
 TRAININGS: dict[str, tuple[str, Callable[[Texts], dict[str, Any]]]] = {

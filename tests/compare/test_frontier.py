@@ -255,7 +255,7 @@ def test_writers_over_exits_agree_with_the_model_where_they_are_lossless(tmp_pat
 def test_a_draft_head_takes_part_where_it_is_given(tmp_path, writer):
     model, tuned = writer.parent / "llama", tmp_path / "tuned"
     words = ["--text.tokens", "200", "--text.prompt_tokens", "8", "--text.new_tokens", "8"]
-    words += ["--text.min_chars", "10", "--until", "head"]
+    words += ["--text.min_chars", "10"]
     words += ["--head.held_out", "2", "--head.epochs", "1", "--data", str(writer.parent)]
     assert main(["decode", "tune", str(model), *words, "--out", str(tuned)]) == 0
     shape = {"limit": 3, "prompt_tokens": 8, "new_tokens": 6}

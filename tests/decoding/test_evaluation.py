@@ -31,7 +31,7 @@ def fitted(saved_model: Path, words_file: Path, tmp_path_factory: pytest.TempPat
 def tuned(saved_model: Path, words_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of `decode tune`."""
     folder = tmp_path_factory.mktemp("runs") / "tuned"
-    words = ["--data", str(words_file), "--min_chars", "8", "--tokens", "400", "--until", "head"]
+    words = ["--data", str(words_file), "--min_chars", "8", "--tokens", "400"]
     words += ["--prompt_tokens", "6", "--new_tokens", "20"]
     words += ["--held_out", "4", "--epochs", "1", "--draft_vocab", "20"]
     assert main(["decode", "tune", str(saved_model), *words, "--out", str(folder)]) == 0

@@ -188,13 +188,15 @@ def go_on_fitting(folder: Path) -> Any:
 def go_on_writing(folder: Path) -> Any:
     import deepenough
     from deepenough.decoding.config import SelfGeneratedConfig
+    from deepenough.decoding.eagle3 import layers_read
     from deepenough.decoding.engine import make_engine
     from deepenough.decoding.self_generated import write_texts
 
     model, tokenizer = deepenough.load(str(folder / "inputs/llama"))
     config = SelfGeneratedConfig(tokens=600, prompt_tokens=6, new_tokens=10, min_chars=10, batch=16)
     words, place = str((folder / "inputs").resolve() / "words.txt"), Path("draft/checkpoints/text")
-    texts = write_texts(place, make_engine(model), tokenizer, words, config, 0)
+    layers = layers_read(model.config.num_hidden_layers)
+    texts = write_texts(place, make_engine(model), tokenizer, words, config, 0, layers)
     return [[text.ids_T.tolist(), digest(text.states_TD), text.prompt] for text in texts]
 
 
@@ -204,7 +206,7 @@ def load_drafts(folder: Path) -> Any:
     found = DraftModel.from_pretrained("draft")
     maps = [[digest(a), digest(b)] for a, b in found.linear_drafter.maps]
     vocab = digest(found.linear_drafter.draft_vocab)
-    return [weights(found.head), maps, vocab, found.meta, found.choice, found.linear_drafter.meta]
+    return [weights(found.head), maps, vocab, found.meta, found.linear_drafter.meta]
 
 
 def load_calibration(folder: Path) -> Any:

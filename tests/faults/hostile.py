@@ -271,14 +271,17 @@ def _(folder: Path) -> Any:
 
 @case("JSON: a draft model of any size")
 def _(folder: Path) -> Any:
-    from deepenough.decoding.draft_model import DraftHead, DraftModel, HeadShape
+    from deepenough.decoding.draft_model import DraftModel
     from deepenough.decoding.drafters import LinearDrafter
+    from deepenough.decoding.eagle3 import Eagle3Config, Eagle3Head
 
     linear = LinearDrafter([(torch.ones(4, 8), torch.ones(4))], torch.arange(4))
-    DraftModel(linear, DraftHead(HeadShape(4, 2, 1, 2, 8))).save_pretrained(folder)
+    DraftModel(
+        linear, Eagle3Head(Eagle3Config(4, 2, 1, 2, 8, 6, 1e-6, 1e4, (0, 1, 2)))
+    ).save_pretrained(folder)
     file = folder / "draft_model.json"
     index = json.loads(file.read_text())
-    index["shape"] |= {"width": 10**6, "intermediate_size": 10**7}
+    index["head"] |= {"hidden_size": 10**6, "intermediate_size": 10**7}
     index.pop("checksum", None)
     file.write_text(json.dumps(index))
     DraftModel.from_pretrained(folder)

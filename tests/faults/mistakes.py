@@ -378,11 +378,15 @@ decode generate {gpt2} --prompt the --rounds 0
 decode tune {missing} --data {text} --out {out}
 decode tune {gpt2} --data {missing} --out {out}
 decode tune {bert} --data {text} --out {out}
-decode tune {gpt2} --data {text} --out {out} --until never
+decode tune {gpt2} --data {text} --out {out} --head.patience never
 decode tune {gpt2} --data {text} --out {out} --text.tokens 0
 decode tune {gpt2} --data {text} --out {out} --head.held_out 0
 decode tune {gpt2} --data {text} --out {out} --head.epochs 0
 decode tune {gpt2} --data {text} --out {shortcut}
+decode export {missing} --to vllm --out {out}
+decode export {maps} --to vllm --out {out}
+decode export {maps} --to ollama --out {out}
+decode export {maps} --to vllm
 decode calibrate {gpt2}
 decode calibrate {gpt2} --shortcuts {missing} --data {text}
 decode calibrate {gpt2} --shortcuts {par} --data {text}

@@ -128,16 +128,16 @@ class World:
     def drafts(self) -> Path:
         """Return a folder of a calibration, a linear drafter and a draft model."""
         from deepenough.decoding.calibration import Calibration
-        from deepenough.decoding.draft_model import DraftHead, DraftModel, HeadShape
+        from deepenough.decoding.draft_model import DraftModel
         from deepenough.decoding.drafters import LinearDrafter
+        from deepenough.decoding.eagle3 import Eagle3Config, Eagle3Head
 
         folder = self.path / "drafts"
         torch.manual_seed(0)
         maps = [(torch.randn(4, 8), torch.randn(4)), (torch.randn(4, 12), torch.randn(4))]
         linear = LinearDrafter(maps, torch.arange(6), {"model": {"fingerprint": "0"}})
-        choice = {"names": ["linear"], "num_draft_tokens": 1, "vocab_size": 4}
-        choice |= {"tokens_per_second": 9.0, "machine": {"threads": 1}, "measured": []}
-        DraftModel(linear, DraftHead(HeadShape(4, 2, 1, 2, 8)), {}, choice).save_pretrained(folder)
+        head = Eagle3Head(Eagle3Config(4, 2, 1, 2, 8, 6, 1e-6, 1e4, (0, 1, 2)))
+        DraftModel(linear, head).save_pretrained(folder)
         Calibration(
             threshold=0.9, policy="gap", policy_options={}, exit_layers=(1, 2),
             kv_propagation="deferred", exit_vocab=(1, 2, 3), max_disagreement=0.05, confidence=0.95,

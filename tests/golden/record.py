@@ -777,7 +777,6 @@ def tuned(kind: str) -> Path:
     own |= {"text__batch": 16, "text__sample_every": 2, "head__held_out": 8}
     # As many texts as make 40 steps in the epochs.
     own |= {"head__texts": 8, "head__epochs": 4.0, "head__draft_vocab": 40}
-    own |= {"until": "head"}
     command("decode", "tune", str(decoder(kind)), out=folder, **own, **training(lr=0.003))
     return folder
 

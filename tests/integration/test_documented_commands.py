@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from deepenough.cli import commands, execute, parse_command
 from deepenough.config import Command, RunConfig
 from deepenough.hf import deferred, loading
+from tests.decoding.test_export import write_gguf
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -182,6 +183,7 @@ def world(
     (tmp_path / "texts" / "sub" / "one.txt").write_text(text_file.read_text("utf-8") * 20)
     (tmp_path / "reviews.txt").write_text("a good film\nso bad\n")
     (tmp_path / "passages.txt").write_text("he went to the window and opened the door.\n")
+    write_gguf(tmp_path / "model.gguf")
     (tmp_path / "counts.txt").write_text("90 50 30 20 9 5 3 2 1 1")
     rows = (reviews / "train.tsv").read_text().replace("\t", ",")
     (tmp_path / "reviews.csv").write_text(rows)

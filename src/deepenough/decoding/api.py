@@ -76,9 +76,8 @@ def speculate(
         drafter: Who guesses the next tokens; of several, each is asked if those before it have no
             guess. "lookup" (how the text continued before), "linear" (needs `linear_drafter` or
             `draft_model`), "draft_model" (needs `draft_model`), "shortcut" (the first `draft_layer`
-            layers and `shortcuts`), or any `Drafter`; "none" drafts nothing. By default those that
-            were fastest when the draft model was trained, or else lookup and the first of a draft
-            model, a linear drafter and shortcuts that is given.
+            layers and `shortcuts`), or any `Drafter`; "none" drafts nothing. By default lookup and
+            the first of a draft model, a linear drafter and shortcuts that is given.
         num_draft_tokens: Tokens guessed in every pass by drafters given by name; by default as many
             as pay, by the time of passes and how often guesses are right.
         draft_model: What `deepenough decode tune` trained, or its folder.

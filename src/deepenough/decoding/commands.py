@@ -1,4 +1,4 @@
-"""`deepenough decode`: generate faster, make a draft model, calibrate early exit."""
+"""`deepenough decode`: generate faster, make a draft model, export it, calibrate early exit."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         BenchConfig,
         CalibrateConfig,
         DraftTrainConfig,
+        ExportConfig,
         GenerateConfig,
     )
     from deepenough.decoding.evaluation import GenerationResult
@@ -255,20 +256,10 @@ def tune(config: DraftTrainConfig) -> None:
 
     with reading("tokens") as progress:
         made = tune_run(config, progress)
-    first = "linear drafter" if config.head.start is None else "where it started"
-    tokens = made.meta.get("held_out_tokens", 1)  # unknown of those made by an older version
-    print(f"on {tokens} held-out tokens: the first draft is right, the second after it, of two")
-    for name, values in ((first, made.meta["before"]), ("draft model", made.meta["after"])):
-        right = _share(values["agreement_1"], tokens)
-        after = _share(values["agreement_2"], max(1, round(values["agreement_1"] * tokens)))
-        print(f"  {name:17}{right:>22}{after:>22}{values['accepted']:>7.2g} accepted")
-    measured = made.choice.get("measured", [])
-    if measured and not measured[0]["names"]:
-        print("Drafts do not pay here: none is as fast as the model without drafts.")
-    for row in measured[:5]:
-        names = " + ".join(row["names"]) or "no drafts"
-        rate = row["tokens_per_second"]
-        print(f"  {names}, {row['num_draft_tokens']} at once: {rate:.1f} tokens/s")
+    print(f"on {made.meta['held_out_tokens']} held-out tokens, of three drafts a pass:")
+    for name, values in (("at the start", made.meta["before"]), ("trained", made.meta["after"])):
+        shares = "  ".join(f"{values[f'accepted_{place}']:.1%}" for place in (1, 2, 3))
+        print(f"  {name:14}{values['accepted']:.2f} accepted; by position {shares}")
     print(f'use it: deepenough.speculate(model, draft_model="{config.out}")')
 
 
@@ -276,6 +267,24 @@ def _share(share: float, total: int) -> str:
     """Return a share of so many tokens or texts, with its interval."""
     found = share_interval(share * total, total)
     return shown(found.value, found[1:])
+
+
+# -- export --------------------------------------------------------------------------------------
+
+
+def export(config: ExportConfig) -> None:
+    """Write a draft head in the form that an engine loads, and print how to start that."""
+    from deepenough.decoding.draft_model import DraftModel
+    from deepenough.decoding.export import export_head
+    from deepenough.shortcut.config import PretrainedModelConfig
+
+    draft_model = DraftModel.from_pretrained(config.run)
+    tuned_for = draft_model.meta.get("settings", {}).get("model", {})
+    name = config.model or tuned_for.get("name")
+    if name is None:
+        raise UserError(f"{config.run} does not say for which model it was tuned: give --model.")
+    model, _ = PretrainedModelConfig(name, kind="causal").load()
+    print(export_head(draft_model, model, config.to, Path(config.out), config.gguf))
 
 
 # -- calibrate -----------------------------------------------------------------------------------
@@ -377,6 +386,16 @@ COMMANDS = (
         "write next. The model itself is not changed.",
         example="deepenough decode tune smollm2 --data mytext.txt --out runs/draft_model",
         positional=("model.name",),
+    ),
+    Command(
+        name="export",
+        help="write a draft model's head for vLLM, SGLang or llama.cpp",
+        config="deepenough.decoding.config:ExportConfig",
+        run=export,
+        description="Write the head of a draft model in the form that an inference engine loads,\n"
+        "and print what to give to that engine.",
+        example="deepenough decode export runs/draft_model --to vllm --out heads/vllm",
+        positional=("run",),
     ),
     Command(
         name="bench",

@@ -1,4 +1,4 @@
-"""Settings of the commands `deepenough decode generate`, `tune`, `bench` and `calibrate`."""
+"""Settings of the commands `deepenough decode generate`, `tune`, `export`, `bench`, `calibrate`."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -203,11 +203,14 @@ class DraftHeadConfig:
     """Weight of the best token against the whole distribution."""
 
     start: str | None = None
-    """Folder of an earlier draft model of the same model to continue from, say with more text; by
-    default the head starts as the linear drafter."""
+    """Folder of an earlier draft model of the same model to continue from, say with more text, with
+    its draft vocabulary; by default the head starts as a linear map."""
 
     held_out: int = bounded(64, ge=1)
     """Texts on which progress is measured, and which are not trained on."""
+
+    patience: int = bounded(5, ge=0)
+    """Validations without more accepted drafts after which training ends; 0 for none."""
 
 
 @dataclass
@@ -226,9 +229,6 @@ class DraftTrainConfig(RunConfig):
     text: SelfGeneratedConfig = field(default_factory=SelfGeneratedConfig)
     head: DraftHeadConfig = field(default_factory=DraftHeadConfig)
 
-    until: Literal["head", "choice"] = "choice"
-    """Last step to take: train the head, or also time the ways to draft."""
-
     train: TrainingConfig = field(
         default_factory=lambda: TrainingConfig(
             lr=1e-3,
@@ -240,6 +240,28 @@ class DraftTrainConfig(RunConfig):
             save_every=50,
         )
     )
+
+
+@dataclass
+class ExportConfig:
+    """Settings of `deepenough decode export`."""
+
+    run: str
+    """Folder that deepenough decode tune wrote."""
+
+    to: Literal["vllm", "sglang", "llama.cpp"]
+    """Engine that will run the head: vllm (speculators layout), sglang (flat layout) or llama.cpp
+    (GGUF)."""
+
+    out: str
+    """Folder to write; it must not exist yet."""
+
+    model: str | None = None
+    """Model that the head drafts for; by default the one that it was tuned for, by name."""
+
+    gguf: str | None = None
+    """llama.cpp: GGUF file of the model, for its tokenizer; by default the one that it comes
+    from."""
 
 
 @dataclass

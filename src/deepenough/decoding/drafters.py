@@ -6,7 +6,7 @@ guesses. In order of what they cost:
 - `LookupDrafter` continues the text as it continued where its last tokens stood before (prompt
   lookup decoding, with a suffix automaton: `lookup.py`). It needs nothing but the text.
 - `LinearDrafter` maps the last state and the last token's embedding linearly to the next state.
-- `DraftModelDrafter` runs a draft head of one layer (`draft_model.py`), with a cache of its own.
+- `Eagle3Drafter` runs a head of one layer (`eagle3.py`), with a cache of its own.
 - `ShortcutDrafter` runs the first layers of the model and jumps to the last state by a shortcut.
 - `FallbackDrafter` asks several drafters in turn; `make_drafter` makes drafters by name.
 
@@ -18,30 +18,29 @@ Shapes: B sequences, T tokens, D width, S draft vocabulary.
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from deepenough.artifacts import load_artifact, save_artifact
-from deepenough.decoding.draft_model import DraftHead, DraftModel, rotary_cos_sin
 from deepenough.decoding.draft_price import DraftPrice, DraftRecord
 from deepenough.decoding.engine import Engine
-from deepenough.decoding.kv_cache import KVCache, StepContext, attend
 from deepenough.decoding.lookup import LookupTable, SuffixAutomaton
 from deepenough.decoding.request import SequenceState
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.shortcut.modeling import Shortcuts
+
+if TYPE_CHECKING:
+    from deepenough.decoding.draft_model import DraftModel
 
 INDEX, TENSORS = "linear_drafter.json", "linear_drafter.safetensors"
 FORMAT, VERSION = "deepenough-linear-drafter", 1
@@ -81,6 +80,8 @@ class Drafter(ABC):
 
     reads_states: bool = False
     """Whether it needs the states of the model, which not every engine has."""
+    layers_read: tuple[int, ...] = ()
+    """Layers whose inputs the engine is to keep for it, as `Engine.layer_inputs`."""
     reads_prompt: bool = True
     """Whether `begin` reads the states of all tokens of the prompts (`Engine.prompt`)."""
     price: DraftPrice | None = None
@@ -174,6 +175,7 @@ class FallbackDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         super().__init__(max(drafter.num_draft_tokens for drafter in drafters))
         self.drafters = list(drafters)
+        self.layers_read = next((each.layers_read for each in drafters if each.layers_read), ())
         self.reads_prompt = any(drafter.reads_prompt for drafter in drafters)
         self.reads_states = any(drafter.reads_states for drafter in drafters)
 
@@ -233,15 +235,11 @@ def head_rows(adapter: Adapter, tokens_S: Tensor) -> tuple[Tensor, Tensor | None
 
 
 class DraftVocab:
-    """The tokens that can be drafted, and the rows of a model's head for them.
+    """The tokens that can be drafted, and the rows of a model's head for them."""
 
-    `scale_D` is the unit of the states that `best` will be given; None for the model's own.
-    """
-
-    def __init__(self, adapter: Adapter, tokens_S: Tensor, scale_D: Tensor | None = None) -> None:
+    def __init__(self, adapter: Adapter, tokens_S: Tensor) -> None:
         self.tokens_S = tokens_S.to(adapter.model.device)
-        weight_SD, self.bias_S = head_rows(adapter, self.tokens_S)
-        self.weight_SD = weight_SD if scale_D is None else weight_SD * scale_D
+        self.weight_SD, self.bias_S = head_rows(adapter, self.tokens_S)
 
     def best(self, state_BD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most likely token of each normed state and its probability, `[B]` each."""
@@ -258,7 +256,7 @@ def most_likely(logits_BS: Tensor, tokens_S: Tensor | None = None) -> tuple[Tens
 # -- linear --------------------------------------------------------------------------------------
 
 
-def _proposal(places: list[tuple[Tensor, Tensor]], flops: float, **others: Any) -> Proposal:
+def make_proposal(places: list[tuple[Tensor, Tensor]], flops: float, **others: Any) -> Proposal:
     """Return a proposal of the drafts `[B]` and their probabilities, place by place."""
     tokens, probs = (torch.stack(each, dim=1).tolist() for each in zip(*places, strict=True))
     return Proposal(tokens, flops=flops, probs=probs, **others)
@@ -335,7 +333,7 @@ class LinearDrafter(Drafter):
             places.append(self._vocab.best(F.linear(inputs_BZ, matrix, bias)))
             latest_B, _ = places[-1]
             flops += 2.0 * (matrix.numel() + len(self.draft_vocab) * self.width)
-        return _proposal(places, flops)
+        return make_proposal(places, flops)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the maps as safetensors with a JSON index; other files in the folder stay."""
@@ -430,104 +428,7 @@ class ShortcutDrafter(Drafter):
         config = engine.adapter.model.config.get_text_config()
         vocab_size = config.vocab_size if vocab is None else len(vocab.tokens_S)
         flops = self.num_wanted * 2.0 * width * (width + vocab_size)
-        return _proposal(places, flops, hidden=torch.cat(states, dim=1), layer=self.layer)
-
-
-# -- a draft model -------------------------------------------------------------------------------
-
-
-class DraftModelDrafter(Drafter):
-    """Drafts by a draft head, token after token, over a cache of its own.
-
-    Before a pass of the model, the head reads the tokens that the last pass has confirmed, with the
-    states that pass has left, and drafts the next token; then it reads its own drafts with its own
-    predictions. Those are forgotten: the cache keeps only what was confirmed.
-    """
-
-    reads_states = True
-
-    def __init__(self, head: DraftHead, draft_vocab: Tensor, num_draft_tokens: int = 2) -> None:
-        super().__init__(num_draft_tokens)
-        self.head, self.draft_vocab = head, draft_vocab
-
-    def begin(self, engine: Engine) -> None:
-        """Start a new generation from the states of the prompts."""
-        model, shape = engine.adapter.model, self.head.shape
-        if (self.head.scale.device, self.head.scale.dtype) != (model.device, model.dtype):
-            # A copy: others may draft with the same head for a model of another dtype.
-            self.head = copy.deepcopy(self.head).to(model.device, model.dtype)
-        scale_D = self.head.scale
-        self._vocab = DraftVocab(engine.adapter, self.draft_vocab, scale_D)
-        # Shorter sequences are padded behind their last token, as far as the longest confirmed.
-        capacity = engine.capacity + self.num_draft_tokens + 1
-        size = (len(engine.prompt), shape.num_kv_heads, capacity, shape.head_dim)
-        self._cache = KVCache(1, size, model.dtype, model.device)
-        self._rotary = rotary_cos_sin(torch.arange(capacity), shape, scale_D)
-        # Tokens of each sequence that the cache holds, and the states `[T, D]` before each token
-        # that it does not hold yet: before the first token there is nothing.
-        self._cached = [0] * len(engine.prompt)
-        self._pending = [
-            F.pad(engine.norm(hidden_TD) / scale_D, (0, 0, 1, 0)) for hidden_TD in engine.prompt
-        ]
-
-    def observe(self, rows: list[SequenceState], normed_BTD: Tensor, counts: Sequence[int]) -> None:
-        """Keep the states of confirmed tokens until the next drafts."""
-        for row, states_TD, count in zip(rows, normed_BTD / self.head.scale, counts, strict=True):
-            pending = self._pending[row.index]
-            self._pending[row.index] = torch.cat([pending, states_TD[:count]])
-
-    def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
-        """Return the best tokens of the draft vocabulary by the states that the head predicts."""
-        indices = [row.index for row in rows]
-        counts = [len(self._pending[index]) for index in indices]
-        longest = max(counts)
-        lines = []
-        for row, count in zip(rows, counts, strict=True):
-            first = self._cached[row.index]
-            lines.append(row.context[first : first + count] + [0] * (longest - count))
-        states_BTD = pad_sequence([self._pending[index] for index in indices], batch_first=True)
-        tokens_BT = torch.tensor(lines, device=state_BD.device)
-        predicted_BTD = self._run(tokens_BT, states_BTD, indices, engine)
-        for index, count in zip(indices, counts, strict=True):
-            self._cached[index] += count
-            self._pending[index] = state_BD[:0]
-        last = torch.tensor(counts, device=predicted_BTD.device) - 1
-        state_BD = predicted_BTD[torch.arange(len(rows), device=last.device), last]
-        places = [self._vocab.best(state_BD)]
-        for ahead in range(self.num_wanted - 1):
-            token_B1 = places[-1][0][:, None]
-            state_BD = self._run(token_B1, state_BD[:, None], indices, engine, ahead)[:, 0]
-            places.append(self._vocab.best(state_BD))
-        size = sum(p.numel() for p in self.head.parameters())
-        passes, drafts = longest + self.num_wanted - 1, self.num_wanted
-        flops = 2.0 * (size * passes + self._vocab.weight_SD.numel() * drafts)
-        return _proposal(places, flops)
-
-    def _run(
-        self,
-        tokens_BT: Tensor,
-        states_BTD: Tensor,
-        indices: list[int],
-        engine: Engine,
-        ahead: int = 0,
-    ) -> Tensor:
-        """Return predictions for tokens of some sequences, `ahead` behind what is cached."""
-        shape, (cos, sin) = self.head.shape, self._rotary
-        embeddings_BTD = engine.adapter.model.get_input_embeddings()(tokens_BT)
-        context = StepContext(
-            [self._cached[index] + ahead for index in indices],
-            tokens_BT.shape[1],
-            shape.num_heads // shape.num_kv_heads,
-            states_BTD.dtype,
-            states_BTD.device,
-            rows=None if len(indices) == len(self._cached) else indices,
-        )
-        return self.head.step(
-            embeddings_BTD,
-            states_BTD,
-            (cos[context.positions], sin[context.positions]),
-            lambda query, key, value: attend(context, self._cache, 0, query, key, value),
-        )
+        return make_proposal(places, flops, hidden=torch.cat(states, dim=1), layer=self.layer)
 
 
 # -- by name -------------------------------------------------------------------------------------
@@ -539,7 +440,6 @@ def make_drafter(
     engine: Engine,
     names: Sequence[str | Drafter] | None,
     num_draft_tokens: int | None = None,
-    vocab_size: int | None = None,
     *,
     draft_model: DraftModel | None = None,
     linear_drafter: LinearDrafter | None = None,
@@ -550,25 +450,20 @@ def make_drafter(
     """Return the drafter of these names for a model, None if there are no names.
 
     The other arguments are those of `speculate`. A draft model brings a linear drafter, whose
-    vocabulary, or the `vocab_size` most frequent tokens of it, is that of all drafts. Without
-    `num_draft_tokens`, drafters made here draft as many as pay.
+    vocabulary is that of all drafts but the head's. Without `num_draft_tokens`, drafters made here
+    draft as many as pay.
     """
-    most = MOST_DRAFTS
     given = [draft_model and draft_model.linear_drafter, linear_drafter, shortcuts, *(names or ())]
     for made in given:
         if isinstance(made, LinearDrafter | Shortcuts):
             engine.adapter.check_made_for(made.made_for, "The maps that drafts are made with")
     if draft_model is not None:
         linear_drafter = linear_drafter or draft_model.linear_drafter
-        if names is None and draft_model.choice:
-            choice = draft_model.choice
-            names, vocab_size = choice["names"], choice["vocab_size"]
-            most = choice["num_draft_tokens"]
     fitted = {"draft_model": draft_model, "linear": linear_drafter, "shortcut": shortcuts}
     if names is None:
         names = ["lookup", *[name for name, made in fitted.items() if made is not None][:1]]
-    number = most if num_draft_tokens is None else num_draft_tokens
-    vocab_S: Any = None if linear_drafter is None else linear_drafter.draft_vocab[:vocab_size]
+    number = MOST_DRAFTS if num_draft_tokens is None else num_draft_tokens
+    vocab_S: Any = None if linear_drafter is None else linear_drafter.draft_vocab
     found: list[Drafter] = []
     for name in names:
         if isinstance(name, Drafter):
@@ -581,7 +476,9 @@ def make_drafter(
             depth = engine.num_layers // 4 if layer is None else layer
             found.append(ShortcutDrafter(shortcuts, depth, number, vocab_S))
         elif name == "draft_model" and draft_model is not None:
-            found.append(DraftModelDrafter(draft_model.head, vocab_S, number))
+            from deepenough.decoding.eagle3 import Eagle3Drafter
+
+            found.append(Eagle3Drafter(draft_model.head, number))
         elif name in _NEEDED:
             raise UserError(f"The {name} drafter needs what was fitted: give {_NEEDED[name]}.")
         else:

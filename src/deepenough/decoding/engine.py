@@ -5,6 +5,7 @@ The decoding loop, the drafters and early exit see nothing of a model but this c
     prefill(prompts)               -> normed state of every sequence's last token
     step = start_step(tokens)      the tokens that follow what is committed, as embeddings
     run_layers(step, h, i, j)      -> h_j from h_i: layers i+1 ... j, extending the cache
+    run_through(step, h)           -> h_L, keeping the inputs of some layers for drafters
     norm(h), head(normed)          -> logits
     keep(counts)                   commit the first tokens of each sequence, roll back the rest
     keep_prefix(count)             go on from the first tokens of the text before
@@ -83,6 +84,12 @@ class Engine(ABC):
         """Tokens of each sequence that the cache holds at most."""
         self.prompt: list[Tensor] = []
         """`h_L` of each sequence's prompt, `[T, D]`, as `prefill` has left it."""
+        self.layers_read: tuple[int, ...] = ()
+        """Layers whose inputs `run_through` keeps, for drafters that read them."""
+        self.layer_inputs = torch.empty(0)
+        """Those of the last pass, `h_i` of each layer `i` side by side, `[B, T, 3 D]` of three."""
+        self.prompt_inputs: list[Tensor] = []
+        """Those of each sequence's prompt, `[T, 3 D]` of three, as `prefill` has left them."""
         self.pass_times = PassTimes()
         """What passes took lately, by the number of rows."""
         self.inputs: dict[str, Any] = {}
@@ -109,6 +116,16 @@ class Engine(ABC):
     @abstractmethod
     def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
         """Return `h_last` from `h_first`; each layer in between reads and extends the cache."""
+
+    def run_through(self, step: Step, hidden_BTD: Tensor, first: int = 0) -> Tensor:
+        """Return `h_L` from `h_first`, and keep the inputs of the layers `layers_read`."""
+        found = {}
+        for layer in sorted({*self.layers_read}):
+            hidden_BTD = self.run_layers(step, hidden_BTD, first, layer)
+            found[layer], first = hidden_BTD, layer
+        kept = [found[layer] for layer in self.layers_read]
+        self.layer_inputs = torch.cat(kept, -1) if kept else hidden_BTD[..., :0]
+        return self.run_layers(step, hidden_BTD, first, self.num_layers)
 
     @abstractmethod
     def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:

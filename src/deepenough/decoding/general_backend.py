@@ -73,9 +73,12 @@ class GeneralEngine(Engine):
         self._cache = _RewritableCache(self.num_layers, self.capacity)
         self.lengths = lengths
         step = self._step(ids_BT, self._mask(), [length - width for length in lengths])
-        hidden_BTD = self.run_layers(step, step.hidden, 0, self.num_layers)
+        hidden_BTD = self.run_through(step, step.hidden)
         self._cache.commit(width)
-        self.prompt = [row[-length:] for row, length in zip(hidden_BTD, lengths, strict=True)]
+        self.prompt, self.prompt_inputs = (
+            [row[-length:] for row, length in zip(states, lengths, strict=True)]
+            for states in (hidden_BTD, self.layer_inputs)
+        )
         return self.norm(hidden_BTD[:, -1])
 
     def _mask(self, more: int = 0) -> Tensor | None:
@@ -161,7 +164,8 @@ class GeneralEngine(Engine):
 
     def release(self) -> None:
         """Free the memory of the cache."""
-        self._cache, self.lengths, self.prompt = _RewritableCache(0, 0), [], []
+        self._cache, self.lengths = _RewritableCache(0, 0), []
+        self.prompt, self.prompt_inputs = [], []
 
 
 class _RewritableCache(Cache):

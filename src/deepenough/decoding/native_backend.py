@@ -313,9 +313,12 @@ class NativeEngine(Engine):
         self.lengths = [0] * batch
         most = max(1, PASS // batch)
         steps = [self.start_step(part, most * n) for n, part in enumerate(ids_BT.split(most, 1))]
-        states = [self.run_layers(step, step.hidden, 0, self.num_layers) for step in steps]
-        self.lengths, hidden_BTD = lengths, torch.cat(states, 1)
-        self.prompt = [row[:length] for row, length in zip(hidden_BTD, lengths, strict=True)]
+        parts = [(self.run_through(step, step.hidden), self.layer_inputs) for step in steps]
+        self.lengths = lengths
+        self.prompt, self.prompt_inputs = (
+            [row[:length] for row, length in zip(torch.cat(part, 1), lengths, strict=True)]
+            for part in zip(*parts, strict=True)
+        )
         return self.norm(torch.stack([row[-1] for row in self.prompt]))
 
     def start_step(self, tokens_BT: Tensor, offset: int = 0) -> Step:
@@ -403,7 +406,7 @@ class NativeEngine(Engine):
 
     def release(self) -> None:
         """Free the memory of the cache."""
-        self._cache, self.lengths, self.prompt = None, [], []
+        self._cache, self.lengths, self.prompt, self.prompt_inputs = None, [], [], []
         self._latest = (None, None, None)
 
 

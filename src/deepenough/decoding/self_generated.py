@@ -43,6 +43,10 @@ class SelfGenerated:
     """The normed last state of every token but the last, which has not been through the model."""
     prompt: int
     """Tokens of the prompt; those after it are the model's own."""
+    inputs_TZ: Tensor | None = None
+    """Inputs of some layers at the same tokens, side by side, where they were asked for."""
+    sampled: bool = False
+    """Whether tokens were drawn, not the most likely ones."""
 
 
 def count_new(texts: Sequence[SelfGenerated]) -> int:
@@ -89,30 +93,46 @@ def continue_prompts(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     generator: torch.Generator | None = None,
+    layers: tuple[int, ...] = (),
 ) -> list[SelfGenerated]:
-    """Continue prompts as `decode_prompts` does and return the texts with their states."""
-    recorder = _StateRecorder()
+    """Continue prompts as `decode_prompts` does and return the texts with their states.
+
+    `layers` are those whose inputs are kept as well.
+    """
+    recorder = _StateRecorder(layers)
     rows = decode_prompts(engine, prompts, new_tokens, recorder, generator)
+    kept = zip(rows, recorder.states, recorder.inputs, prompts, strict=True)
     return [
-        SelfGenerated(torch.tensor(row.context), torch.cat(parts), len(prompt))
-        for row, parts, prompt in zip(rows, recorder.states, prompts, strict=True)
+        SelfGenerated(
+            torch.tensor(row.context),
+            torch.cat(states),
+            len(prompt),
+            torch.cat(inputs) if layers else None,
+            generator is not None,
+        )
+        for row, states, inputs, prompt in kept
     ]
 
 
 class _StateRecorder(Drafter):
-    """Drafts nothing, and keeps the normed states of every sequence."""
+    """Drafts nothing, and keeps the normed states of every sequence, and inputs of layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: tuple[int, ...]) -> None:
         super().__init__(num_draft_tokens=1)
+        self.layers_read = layers
         self.states: list[list[Tensor]] = []
         """Of each sequence, states `[T, D]` of its prompt and then of each new token."""
+        self.inputs: list[list[Tensor]] = []
 
     def begin(self, engine: Engine) -> None:
+        self.engine = engine
         self.states = [[engine.norm(hidden_TD)] for hidden_TD in engine.prompt]
+        self.inputs = [[inputs_TZ] for inputs_TZ in engine.prompt_inputs]
 
     def observe(self, rows: list[SequenceState], normed_BTD: Tensor, counts: Sequence[int]) -> None:
-        for row, states_TD, count in zip(rows, normed_BTD, counts, strict=True):
-            self.states[row.index].append(states_TD[:count])
+        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            self.states[row.index].append(normed_BTD[place, :count])
+            self.inputs[row.index].append(self.engine.layer_inputs[place, :count])
 
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
         return Proposal([[] for _ in rows])
@@ -128,14 +148,16 @@ def write_texts(
     data: str,
     config: SelfGeneratedConfig,
     seed: int,
+    layers: tuple[int, ...] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> list[SelfGenerated]:
     """Let the model write until the folder holds `config.tokens` new tokens, and return all texts.
 
-    Lines of the corpus `data` begin them. `progress` is called with the new tokens so far and those
-    wanted.
+    Lines of the corpus `data` begin them; inputs of `layers` are kept with them. `progress` is
+    called with the new tokens so far and those wanted.
     """
     about = {"model": engine.adapter.identity()["fingerprint"], "seed": seed, "data": data}
+    about |= {"layers": layers}
     about |= {name: value for name, value in asdict(config).items() if name != "tokens"}
     folder.mkdir(parents=True, exist_ok=True)
     texts: list[SelfGenerated] = []
@@ -153,7 +175,8 @@ def write_texts(
         if config.sample_every and number % config.sample_every == 1:
             generator = torch.Generator().manual_seed(seed_at(seed, "text", number))
         path = folder / f"part-{number:05d}.safetensors"
-        save_texts(path, continue_prompts(engine, batch, config.new_tokens, generator), about)
+        made = continue_prompts(engine, batch, config.new_tokens, generator, layers)
+        save_texts(path, made, about)
         # From disk, where their states are mapped: all of them may be more than the memory.
         texts += load_texts(path, about)
         done, number = count_new(texts), number + 1
@@ -170,8 +193,12 @@ def save_texts(path: Path, texts: Sequence[SelfGenerated], about: Mapping[str, A
         "ids": torch.cat([text.ids_T for text in texts]).int(),
         "lengths": torch.tensor([len(text.ids_T) for text in texts]),
         "prompts": torch.tensor([text.prompt for text in texts]),
+        "sampled": torch.tensor([text.sampled for text in texts]),
         "states": torch.cat([text.states_TD for text in texts]).cpu().half(),
     }
+    inputs = [text.inputs_TZ for text in texts if text.inputs_TZ is not None]
+    if inputs:  # single channels may be too large for half precision
+        tensors["inputs"] = torch.cat(inputs).cpu().bfloat16()
     try:
         known = {name: str(value) for name, value in about.items()}
         save_tensors(path, tensors, known | {"part": path.stem})
@@ -195,7 +222,11 @@ def load_texts(path: Path, about: Mapping[str, Any]) -> list[SelfGenerated]:
     lengths = tensors["lengths"].tolist()
     ids = tensors["ids"].long().split(lengths)
     states = tensors["states"].split([length - 1 for length in lengths])
-    return list(map(SelfGenerated, ids, states, tensors["prompts"].tolist()))
+    inputs: Any = [None] * len(lengths)
+    if "inputs" in tensors:
+        inputs = tensors["inputs"].split([length - 1 for length in lengths])
+    prompts, sampled = (tensors[name].tolist() for name in ("prompts", "sampled"))
+    return list(map(SelfGenerated, ids, states, prompts, inputs, sampled))
 
 
 # -- prompts -------------------------------------------------------------------------------------

@@ -137,9 +137,12 @@ class FusedEngine(Engine):
         self.cache = KVCache(self.num_layers, shape, self.adapter.model.dtype, device)
         self.lengths = [0] * batch
         step = self.start_step(ids_BT)
-        hidden_BTD = self.run_layers(step, step.hidden, 0, self.num_layers)
+        hidden_BTD = self.run_through(step, step.hidden)
         self.lengths = lengths
-        self.prompt = [row[:length] for row, length in zip(hidden_BTD, lengths, strict=True)]
+        self.prompt, self.prompt_inputs = (
+            [row[:length] for row, length in zip(states, lengths, strict=True)]
+            for states in (hidden_BTD, self.layer_inputs)
+        )
         last = torch.tensor(lengths, device=device) - 1
         return self.norm(hidden_BTD[torch.arange(batch, device=device), last])
 
@@ -212,7 +215,7 @@ class FusedEngine(Engine):
 
     def release(self) -> None:
         """Free the memory of the cache."""
-        self.cache, self.lengths, self.prompt = KVCache(), [], []
+        self.cache, self.lengths, self.prompt, self.prompt_inputs = KVCache(), [], [], []
 
 
 # -- Llama ---------------------------------------------------------------------------------------

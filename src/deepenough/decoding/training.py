@@ -1,8 +1,8 @@
 """`deepenough decode tune`: make a draft model for a model, which itself is not changed.
 
 The model writes, and its states are kept (`self_generated.py`); a linear drafter is fitted to them
-in closed form; a draft head that starts from it is trained; and the sensible ways to draft are
-timed on this machine. Each step goes on where an interrupted command stopped it.
+in closed form; and a draft head is trained. Each step goes on where an interrupted command stopped
+it.
 
 **The linear drafter.** For map `n`, the inputs `z` of all positions of the model's texts and the
 states `x` they should give make the normal equations
@@ -12,23 +12,22 @@ states `x` they should give make the normal equations
 A part of the texts is left out of the sums: it decides the ridge, by the share of its positions
 whose next token the map predicts, and that share is recorded with the maps.
 
-**The draft head.** At every token `t` that the model wrote, its state is predicted, and from it the
-token after, twice: with the state before `t` as it was, and as it was itself predicted
-(`DraftHead.forward`). With `p` the model's distribution over the draft vocabulary and `q` the
-prediction's, minimised is for both
+**The draft head** (`eagle3.py`) begins as the linear map `[A, B]` of its inputs that comes nearest
+to the next state: `A` from the three layers as its `fc`, `B` from the embedding as what attention
+carries from a token to itself, of the rank that values have. Then, at every token that the model
+wrote, it is trained in steps, each on the predictions of the one before. With `p` the model's
+distribution over the draft vocabulary and `q_k` that of step `k`, minimised is
 
-    (1 - hard) KL(p || q) - hard log q(best token) + near * smooth_l1(state, prediction)
+    sum_k 0.8^k [(1 - hard) KL(p || q_k) - hard log q_k(best token)]
 
-The best token is what a greedy draft is judged by; the other two terms say more about each
-position, which matters where text is scarce.
+The best token is what a greedy draft is judged by; the other term says more where text is scarce.
+Training ends when no more drafts become accepted on held-out texts.
 
-Shapes: B texts, T tokens, N positions, D width, Z = (n + 1) D + 1 inputs, S draft vocabulary, V
-vocabulary.
+Shapes: B texts, T tokens, N positions, D width, Z inputs of a map or of the head, S draft
+vocabulary, V vocabulary.
 """
 
 import logging
-import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
@@ -41,16 +40,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from deepenough.artifacts import atomic_path, seal
 from deepenough.config import dump, provenance, validate
 from deepenough.decoding.config import DraftTrainConfig
-from deepenough.decoding.draft_model import DraftHead, DraftModel, HeadShape
-from deepenough.decoding.drafters import LinearDrafter, head_rows, make_drafter
+from deepenough.decoding.draft_model import DraftModel
+from deepenough.decoding.drafters import LinearDrafter, head_rows
+from deepenough.decoding.eagle3 import (
+    NUM_STEPS,
+    Eagle3Config,
+    Eagle3Head,
+    count_accepted,
+    layers_read,
+)
 from deepenough.decoding.engine import Engine, make_engine
 from deepenough.decoding.self_generated import (
     SelfGenerated,
     count_new,
-    decode_prompts,
     make_prompts,
     read_lines,
     write_texts,
@@ -72,12 +76,12 @@ _NUM_MAPS = 2
 _HELD_OUT_EVERY = 10
 #: Positions whose whole distribution is looked at for the draft vocabulary.
 _SAMPLED = 1024
-#: Texts from which the standard deviations of states are taken.
-_SCALE_TEXTS = 64
-_NEAR = 0.1
-_DROPOUT = 0.1
-#: Prompts on which ways to draft are timed, and the most tokens that follow each.
-_TIMED_PROMPTS, _TIMED_TOKENS = 8, 48
+#: Texts that the start of a head is fitted to, and the ridge.
+_START_TEXTS, _START_RIDGE = 400, 1e-2
+#: Width from which on it is worth while to multiply in bf16.
+_HALF_WIDTH = 256
+#: Weight of a step of the head's training against the one before it.
+_LATER_STEPS = 0.8
 
 
 # -- linear drafter ------------------------------------------------------------------------------
@@ -188,6 +192,93 @@ def choose_draft_vocab(
 # -- draft head ----------------------------------------------------------------------------------
 
 
+def head_inputs(adapter: Adapter, text: SelfGenerated) -> tuple[Tensor, Tensor, Tensor]:
+    """Return embeddings `[T, D]` and layer inputs `[T, Z]` that a head reads, and what follows.
+
+    A position belongs to a token: the embedding is that of the token after it, and what follows is
+    the token after that, which the head predicts.
+    """
+    assert text.inputs_TZ is not None
+    ids_T = text.ids_T.to(adapter.model.device)
+    embeddings_TD = adapter.model.get_input_embeddings()(ids_T[1:-1]).float()
+    return embeddings_TD, text.inputs_TZ[:-1].to(ids_T.device).float(), ids_T[2:]
+
+
+@torch.no_grad()
+def start_head(head: Eagle3Head, adapter: Adapter, texts: Sequence[SelfGenerated]) -> None:
+    """Begin with the best linear map from the inputs to the next state, and the model's own head.
+
+    States are predicted in units of their standard deviations, so that norms see all channels.
+    """
+    chosen = texts[:_START_TEXTS]
+    # Of the positions that have a state after them: the first new token's is that of the prompt.
+    inputs = [text.inputs_TZ[text.prompt - 1 : -1].float() for text in chosen]  # type: ignore[index]
+    states = [text.states_TD[text.prompt :].float() for text in chosen]
+    width, config = adapter.width, head.config
+    head.input_scale.copy_(_scale(inputs))
+    scale_D = _scale(states)
+    sums = NormalEquations(4 * width, width)
+    embeddings = (head_inputs(adapter, text)[0][text.prompt - 1 :] for text in chosen)
+    for inputs_NZ, embeddings_ND, states_ND in zip(inputs, embeddings, states, strict=True):
+        read = inputs_NZ / head.input_scale, F.rms_norm(embeddings_ND.cpu(), (width,))
+        sums.update(torch.cat(read, dim=1), states_ND / scale_D)
+    sums.flush()
+    fitted_DZ = sums.solve(ridge=_START_RIDGE, relative=True).weight.float()
+    head.fc.weight.copy_(fitted_DZ[:, : 3 * width])
+    rank = min(config.num_key_value_heads * config.head_dim, width)
+    left, sizes, right = torch.linalg.svd(fitted_DZ[:, 3 * width :], full_matrices=False)
+    root_R = sizes[:rank].sqrt()
+    own, mlp = head.midlayer.self_attn, head.midlayer.mlp
+    groups = config.num_attention_heads // config.num_key_value_heads
+    # The first query of each group equals its key, so that a token finds itself.
+    shape = (config.num_key_value_heads, groups, config.head_dim)
+    queries = torch.randn(*shape, 2 * width) / width**0.5
+    queries[:, 1:] *= 0.1
+    own.q_proj.weight.copy_(queries.flatten(0, 2))
+    own.k_proj.weight.copy_(queries[:, 0].flatten(0, 1))
+    own.v_proj.weight.zero_()
+    own.v_proj.weight[:rank, :width] = root_R[:, None] * right[:rank]
+    carried = torch.zeros_like(own.v_proj.weight[:, :width]).T
+    carried[:, :rank] = left[:, :rank] * root_R
+    own.o_proj.weight.zero_()
+    own.o_proj.weight.view(width, *shape)[:, :, 0] = carried.reshape(width, shape[0], shape[2])
+    for name in ("gate_proj", "up_proj"):
+        mlp[name].weight.normal_(std=width**-0.5)
+    mlp.down_proj.weight.zero_()
+    # Norms bring the prediction to the length 1, and states have another.
+    length = torch.cat(states).div(scale_D).square().mean(-1).sqrt().mean()
+    head.norm.weight.copy_(scale_D * length)
+    head.lm_head.weight.copy_(head_rows(adapter, head.tokens_S.to(adapter.model.device))[0].float())
+
+
+def _scale(parts: Sequence[Tensor]) -> Tensor:
+    """Return the standard deviation of each channel, none so small that noise is blown up."""
+    deviation = torch.cat(list(parts)).std(dim=0)
+    return deviation.clamp_min(1e-3 * float(deviation.mean()))
+
+
+@torch.no_grad()
+def predict_acceptance(
+    head: Eagle3Head, adapter: Adapter, texts: Sequence[SelfGenerated], batch: int = 8
+) -> list[int]:
+    """Return rounds of drafting over texts, and how many accepted the first draft, the second ...
+
+    That is what an engine would count that writes these texts with this head. They hold
+    `NUM_STEPS` tokens more than it writes, with the inputs of the head's layers.
+    """
+    totals = [0] * (NUM_STEPS + 1)
+    for number in range(0, len(texts), batch):
+        part = texts[number : number + batch]
+        embeddings, inputs, after = zip(*(head_inputs(adapter, t) for t in part), strict=True)
+        found = head(*(pad_sequence(list(each), batch_first=True) for each in (embeddings, inputs)))
+        drafts_KBT = torch.stack([head.tokens_S[head.logits(each).argmax(-1)] for each in found])
+        for place, (text, after_T) in enumerate(zip(part, after, strict=True)):
+            right_KT = drafts_KBT[:, place, : len(after_T)] == after_T
+            counts = count_accepted(right_KT, text.prompt - 1, len(after_T) - NUM_STEPS)
+            totals = [total + count for total, count in zip(totals, counts, strict=True)]
+    return totals
+
+
 class DraftHeadTask(Task):
     """Training of a draft model's head on texts that the model has written.
 
@@ -210,84 +301,85 @@ class DraftHeadTask(Task):
         self.model = self.head = draft_model.head
         self.adapter, self.texts, self.held_out = adapter, texts, held_out
         self.config, self.train, self.run = config.head, config.train, run
-        self.vocab_S = draft_model.linear_drafter.draft_vocab.to(adapter.model.device)
-        weight, self.vocab_bias = head_rows(adapter, self.vocab_S)
-        self.scale_D = self.head.scale.to(weight.device)
-        self.vocab_SD = weight.float() * self.scale_D
+        vocab_S = self.head.tokens_S.to(adapter.model.device)
+        weight, self.vocab_bias = head_rows(adapter, vocab_S)
+        self.vocab_SD = weight.float()
+        vocab_size = len(adapter.model.get_input_embeddings().weight)  # type: ignore[arg-type]
+        self.can_draft_V = torch.zeros(vocab_size, dtype=torch.bool, device=vocab_S.device)
+        self.can_draft_V[vocab_S] = True
+        # Products in bf16 take a fifth of the time on CPUs that have them; a GPU's follow `train`.
+        self.is_half = (
+            vocab_S.device.type == "cpu"
+            and adapter.width >= _HALF_WIDTH
+            and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return the parameter groups: what was solved for already only has to follow."""
-        head = self.head
-        matrices = [head.qkv_proj, head.o_proj, head.gate_up_proj, head.down_proj]
-        return {
-            self.phase: [
-                {"params": matrices},
-                {"params": [head.linear], "lr_scale": 0.1, "weight_decay": 0.0},
-                {"params": [head.linear_bias, head.norm], "weight_decay": 0.0},
-            ]
-        }
+        head, layer = self.head, [p for p in self.head.midlayer.parameters() if p.ndim > 1]
+        solved: dict[str, Any] = {"params": [head.fc.weight, head.lm_head.weight], "lr_scale": 0.2}
+        norms = {"params": [p for p in head.parameters() if p.ndim == 1], "weight_decay": 0.0}
+        return {self.phase: [{"params": layer}, solved | {"weight_decay": 0.0}, norms]}
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss of one batch of texts."""
-        texts = self._chosen(step * self.train.accumulate + micro)
-        embeddings_BTD, states_BTD, chosen_BT = self._read(texts)
-        predictions = model(embeddings_BTD, states_BTD)
-        targets_ND = states_BTD[chosen_BT]
+        return self._loss(model, self._chosen(step * self.train.accumulate + micro))
+
+    def _loss(self, model: nn.Module, texts: Sequence[SelfGenerated]) -> BatchLoss:
+        read = [head_inputs(self.adapter, text) for text in texts]
+        embeddings_BTD, inputs_BTZ, after_BT = (
+            pad_sequence(list(each), batch_first=True) for each in zip(*read, strict=True)
+        )
+        # States after the tokens that embeddings are of: what the head is to predict.
+        states = [text.states_TD[1:].to(after_BT.device).float() for text in texts]
+        own = [torch.arange(len(text.ids_T) - 2) >= text.prompt - 1 for text in texts]
+        chosen_BT = pad_sequence(own, batch_first=True).to(after_BT.device)
+        chosen_BT &= self.can_draft_V[after_BT]
         with torch.no_grad():
-            log_p = self._logits(targets_ND).log_softmax(-1)
+            targets_ND = pad_sequence(states, batch_first=True)[chosen_BT]
+            log_p = F.linear(targets_ND, self.vocab_SD, self.vocab_bias).log_softmax(-1)
             best_N = log_p.argmax(-1)
         total, weight = torch.zeros((), device=targets_ND.device), self.config.hard
-        for predicted_BTD in predictions:
-            predicted_ND = predicted_BTD[chosen_BT]
-            log_q = self._logits(predicted_ND).log_softmax(-1)
+        with torch.autocast(after_BT.device.type, torch.bfloat16, enabled=self.is_half):
+            found = [
+                self.head.logits(each[chosen_BT]) for each in model(embeddings_BTD, inputs_BTZ)
+            ]
+        for number, logits_NS in enumerate(found):
+            log_q = logits_NS.float().log_softmax(-1)
             kl = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
-            hard = F.nll_loss(log_q, best_N)
-            near = F.smooth_l1_loss(predicted_ND, targets_ND)
-            total = total + (1 - weight) * kl + weight * hard + _NEAR * near
+            each = (1 - weight) * kl + weight * F.nll_loss(log_q, best_N)
+            total = total + _LATER_STEPS**number * each
         return BatchLoss(total, total.detach(), len(targets_ND))
 
     @torch.no_grad()
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
-        """Return how often drafts are the model's best token, on texts that are held out.
+        """Return the drafts of a pass that are accepted on held-out texts, and those by position.
 
-        `agreement_2` is of the second draft where the first was right; `accepted` is how many of
-        two drafts are accepted, on average over all positions.
+        `accepted_k` is the share of passes that accept the `k`-th draft.
         """
         if split != "valid":
             return {}
-        self.head.eval()
-        totals = torch.zeros(6, dtype=torch.float64)
-        for number in range(0, len(self.held_out), self.config.texts):
-            texts = self.held_out[number : number + self.config.texts]
-            embeddings_BTD, states_BTD, chosen_BT = self._read(texts)
-            predictions = self.head(embeddings_BTD, states_BTD)
-            targets_ND = states_BTD[chosen_BT]
-            log_p = self._logits(targets_ND).log_softmax(-1)
-            log_q = self._logits(predictions[0][chosen_BT]).log_softmax(-1)
-            kl = F.kl_div(log_q, log_p, log_target=True, reduction="sum")
-            best_BT = torch.full_like(chosen_BT, -1, dtype=torch.long)  # equal to no draft
-            parts = (targets_ND * self.scale_D).split(512)
-            best_BT[chosen_BT] = torch.cat([self.adapter.head(x).argmax(-1) for x in parts])
-            first_BT, second_BT = (
-                self.vocab_S[self._logits(each).argmax(-1)] == best_BT for each in predictions
-            )
-            # The second draft of a token is of use only where the first was right.
-            before_BT = F.pad(first_BT, (1, 0))[:, :-1]
-            sums = (chosen_BT, first_BT, before_BT, second_BT, second_BT & before_BT)
-            totals += torch.tensor([float(kl), *[float(each.sum()) for each in sums]])
-        self.head.train()
-        loss, count, first, pairs, second, both = totals.tolist()
-        return {
-            "loss": loss / count,
-            "agreement_1": first / count,
-            "agreement_2": both / max(pairs, 1.0),
-            "accepted": (first + both) / count,
-            "agreement_2_anywhere": second / count,
-        }
+        size, texts = self.config.texts, self.held_out
+        parts = [self._loss(self.head, texts[n : n + size]) for n in range(0, len(texts), size)]
+        rounds, *accepted = predict_acceptance(self.head, self.adapter, texts, size)
+        loss = sum(float(part.loss) * part.units for part in parts) / sum(p.units for p in parts)
+        by_place = enumerate(accepted, start=1)
+        found = {"loss": loss, "accepted": sum(accepted) / rounds}
+        return found | {f"accepted_{place}": count / rounds for place, count in by_place}
+
+    def is_converged(self) -> bool:
+        """Return whether no more drafts have been accepted for `patience` validations."""
+        found = [values["accepted"] for values in self._validations()]
+        patience = self.config.patience
+        return 0 < patience < len(found) and max(found[-patience:]) <= max(found[:-patience])
+
+    def _validations(self) -> list[dict[str, Any]]:
+        return [r.values for r in read_records(self.run.metrics)[0] if r.kind == "valid"]
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint must share with the run that goes on from it."""
-        head = {name: value for name, value in asdict(self.config).items() if name != "held_out"}
+        measured = ("held_out", "patience", "epochs")  # epochs only say how many steps there are
+        head = {name: value for name, value in asdict(self.config).items() if name not in measured}
         return {
             "model": self.adapter.identity()["fingerprint"],
             "texts": {"number": len(self.texts), "tokens": count_new(self.texts)},
@@ -296,11 +388,11 @@ class DraftHeadTask(Task):
         }
 
     def save(self, folder: Path) -> None:
-        """Write the draft model, with how often drafts were right before training and after."""
-        valid = [r.values for r in read_records(self.run.metrics)[0] if r.kind == "valid"]
+        """Write the draft model, with how many drafts were accepted before training and after."""
+        valid = self._validations()
         for when, values in (("before", valid[0]), ("after", valid[-1])):
-            names = ("agreement_1", "agreement_2", "accepted")
-            self.draft_model.meta[when] = {name: values[name] for name in names}
+            own = {name: value for name, value in values.items() if name.startswith("accepted")}
+            self.draft_model.meta[when] = own
         self.draft_model.meta["held_out_tokens"] = count_new(self.held_out)
         self.draft_model.save_pretrained(folder)
 
@@ -311,23 +403,6 @@ class DraftHeadTask(Task):
         generator = torch.Generator().manual_seed(seed_at(self.train.seed, "texts", epoch))
         order = torch.randperm(len(self.texts), generator=generator)
         return [self.texts[number] for number in order[turn * size : (turn + 1) * size].tolist()]
-
-    @torch.no_grad()
-    def _read(self, texts: Sequence[SelfGenerated]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return embeddings and states, in units of the scale, and which tokens the model wrote."""
-        device = self.adapter.model.device
-        ids_BT = pad_sequence([text.ids_T[:-1] for text in texts], batch_first=True).to(device)
-        embeddings_BTD = self.adapter.model.get_input_embeddings()(ids_BT).float()
-        states_BTD = pad_sequence([t.states_TD.float() for t in texts], batch_first=True).to(device)
-        places = torch.arange(ids_BT.shape[1])
-        first = torch.tensor([text.prompt for text in texts])
-        last = torch.tensor([len(text.states_TD) for text in texts])
-        chosen_BT = (places >= first[:, None]) & (places < last[:, None])
-        return embeddings_BTD, states_BTD / self.scale_D, chosen_BT.to(device)
-
-    def _logits(self, states_ND: Tensor) -> Tensor:
-        """Return logits of the draft vocabulary, of states in units of the scale."""
-        return F.linear(states_ND, self.vocab_SD, self.vocab_bias)
 
 
 # -- a run ---------------------------------------------------------------------------------------
@@ -386,18 +461,26 @@ def _tune(
     if not run.config.is_file():  # else what was trained stays described as it was
         dump(config, run.config)
     folder, seed = run.checkpoints / "text", config.train.seed
-    texts = write_texts(folder, engine, tokenizer, config.data, config.text, seed, progress)
     own, adapter = config.head, engine.adapter
+    layers = layers_read(adapter.num_layers)
+    texts = write_texts(folder, engine, tokenizer, config.data, config.text, seed, layers, progress)
     _check_number(len(texts), config)
-    # The latest texts, so that going on with more of them would hold out others only.
-    used, held_out = texts[: -own.held_out], texts[-own.held_out :]
+    # The latest texts, so that going on with more of them would hold out others only, and greedy
+    # ones, whose tokens are what drafts are judged by.
+    chosen = {id(text) for text in [t for t in texts if not t.sampled][-own.held_out :]}
+    held_out = [text for text in texts if id(text) in chosen]
+    used = [text for text in texts if id(text) not in chosen]
     log.info("fitting a linear drafter to %d texts", len(used))
     linear = fit_linear_drafter(adapter, used, own.draft_vocab, asdict(config.text))
-    head = DraftHead(HeadShape.of(adapter), seed, _DROPOUT)
+    torch.manual_seed(seed_at(seed, "head"))
     if earlier is None:
-        head.start_from(*linear.maps[0], scale_D=_scale(used))
+        tokens_S = linear.draft_vocab.sort().values
+        head = Eagle3Head(Eagle3Config.of(adapter, len(tokens_S)))
+        head.d2t.copy_(tokens_S - torch.arange(len(tokens_S)))
+        log.info("fitting the start of the draft head")
+        start_head(head, adapter, used)
     else:
-        head.load_state_dict(earlier.head.state_dict())
+        head = earlier.head.requires_grad_(True)
     steps = config.train.steps_of(own.epochs, len(used) // min(own.texts, len(used)))
     config = replace(config, train=replace(config.train, steps=steps), resume=True)
     draft_model = DraftModel(linear, head.to(accelerator.device), {"settings": asdict(config)})
@@ -406,55 +489,4 @@ def _tune(
         if trainer.first == 0:
             trainer.recorder.record(0, "valid", task.evaluate(accelerator, "valid"))
         trainer.fit()
-    draft_model = DraftModel.from_pretrained(run.path)
-    if config.until == "choice":
-        log.info("looking for the fastest drafts on this machine")
-        draft_model.choice = fastest_drafts(engine, draft_model, held_out[:_TIMED_PROMPTS])
-        with atomic_path(run.model) as partial:
-            draft_model.save_pretrained(partial)
-            seal(partial)
-    return draft_model
-
-
-def _scale(texts: Sequence[SelfGenerated]) -> Tensor:
-    """Return the standard deviation of each coordinate, none so small that noise is blown up."""
-    every = max(1, len(texts) // _SCALE_TEXTS)
-    states_ND = torch.cat([text.states_TD[text.prompt - 1 :].float() for text in texts[::every]])
-    deviation = states_ND.std(dim=0)
-    return deviation.clamp_min(1e-3 * float(deviation.mean()))
-
-
-def fastest_drafts(
-    engine: Engine, draft_model: DraftModel, texts: Sequence[SelfGenerated]
-) -> dict[str, Any]:
-    """Return how to draft fastest on this machine, as `DraftModel.choice` keeps it.
-
-    No drafts, lookup alone, and lookup before linear maps or the draft head are tried, with one to
-    three draft tokens and with the whole draft vocabulary or a quarter. All of them continue a
-    prompt in turn before the next prompt, so that whatever else the machine does hits all of them.
-    """
-    size = len(draft_model.linear_drafter.draft_vocab)
-    ways: list[tuple[list[str], int, int]] = [([], 1, size)]
-    for number in (1, 2, 3):
-        ways.append((["lookup"], number, size))
-        for name in ("linear", "draft_model"):
-            ways += [(["lookup", name], number, part) for part in (-(-size // 4), size)]
-    drafters = [make_drafter(engine, *way, draft_model=draft_model) for way in ways]
-    seconds = [0.0] * len(ways)
-    tokens = 0
-    for turn, text in enumerate([texts[0], *texts]):  # the first turn is slow, and not counted
-        prompt = text.ids_T[: text.prompt].tolist()
-        room = (engine.max_length or len(prompt) + _TIMED_TOKENS) - len(prompt)
-        for place, drafter in enumerate(drafters):
-            began = time.perf_counter()
-            rows = decode_prompts(engine, [prompt], min(_TIMED_TOKENS, room), drafter)
-            seconds[place] += time.perf_counter() - began if turn else 0.0
-        tokens += len(rows[0].tokens) if turn else 0  # the same in all ways
-    measured: list[dict[str, Any]] = [
-        {"names": names, "num_draft_tokens": number, "vocab_size": part}
-        | {"tokens_per_second": tokens / spent}
-        for (names, number, part), spent in zip(ways, seconds, strict=True)
-    ]
-    measured.sort(key=lambda row: row["tokens_per_second"], reverse=True)
-    machine = {"threads": torch.get_num_threads(), "processor": platform.processor()}
-    return measured[0] | {"machine": machine, "measured": measured}
+    return DraftModel.from_pretrained(run.path)

@@ -117,7 +117,8 @@ def decode(
         strategy = FullDepth(engine, None if together else strategy)
     try:
         with torch.inference_mode():
-            capacity = strategy.capacity(request)
+            capacity, drafter = strategy.capacity(request), strategy.drafter
+            engine.layers_read = () if drafter is None else drafter.layers_read
             strategy.state_BD = _read_prompts(engine, request, capacity, result, cached)
             _run_loop(engine, request, strategy, result)
     except KeyboardInterrupt:
@@ -244,9 +245,11 @@ class FullDepth(ForwardStrategy):
             for row, drafts in zip(rows, proposal.tokens, strict=True)
         ]
         step = engine.start_step(torch.tensor(lines, device=self.state_BD.device))
-        hidden_BTD = step.hidden if proposal.hidden is None else proposal.hidden
-        last = engine.num_layers
-        normed_BTD = engine.norm(engine.run_layers(step, hidden_BTD, proposal.layer, last))
+        hidden_BTD, first, last = step.hidden, 0, engine.num_layers
+        # Layers that drafting has run already run again if their inputs are read.
+        if proposal.hidden is not None and proposal.layer <= min(engine.layers_read, default=last):
+            hidden_BTD, first = proposal.hidden, proposal.layer
+        normed_BTD = engine.norm(engine.run_through(step, hidden_BTD, first))
         return PassOutput(
             engine.head(normed_BTD),
             proposal.tokens,
@@ -254,7 +257,7 @@ class FullDepth(ForwardStrategy):
             overhead=[proposal.flops] * len(rows),
             normed_BTD=normed_BTD,
             draft_seconds=draft_seconds,
-            first_layer=proposal.layer,
+            first_layer=first,
         )
 
 

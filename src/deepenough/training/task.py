@@ -77,6 +77,10 @@ class Task(ABC):
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return the quality on a split, nothing where there is no such split."""
 
+    def is_converged(self) -> bool:
+        """Return whether training ends here; asked after every validation."""
+        return False
+
     def state(self) -> dict[str, Tensor]:
         """Return the state that follows the data, stream by stream along the first axis."""
         return {}

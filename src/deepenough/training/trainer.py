@@ -43,7 +43,7 @@ logger = logging.getLogger("deepenough")
 #: Settings of where weights come from.
 _ORIGINS = ("start", "model.encoder", "model.revision")
 #: Settings of what follows a training.
-_LATER = ("search.budget", "search.retrain", "until")
+_LATER = ("search.budget", "search.retrain")
 #: Settings, or sections of them, of which a finished model keeps nothing that could be ignored.
 _OF_NO_MODEL = ("out", "resume", "overwrite", "data", "dataset", "epochs", "train")
 
@@ -173,6 +173,10 @@ class Trainer:
         ):
             with noted_signals() as self._signals:
                 for step in range(self.first, settings.steps):
+                    if step and step % settings.valid_every == 0 and task.is_converged():
+                        announce(f"Training ends at step {step}: validations gain no more.")
+                        self._save(step)
+                        break
                     started = time.perf_counter()
                     result = self._step(step)
                     seconds = time.perf_counter() - started
