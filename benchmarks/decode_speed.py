@@ -6,7 +6,7 @@ is all prompts. The tokens of every way are compared with those of `generate`. D
 come from these commands, on other texts:
 
     deepenough decode tune smollm2 --data wikitext-2-raw --out runs/tuned-first \
-        --text.tokens 250000 --text.batch 64 --head.epochs 4 --until head
+        --text.tokens 250000 --text.batch 64 --head.epochs 4
     deepenough decode tune smollm2 --data wikitext-2-raw --out runs/tuned --text.tokens 360000 \
         --text.batch 64 --head.epochs 2 --head.start runs/tuned-first --train.lr 7e-4
     deepenough decode tune stories15M --data wikitext-2-raw --out runs/tuned-stories \
@@ -113,7 +113,7 @@ def measure(
         "milliseconds": breakdown(full, rounds),
         "head": {stage: head.meta.get(stage, {}) for stage in ("before", "after")},
         "linear": {"agreements": head.linear_drafter.meta["fit"]["agreements"]},
-        "settings": {"prompts": len(texts), "rounds": rounds, "chosen": head.choice},
+        "settings": {"prompts": len(texts), "rounds": rounds},
     }
 
 
