@@ -318,6 +318,13 @@ lazy plot {lazy} --source ""
 shortcut paper {missing} --data {text} --out {out}
 shortcut paper {gpt2} --data {missing} --out {out}
 shortcut paper {gpt2} --data {text} --sentences.train 0 --out {out}
+shortcut prune {missing} --data {text} --out {out}
+shortcut prune {gpt2} --data {missing} --out {out}
+shortcut prune {gpt2} --data {text} --keep 1.5 --out {out}
+shortcut prune {gpt2} --data {text} --keep 0 --out {out}
+shortcut prune {gpt2} --data {text} --method shear --out {out}
+shortcut prune {gpt2} --data {text} --heal_steps -1 --out {out}
+shortcut prune {gpt2} --data {text} --out {shortcut}
 shortcut import {missing} --model.name {gpt2} --out {out}
 shortcut import {empty} --model.name {gpt2} --out {out}
 shortcut fit {gpt2} --data {text} --out {out}
@@ -383,6 +390,10 @@ decode tune {gpt2} --data {text} --out {out} --text.tokens 0
 decode tune {gpt2} --data {text} --out {out} --head.held_out 0
 decode tune {gpt2} --data {text} --out {out} --head.epochs 0
 decode tune {gpt2} --data {text} --out {shortcut}
+decode bench {missing} --data {text} --out {out}
+decode bench {bert} --data {text} --out {out}
+decode bench {gpt2} --data {text} --prompts 0 --out {out}
+decode bench {gpt2} --data {missing} --out {out}
 decode export {missing} --to vllm --out {out}
 decode export {maps} --to vllm --out {out}
 decode export {maps} --to ollama --out {out}

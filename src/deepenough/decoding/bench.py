@@ -26,6 +26,8 @@ from deepenough.decoding.api import speculate
 from deepenough.decoding.config import BenchConfig, SelfGeneratedConfig
 from deepenough.decoding.engine import BACKENDS
 from deepenough.decoding.self_generated import make_prompts
+from deepenough.errors import UserError
+from deepenough.hf.adapter import kind_of
 from deepenough.hf.loading import stored_gguf
 from deepenough.measurement import Interval, median_interval, shown
 from deepenough.runs import RunFolder
@@ -42,10 +44,16 @@ def bench_run(
     RunFolder.check(config.out, config.resume, config.overwrite)
     began, before = time.perf_counter(), _resident()
     model, tokenizer = config.model.load()
+    if not model.config.is_encoder_decoder and kind_of(model) != "causal":
+        raise UserError(
+            f"{type(model).__name__} does not generate text: give a causal language model."
+        )
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or 0
     prompts = list(
         islice(make_prompts(tokenizer, config.data, SelfGeneratedConfig()), config.prompts)
     )
+    if not prompts:
+        raise UserError(f"No line of {config.data} can be a prompt: give a longer text.")
     ways: dict[str, Run] = {}
     rows: dict[str, dict[str, Any]] = {}
     left_out: dict[str, str] = {}
