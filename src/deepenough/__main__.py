@@ -12,7 +12,12 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     from deepenough.cli import main as run_command_line
 
-    return run_command_line(argv)
+    code = run_command_line(argv)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        # Its threads would be torn down with the process, which now and then ends in an abort.
+        distributed.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":
