@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> int:
 
     code = run_command_line(argv)
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
+    if distributed and distributed.is_available() and distributed.is_initialized():
         # Its threads would be torn down with the process, which now and then ends in an abort.
         distributed.destroy_process_group()
     return code
