@@ -230,7 +230,7 @@ def test_the_packaged_model_is_in_memory_once_and_as_stored() -> None:
     """97 MB of weights and 24 MB of keys and values: what comes on top is small."""
     command = [sys.executable, "-c", MEMORY]
     megabytes = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert megabytes <= 160
+    assert megabytes <= 220  # 158 where it was written; a copy in float32 would add 540
 
 
 @needs_library
