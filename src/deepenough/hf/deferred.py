@@ -213,6 +213,8 @@ def load_deferred(name: str) -> PreTrainedModel | None:
         return None
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        skeleton.tie_weights()  # transformers 5.0 leaves these two to whoever loads weights
+        skeleton.config.dtype = torch.float32
     shapes = {each: tuple(weight.shape) for each, weight in skeleton.named_parameters()}
     if shapes != {each: tensor.shape for each, tensor in tensors.items()}:
         return None
