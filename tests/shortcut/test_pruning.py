@@ -306,6 +306,15 @@ def test_an_interrupted_search_goes_on(plain, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(ReplaceableModel, "fit", lambda *_: pytest.fail("fitted twice"))
     found = prune(model, plain, texts, 0.5, folder=tmp_path, **options)
     assert report_of(found)["layers"] == report_of(expected)["layers"]
+    with pytest.raises(pytest.fail.Exception, match="fitted twice"):  # other text, as long
+        prune(
+            model,
+            plain,
+            [text.replace("w1", "w2") for text in texts],
+            0.5,
+            folder=tmp_path,
+            **options,
+        )
     (tmp_path / "maps.safetensors").write_bytes(b"broken")
     with pytest.raises(pytest.fail.Exception, match="fitted twice"):
         prune(model, plain, texts, 0.5, folder=tmp_path, **options)

@@ -15,6 +15,7 @@ they are measured, and their KL is large.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import json
 import math
@@ -417,8 +418,11 @@ def prune(
     identity = whole.adapter.identity(with_head=True)
     checkpoint = None
     if folder is not None:
-        sizes = [len(batch.ids) for batch in (*whole.fitted, *whole.held_out)]
-        about = {"model": identity, "config": asdict(config), "texts": sizes}
+        texts_read = hashlib.sha256()
+        for batch in (*whole.fitted, *whole.held_out):
+            texts_read.update(batch.ids.numpy().tobytes())
+        digest = texts_read.hexdigest()
+        about = {"model": identity, "config": asdict(config), "texts": digest}
         checkpoint = PruneCheckpoint(folder, about)
     start = checkpoint.load(whole) if checkpoint else None
     if start is None:
