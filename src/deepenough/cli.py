@@ -65,6 +65,7 @@ SECONDS_OF_SILENCE = 4.0
 OTHERS = {
     "compare": "deepenough.compare.commands:COMPARE",
     "report": "deepenough.report.commands:REPORT",
+    "explore": "deepenough.explorer.commands:EXPLORE",
     "demo": "deepenough.demo:DEMO",
     "cutoffs": "deepenough.nn.commands:CUTOFFS",
 }
@@ -126,8 +127,9 @@ class _Watched:
 @contextlib.contextmanager
 def _signs_of_life(words: list[str], enabled: bool) -> Iterator[None]:
     """Say every few seconds that a command is at work, as long as it says nothing itself."""
-    waits_for_lines = sys.stdin.isatty() and words[1:2] in (["predict"], ["translate"])
-    if not enabled or waits_for_lines or os.environ.get("RANK", "0") != "0":
+    waits = sys.stdin.isatty() and words[1:2] in (["predict"], ["translate"])
+    waits |= words[:1] == ["explore"]  # for lines to be typed, or for people to come
+    if not enabled or waits or os.environ.get("RANK", "0") != "0":
         yield
         return
     out, errors, ended = _Watched(sys.stdout), _Watched(sys.stderr), threading.Event()

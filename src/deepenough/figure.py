@@ -152,6 +152,8 @@ class HeatMap:
     frames: Sequence[Frame] = ()
     title: str = ""
     key: str = ""
+    details: Sequence[Sequence[str]] = ()
+    """What a page tells of a cell beside its value, and shows below once it is chosen."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,22 @@ class Section:
     findings: Sequence[str] = ()
     """Results in plain sentences, each one borne out by the data."""
     figures: Sequence[FigureSpec] = ()
+
+
+@dataclass(frozen=True)
+class Inspector:
+    """A finished model of a method, to be tried on one text after another."""
+
+    look: Callable[[str, float], Section]
+    """Returns what the model does with a text at a value of its dial."""
+    example: str
+    """A text to begin with."""
+    dial: str = ""
+    """What can be set, in a few words; nothing where there is nothing to set."""
+    low: float = 0.0
+    high: float = 1.0
+    usual: float = 0.0
+    """The value of the dial to begin with."""
 
 
 T = TypeVar("T")

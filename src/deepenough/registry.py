@@ -5,6 +5,7 @@ A method is a package of `deepenough` with the same files in each:
 - `commands.py`: `COMMANDS`, its verbs on the command line (must not import torch);
 - `evaluation.py`: `open_candidate(run, name, data)`, a finished run as a comparison measures it;
 - `figures.py`: `FIGURES` and `section(run)`, its pictures and its part of the report;
+- `inspection.py`: `open_inspector(run)`, a finished run to be tried on texts in the explorer;
 - `config.py`: `GRID`, the operating points that `deepenough compare` can be asked for.
 
 A file or name that a method lacks is simply not offered. `docs/add-a-method.md` adds one.
@@ -51,6 +52,11 @@ class Method:
         """Return the method's commands."""
         found: tuple[Command, ...] = self.load("commands", "COMMANDS", ())
         return found
+
+
+def find_method(name: str) -> Method:
+    """Return the method whose commands begin with this word."""
+    return next(method for method in METHODS if method.name == name)
 
 
 METHODS: tuple[Method, ...] = (

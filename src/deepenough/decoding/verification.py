@@ -213,6 +213,8 @@ def _emit(
         row.depths += [depth] * count
         row.flops += [one] * count
         row.flops[-1] += output.overhead[place] + one * (len(drafts) + 1 - count)
+    if hasattr(verifier.request.streamer, "account"):
+        verifier.request.streamer.account(rows)
     return counts
 
 

@@ -60,10 +60,10 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
     notes: list[str] = []
     for path in paths:
         place = Path(path)
-        if place.is_file():
+        if place.ispage_file():
             notes.append(f"{path} is a file, no run, and was left out: give the folder of a run.")
             continue
-        if (place / FRONTIER).is_file():
+        if (place / FRONTIER).ispage_file():
             found = frontier_section(read_frontier(place))
             comparisons.append(Entry(f"Frontier: {place.resolve().name}", found))
             if not RunFolder(place).is_run():
@@ -185,7 +185,7 @@ def compose(report: Report) -> str:
             summary.append(f'<li><a href="#section-{number}">{title}</a>: {said}</li>')
         figures = []
         for figure in map(thinned, entry.section.figures):
-            figures.append(_figure(len(data), figure))
+            figures.append(figure_markup(figure, f'id="figure-{len(data)}"'))
             data.append(fig.as_json(figure))
         about = f"<p>{html.escape(entry.section.about)}</p>" if entry.section.about else ""
         heading = f'<h2 id="section-{number}">{title}</h2>'
@@ -196,10 +196,10 @@ def compose(report: Report) -> str:
     # Within a script element only `</` and `<!--` would be read by the browser itself.
     spelt = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
-    page = Template(_file("page.html")).substitute(
+    page = Template(page_file("page.html")).substitute(
         title=html.escape(report.title),
-        css=_file("page.css"),
-        script="\n".join(map(_file, SCRIPTS)),
+        css=page_file("page.css"),
+        script="\n".join(map(page_file, SCRIPTS)),
         figures=spelt,
         links="".join(links),
         notes=f'<div class="notes" role="note">{notes}</div>' if notes else "",
@@ -209,18 +209,20 @@ def compose(report: Report) -> str:
     return _valid(page)
 
 
-def _figure(number: int, figure: fig.FigureSpec) -> str:
+def figure_markup(figure: fig.FigureSpec, attribute: str) -> str:
+    """Return the element that a script draws a figure into, with an attribute to find it by."""
     wide = ' class="wide"' if figure.wide else ""
     title, caption = html.escape(figure.title), html.escape(figure.caption)
     return (
-        f'<figure id="figure-{number}"{wide}><figcaption><h3>{title}</h3>'
+        f"<figure {attribute}{wide}><figcaption><h3>{title}</h3>"
         f'<p class="caption">{caption}</p></figcaption><div class="chart"></div>'
         f'<div class="tools"><button type="button" class="show-data" aria-expanded="false">Data'
         f'</button><code class="command">{html.escape(figure.command)}</code></div></figure>'
     )
 
 
-def _file(name: str) -> str:
+def page_file(name: str) -> str:
+    """Return a file of the page: a script, its style, or its frame."""
     folder = resources.files("deepenough.report") / "page_files"
     return (folder / name).read_text(encoding="utf-8")
 

@@ -384,8 +384,9 @@ class ShortcutLensConfig:
     mode: str | None = None
     """Maps to use: id, mat, affine or tuned; by default those of the run."""
 
-    show: Literal["token", "probability", "rank", "entropy", "cross_entropy"] = "token"
+    show: Literal["token", "probability", "rank", "entropy", "kl", "cross_entropy"] = "token"
     """What the table shows of every layer: its token and that token's probability, the entropy of
-    its distribution in nats, or the rank (from 1) and the cross-entropy of the real next token."""
+    its distribution and the KL to it from the last layer's in nats, or the rank (from 1) and the
+    cross-entropy of the real next token."""
 
     trust: TrustConfig = field(default_factory=TrustConfig)

@@ -45,6 +45,15 @@ LOG_SCALE_FACTOR = 10.0
 LEAST_NATS = 0.01
 """Fewer nats than this are as good as none and would stretch that scale down without end."""
 
+STATISTICS = {
+    "probability": ("probability of the prediction", 0.0, "linear"),
+    "entropy": ("entropy (nats)", 0.0, "linear"),
+    "target_rank": ("rank of the real next token", 1.0, "log"),
+    "kl": ("KL from the last layer (nats)", 0.0, "root"),
+    "cross_entropy": ("cross-entropy of the real next token (nats)", 0.0, "linear"),
+}
+"""What a lens shows of a cell: its name, least value and scale."""
+
 PRUNED = {"linear": "L", "removed": "–", "one map": "M", "in the map": "M"}
 """Letters for what may become of a part of a layer."""
 
@@ -156,6 +165,43 @@ def lens_panel(values: Mapping[str, Any]) -> fig.TokenText | None:
         ),
         title=f"{_prompt(values)} · {mode_name(_mode(values))}",
     )
+
+
+def lens_grid(values: Mapping[str, Any], statistic: str = "probability") -> fig.FigureSpec:
+    """Return a lens as layers by tokens, coloured by a statistic; each cell tells the likeliest."""
+    label, low, scale = STATISTICS[statistic]
+    table = values[statistic]
+    largest = max((value for row in table for value in row if value is not None), default=low)
+    high = 1.0 if statistic == "probability" else max(largest, low + 1e-3)
+    panel = fig.HeatMap(
+        [str(layer) for layer in values["layers"]],
+        [fig.shortened(fig.visible(token), 12) for token in values["tokens"]],
+        table,
+        fig.Axis("token read"),
+        fig.Axis("layer"),
+        fig.Axis(label, scale, low=low, high=high),
+        [[fig.shortened(fig.visible(word), 10) for word in row] for row in values["words"]],
+        upwards=True,
+        details=[[_cell(values, *place) for place in row] for row in _places(table)],
+    )
+    caption = (
+        f"The token that every layer would predict, {mode_name(_mode(values))}; colour: {label}. "
+        "Choose a cell for its ten likeliest tokens."
+    )
+    return fig.FigureSpec("lens", "Layers by tokens", caption, [panel], wide=True)
+
+
+def _places(table: Sequence[Sequence[Any]]) -> list[list[tuple[int, int]]]:
+    return [[(row, column) for column in range(len(line))] for row, line in enumerate(table)]
+
+
+def _cell(values: Mapping[str, Any], row: int, column: int) -> str:
+    """Return all statistics of one layer at one token, and its likeliest tokens, as lines."""
+    known = {STATISTICS[name][0]: values[name][row][column] for name in STATISTICS}
+    lines = [f"{label}: {value:.4g}" for label, value in known.items() if value is not None]
+    words = values["top"][row][column] if "top" in values else ()
+    lines += [f"{n}. {fig.visible(word)} {p:.3f}" for n, (word, p) in enumerate(words, start=1)]
+    return "\n".join(lines)
 
 
 def _prompt(values: Mapping[str, Any]) -> str:

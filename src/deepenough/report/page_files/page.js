@@ -157,5 +157,3 @@ function start() {
   });
   document.documentElement.dataset.ready = "true";
 }
-
-start();
