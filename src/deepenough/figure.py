@@ -153,7 +153,7 @@ class HeatMap:
     title: str = ""
     key: str = ""
     details: Sequence[Sequence[str]] = ()
-    """What a page tells of a cell beside its value, and shows below once it is chosen."""
+    """What a page tells of a cell that is pointed at or chosen, beside its value."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from deepenough.config import Command, bounded
 from deepenough.errors import UserError
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-PASSWORD = "DEEPENOUGH_PASSWORD"
+USER, PASSWORD = "deepenough", "DEEPENOUGH_PASSWORD"
 
 
 @dataclass
@@ -27,20 +27,14 @@ class ExploreConfig:
     port: int | None = bounded(None, ge=1, le=65535)
     """Port to listen on; by default the first that is free from 7860 on."""
 
-    user: str = "deepenough"
-    """Name to log in with, where there is a password."""
-
     password: str | None = None
-    """Password to log in with; by default that in $DEEPENOUGH_PASSWORD, or none."""
+    """Password to log in with, as deepenough; by default that in $DEEPENOUGH_PASSWORD, or none."""
 
     waiting: int = bounded(16, ge=1)
     """Requests that may wait for the model; more are refused."""
 
     max_tokens: int = bounded(256, ge=8)
     """Most tokens that one request may read or write."""
-
-    browser: bool = False
-    """Open the page in a browser."""
 
 
 def explore(config: ExploreConfig) -> None:

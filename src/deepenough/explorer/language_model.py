@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import eq
 from typing import Any
 
 import torch
@@ -34,20 +35,38 @@ FIT = ("--data", "python", "--lines", "1000", "--targets", "last", "--ridge", "0
 PAUSE = 0.06
 
 
-class BackgroundShortcuts:
-    """Shortcuts of a model, from the cache or fitted into it while the explorer is at work."""
+class ModelShortcuts:
+    """Shortcuts of a model: given, or in the cache, or fitted into it while people are served."""
 
-    def __init__(self, name: str, fingerprint: str) -> None:
-        self.name = name
+    def __init__(self, name: str, fingerprint: str, given: Any = None) -> None:
+        self.name, self.found = name, given
         self.folder = cache_folder() / "explorer" / key_of(fingerprint, *FIT)
-        self.found: Any = None
-        self.problem = ""
-        """Why there will be none, or no tuned ones."""
+        self.problem = "" if given is None or given.tuned else "These shortcuts have no tuned maps."
+        """Why what is missing will not come."""
         self._process: subprocess.Popen[str] | None = None
+        self._began, self._ends = 0.0, False
+
+    def start(self) -> None:
+        """Read what the cache has, and begin to fit what is missing."""
         self._began = time.monotonic()
-        self._ended = threading.Event()
-        if not self._read():
+        if self.found is None and not self._read():
             threading.Thread(target=self._fit, daemon=True).start()
+
+    def stop(self) -> None:
+        """End the fit; the next start goes on with it."""
+        self._ends = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+
+    @property
+    def status(self) -> tuple[str, bool]:
+        """What is still being made, in a sentence, and whether nothing more will come."""
+        if self.problem or (self.found and self.found.tuned):
+            return self.problem, True
+        what = "Tuned maps" if self.found else "Shortcuts between the layers"
+        seconds = time.monotonic() - self._began
+        return f"{what} are being fitted, at the first start only: {seconds:.0f} s so far.", False
 
     def _read(self) -> bool:
         """Read what is fitted so far; return whether nothing is missing."""
@@ -57,41 +76,20 @@ class BackgroundShortcuts:
         return bool(self.found and self.found.tuned)
 
     def _fit(self) -> None:
-        for kind in ("false", "true") if self.found is None else ("true",):
+        for tuned in ("true",) if self.found else ("false", "true"):
             words = ["shortcut", "fit", self.name, *FIT, "--out", str(self.folder), "--resume"]
-            command = [sys.executable, "-m", "deepenough", *words, "--tuned", kind]
-            self._process = process = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
+            command = [sys.executable, "-m", "deepenough", *words, "--tuned", tuned]
+            pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+            self._process = process = subprocess.Popen(command, **pipes)
             if hasattr(os, "setpriority"):  # whoever is waiting for an answer goes first
                 os.setpriority(os.PRIO_PROCESS, process.pid, 10)
-            _, said = process.communicate()
-            if self._ended.is_set():
+            said = process.communicate()[1].strip() or "it was stopped."
+            if self._ends:
                 return
             if process.returncode:
-                reason = (said.strip().splitlines() or ["it was stopped"])[-1]
-                self.problem = f"Shortcuts could not be fitted: {reason}"
+                self.problem = f"Shortcuts could not be fitted: {said.splitlines()[-1]}"
                 return
             self._read()
-
-    @property
-    def status(self) -> str:
-        """What is still being made, in a sentence; empty once all is there."""
-        if self.problem or (self.found and self.found.tuned):
-            return self.problem
-        what = "Tuned maps" if self.found else "Shortcuts between the layers"
-        seconds = time.monotonic() - self._began
-        return (
-            f"{what} are being fitted in the background, at the first start only: {seconds:.0f} s "
-            "so far."
-        )
-
-    def stop(self) -> None:
-        """End the fit; the next start goes on with it."""
-        self._ended.set()
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            self._process.wait()
 
 
 @dataclass
@@ -142,114 +140,72 @@ class TokenStream:
 
 
 class LanguageModel:
-    """A causal language model, written with in three ways and looked into; one request at a time.
+    """A causal language model, to be written with in three ways and looked into.
 
-    Attributes:
-        name: What it was loaded by.
-        num_layers: How deep it is.
+    One request at a time: a model has one cache.
     """
 
-    def __init__(self, name: str, run: str = "") -> None:
+    def __init__(self, name: str, is_run: bool = False) -> None:
         """Load a model, or that of a run of `shortcut fit` together with its shortcuts."""
-        options: dict[str, Any] = {"name": name}
-        if run:
-            fitted = read_config(run)["model"]
-            options = {key: fitted[key] for key in ("name", "kind", "dtype", "revision")}
-        self.name = str(options["name"])
-        self.model, self.tokenizer = load(**options)
+        fitted: dict[str, Any] = read_config(name)["model"] if is_run else {"name": name}
+        known = ("name", "kind", "dtype", "revision")
+        self.name = str(fitted["name"])
+        self.model, self.tokenizer = load(**{key: fitted[key] for key in known if key in fitted})
         if saved_kind(self.model.config) != "causal":
             raise UserError(
                 f"{self.name} does not write text: give a causal language model, as smollm2 is, or "
                 "a run of ponder, lazy or par."
             )
         decoding, shortcut = find_method("decode"), find_method("shortcut")
-        self._make_policy = decoding.load("early_exit", "make_policy")
-        self._choose_exits = decoding.load("exit_scoring", "choose_exits")
         self._early_exit = decoding.load("api", "early_exit")
-        self._look = shortcut.load("lens", "lens")
-        self._maps = shortcut.load("modeling", "Shortcuts")
+        self._look, self._maps = (
+            shortcut.load("lens", "lens"),
+            shortcut.load("modeling", "Shortcuts"),
+        )
         self.fast = decoding.load("api", "speculate")(self.model)
         self.adapter = adapt(self.model)
-        self.num_layers, self.limit = self.adapter.num_layers, self.adapter.max_length
-        self._exiting: Any = None
-        self._exit_layers: dict[float, list[int]] = {}
-        self._given = self._maps.from_pretrained(f"{run}/shortcuts") if run else None
-        self.background: BackgroundShortcuts | None = None
+        self.num_layers = self.adapter.num_layers
+        given = self._maps.from_pretrained(f"{name}/shortcuts") if is_run else None
+        self.shortcuts = ModelShortcuts(self.name, self.adapter.identity()["fingerprint"], given)
+        self._exiting: tuple[float, Any] = 0.0, None
 
-    @property
-    def shortcuts(self) -> Any:
-        """The shortcuts there are by now, or None."""
-        found = None if self.background is None else self.background.found
-        return self._given or found
-
-    @property
-    def status(self) -> str:
-        """What is still being made, in a sentence; empty once all is there."""
-        return "" if self.background is None else self.background.status
-
-    def start(self) -> None:
-        """Find the shortcuts, or begin to fit them."""
-        if self._given is None:
-            fingerprint = self.adapter.identity()["fingerprint"]
-            self.background = BackgroundShortcuts(self.name, fingerprint)
-
-    def stop(self) -> None:
-        """End what is done in the background."""
-        if self.background is not None:
-            self.background.stop()
-
-    def encode(self, prompt: str, is_chat: bool, new_tokens: int, limit: int) -> Tensor:
-        """Return the ids of a prompt `[1, T]`, at most `limit`, with room for the new tokens."""
+    def encode(self, prompt: str, new_tokens: int, limit: int) -> list[int]:
+        """Return the ids of a prompt, at most `limit`, with room for the new tokens."""
         if not check_text(prompt).strip():
             raise UserError("The prompt is empty: give a few words to go on from.")
-        if is_chat:
-            message = [{"role": "user", "content": prompt}]
-            text = self.tokenizer.apply_chat_template(
-                message, tokenize=False, add_generation_prompt=True
-            )
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            ids = self.tokenizer(prompt, verbose=False)["input_ids"]
-        most = limit if self.limit is None else min(limit, self.limit - new_tokens)
+        ids: list[int] = self.tokenizer(prompt, verbose=False)["input_ids"]
+        most = min(limit, (self.adapter.max_length or limit + new_tokens) - new_tokens)
         if len(ids) > most:
             raise UserError(f"The prompt has {len(ids)} tokens: shorten it to at most {most}.")
-        return torch.tensor([ids], device=self.model.device)
+        return ids
 
-    def exiting(self, threshold: float) -> Any:
-        """Return the model with early exits at a threshold, where exits are checked best."""
-        if self.shortcuts is None:
-            raise UserError(self.status or "There are no shortcuts: early exit needs them.")
-        if self._exiting is None:
-            self._exiting = self._with_exits(threshold)
-        rule = self._exiting.exit_rule
-        rule.policy = self._make_policy("gap", threshold)
-        if threshold not in self._exit_layers:
-            engine = self._exiting.decoding_engine
-            self._exit_layers[threshold] = self._choose_exits(engine, rule)
-        rule.layers = self._exit_layers[threshold]
-        return self._exiting
+    def writer(self, way: str, threshold: float) -> Any:
+        """Return what generates in a way: plain, lossless, or exit from a confidence on."""
+        if way != "exit":
+            return self.model if way == "plain" else self.fast
+        maps = self.shortcuts.found
+        if maps is None:
+            raise UserError(self.shortcuts.status[0])
+        if self._exiting[1] is None or self._exiting[0] != threshold:
+            self._exiting = 0.0, None  # an engine is large: the one before goes first
+            kept = None  # maps between all layers fill the caches of those that are skipped
+            if maps.targets != "all":
+                kept = "deferred" if self.fast.decoding_engine.takes_groups else "copy"
+            made = self._early_exit(self.model, maps, threshold, kv_propagation=kept)
+            self._exiting = threshold, made
+        return self._exiting[1]
 
-    def _with_exits(self, threshold: float) -> Any:
-        maps = self.shortcuts
-        ways = (None,) if maps.targets == "all" else ("deferred", "copy")
-        for way in ways[:-1]:
-            try:
-                return self._early_exit(self.model, maps, threshold, kv_propagation=way)
-            except UserError:  # its layers take one token of a sequence at a time
-                continue
-        return self._early_exit(self.model, maps, threshold, kv_propagation=ways[-1])
-
-    def stream(self, writer: Any, ids: Tensor, new_tokens: int) -> Iterator[Writing]:
+    def stream(self, writer: Any, ids: Sequence[int], new_tokens: int) -> Iterator[Writing]:
         """Yield what a model writes, some times a second; closed, it stops at the next token."""
         stream, writing = TokenStream(), Writing()
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False}
-        if self.model.generation_config.pad_token_id is None:
-            options["pad_token_id"] = self.tokenizer.eos_token_id
+        prompt = torch.tensor([list(ids)], device=self.model.device)
+        options = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
+        options["pad_token_id"] = self.tokenizer.pad_token_id or self.tokenizer.eos_token_id
 
         def generate() -> None:
             problem = None
             try:
-                writer.generate(ids, max_new_tokens=new_tokens, streamer=stream, **options)
+                writer.generate(prompt, max_new_tokens=new_tokens, streamer=stream, **options)
             except Cancelled:
                 pass
             except BaseException as error:
@@ -281,28 +237,21 @@ class LanguageModel:
             thread.join()
 
     @torch.no_grad()
-    def agreement(self, ids: Tensor, tokens: Sequence[int], threshold: float) -> float:
-        """Return how many tokens early exit would write as the full model has, each after its text.
-
-        That is the share of `tokens`, written after `ids`, that it finds likeliest there.
-        """
-        whole = torch.cat([ids, torch.tensor([list(tokens)], device=ids.device)], dim=1)
-        logits = self.exiting(threshold)(whole[:, :-1]).logits
-        chosen = logits[0, ids.shape[1] - 1 :].argmax(-1)
-        return float((chosen == whole[0, ids.shape[1] :]).double().mean())
+    def agreement(self, ids: Sequence[int], tokens: Sequence[int], threshold: float) -> float:
+        """Return the share of `tokens`, written after `ids`, that early exit writes there too."""
+        read = torch.tensor([[*ids, *tokens[:-1]]], device=self.model.device)
+        logits = self.writer("exit", threshold)(read).logits
+        chosen = logits[0, len(ids) - 1 :].argmax(-1).tolist()
+        return sum(map(eq, chosen, tokens)) / len(tokens)
 
     def lens(self, prompt: str, mode: str, limit: int) -> dict[str, Any]:
-        """Return what every layer predicts at every token of a prompt, ten tokens deep."""
-        self.encode(prompt, False, 1, limit)
-        maps = self.shortcuts
+        """Return what every layer predicts at every token of a prompt, by id, linear or tuned."""
+        self.encode(prompt, 1, limit)
+        maps = self.shortcuts.found
         if mode == "id":
             maps = self._maps(self.num_layers, self.adapter.width, {}, targets="last")
         if maps is None or (mode == "tuned" and not maps.tuned):
-            raise UserError(
-                f"{self.status or 'These shortcuts have no such maps.'} Choose id meanwhile."
-            )
+            raise UserError(f"{self.shortcuts.status[0]} Choose another map meanwhile.")
         how = maps.mode if mode == "linear" else mode
-        values: dict[str, Any] = self._look(
-            self.adapter, self.tokenizer, maps, prompt, how, 10
-        ).values
-        return values
+        found = self._look(self.adapter, self.tokenizer, maps, prompt, how, num_top=10)
+        return dict(found.values)

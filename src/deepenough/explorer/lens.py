@@ -1,20 +1,18 @@
 """The tab Lens: what every layer would predict at every token of a text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gradio as gr
 
 from deepenough.explorer.language_model import LanguageModel
-from deepenough.explorer.rendering import figure_html, note_html
+from deepenough.explorer.rendering import figure_html
+from deepenough.explorer.requests import AT_ONCE, ONE_AT_A_TIME, refusals
 from deepenough.registry import find_method
 
 PROMPT = "The capital of France is Paris, and the capital of Germany is Berlin."
 #: Most tokens of a text, each a column of the table.
 MAX_TOKENS = 48
-MODES = ("id", "linear", "tuned")
-NAMES = {
+COLOURS = {
     "probability": "probability",
     "entropy": "entropy",
     "rank of the next token": "target_rank",
@@ -23,36 +21,29 @@ NAMES = {
 }
 
 
-def build(model: LanguageModel, max_tokens: int, guard: Any, busy: dict[str, Any]) -> None:
-    """Lay out the tab; `guard` shows refusals, `busy` are the options of its queue."""
+def build(model: LanguageModel, max_tokens: int) -> None:
+    """Lay out the tab and say what its controls do."""
     draw = find_method("shortcut").load("figures", "lens_grid")
 
-    def look(prompt: str, mode: str, statistic: str) -> tuple[str, dict[str, Any]]:
-        values = model.lens(prompt, _known(mode, MODES), min(max_tokens, MAX_TOKENS))
-        return show(values, statistic), values
+    def look(prompt: str, mode: str, colour: str) -> tuple[str, dict[str, Any]]:
+        with refusals():
+            values = model.lens(prompt, mode, min(max_tokens, MAX_TOKENS))
+        return show(values, colour), values
 
-    def show(values: dict[str, Any] | None, statistic: str) -> str:
-        if values is None:
-            return note_html("Give a text and press Look.")
-        return figure_html(draw(values, NAMES[_known(statistic, tuple(NAMES))]))
+    def show(values: dict[str, Any] | None, colour: str) -> str:
+        return figure_html(draw(values, COLOURS[colour])) if values else ""
 
-    values = gr.State(None)
+    known = gr.State(None)
     prompt = gr.Textbox(PROMPT, label="Text", lines=2, max_length=8 * MAX_TOKENS)
     with gr.Row():
-        mode = gr.Radio(MODES, value="id", label="Map to the last layer", min_width=220)
-        statistic = gr.Radio(list(NAMES), value="probability", label="Colour", min_width=280)
+        modes = ["id", "linear", "tuned"]
+        mode = gr.Radio(modes, value="id", label="Map to the last layer", min_width=220)
+        colour = gr.Radio(list(COLOURS), value="probability", label="Colour", min_width=280)
     with gr.Row():
         start = gr.Button("Look", variant="primary", elem_id="look")
         stop = gr.Button("Stop", elem_id="stop-looking")
     table = gr.HTML(elem_id="lens-table")
-    asked = [prompt, mode, statistic]
-    event = gr.on(
-        [start.click, mode.input], guard(look), asked, [table, values], api_name="lens", **busy
-    )
+    asked, shown = [prompt, mode, colour], [table, known]
+    event = gr.on([start.click, mode.input], look, asked, shown, api_name="lens", **ONE_AT_A_TIME)
     stop.click(None, cancels=[event], queue=False)
-    statistic.change(show, [values, statistic], table, queue=False, api_visibility="private")
-
-
-def _known(given: str, choices: tuple[str, ...]) -> str:
-    """Return one of the choices: whoever calls without the page may send anything."""
-    return given if given in choices else choices[0]
+    colour.change(show, [known, colour], table, **AT_ONCE)

@@ -10,15 +10,16 @@ from deepenough.report.page import SCRIPTS, figure_markup, page_file, thinned
 
 #: Pixels of a cell with a text in it.
 CELL_WIDTH = 74
+OWN = "color: var(--ink); overflow-wrap: anywhere; .panels { min-width: var(--least, 0); }"
 
 
 def head() -> str:
     """Return what goes into the head of the page: style and scripts, all of it inline."""
-    own = resources.files("deepenough.explorer")
-    style, glue = ((own / name).read_text("utf-8") for name in ("explorer.css", "explorer.js"))
+    style = page_file("page.css").replace(':root[data-theme="dark"]', ".dark &")
+    glue = (resources.files("deepenough.explorer") / "explorer.js").read_text("utf-8")
     scripts = "\n".join([*map(page_file, SCRIPTS), glue])
     return (
-        f"<style>{style}\n.deepenough.deepenough {{ {page_file('page.css')} }}</style>"
+        f"<style>.deepenough.deepenough {{ {OWN} {style.replace(':root', '&')} }}</style>"
         f"<script>(() => {{ {scripts} }})();</script>"
     )
 

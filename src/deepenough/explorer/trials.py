@@ -1,23 +1,21 @@
-"""The tabs Classify, Translate and Search: finished runs of a method, each tried or shown."""
-
-from __future__ import annotations
+"""The tabs Classify, Translate and Search: a finished run of a method, tried or shown."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import gradio as gr
 
 from deepenough.errors import UserError
 from deepenough.explorer.rendering import note_html, section_html
-from deepenough.figure import Inspector, distinct_names, read_run
+from deepenough.explorer.requests import ONE_AT_A_TIME, refusals
+from deepenough.figure import Inspector, Section, read_run
 from deepenough.registry import find_method
 from deepenough.report.page import run_section
 from deepenough.runs import find_run
 
 
 @dataclass(frozen=True)
-class TrialTab:
-    """A tab of one method: its name, the trained model that ships, and how to make another."""
+class Trial:
+    """A tab: its method and title, the trained model that ships, and how to train another."""
 
     method: str
     title: str
@@ -25,93 +23,66 @@ class TrialTab:
     command: str
 
 
-TABS = (
-    TrialTab("ponder", "Classify", "ponder-sst2", "ponder train --data reviews.csv"),
-    TrialTab(
-        "lazy",
-        "Translate",
-        "lazy-multi30k",
-        "lazy train --config configs/lazy-multi30k.yaml",
-    ),
-    TrialTab("par", "Search", "par-wikitext2", "par search --data mytext.txt"),
+TRIALS = (
+    Trial("ponder", "Classify", "ponder-sst2", "ponder train --data reviews.csv"),
+    Trial("lazy", "Translate", "lazy-multi30k", "lazy train --config configs/lazy-multi30k.yaml"),
+    Trial("par", "Search", "par-wikitext2", "par search --data mytext.txt"),
 )
 
 
-def open_runs(tab: TrialTab, runs: list[str]) -> tuple[dict[str, Any], str]:
-    """Return what the tab shows by name, and why there is nothing where none is installed.
-
-    That is an `Inspector`, or the section of a run that nothing can be asked.
-    """
-    problem = ""
-    if not runs:
-        try:
-            find_run(tab.shipped)
-            runs = [tab.shipped]
-        except UserError as error:
-            problem = (
-                f"{error} Or train your own with deepenough {tab.command} --out RUN, and start "
-                "deepenough explore RUN."
-            )
-    names = runs if len(runs) < 2 else distinct_names(runs)
-    return {name: _open(tab, run) for name, run in zip(names, runs, strict=True)}, problem
-
-
-def _open(tab: TrialTab, run: str) -> Any:
-    open_inspector = find_method(tab.method).load("inspection", "open_inspector")
+def open_trial(trial: Trial, run: str) -> Inspector | Section | str:
+    """Return a run, or the one that ships: to be asked, to be shown, or why it is not there."""
+    try:
+        folder = find_run(run or trial.shipped)
+    except UserError as error:
+        return (
+            f"{error} Or train your own with deepenough {trial.command} --out RUN, and start "
+            "deepenough explore RUN."
+        )
+    open_inspector = find_method(trial.method).load("inspection", "open_inspector")
     if open_inspector is not None:
-        return open_inspector(run)
-    section = run_section(read_run(find_run(run)))
+        inspector: Inspector = open_inspector(run or trial.shipped)
+        return inspector
+    section = run_section(read_run(folder))
     if section is None:
         raise UserError(f"{run} has recorded nothing that could be shown: give another run.")
     return section
 
 
-def build(
-    tab: TrialTab, found: dict[str, Any], problem: str, guard: Any, busy: dict[str, Any], limit: int
-) -> None:
-    """Lay out the tab; `limit` is the most characters of a text."""
-    if not found:
-        gr.HTML(note_html(problem), elem_id=f"missing-{tab.method}")
+def build(trial: Trial, opened: Inspector | Section | str, limit: int) -> None:
+    """Lay out the tab and say what its controls do; `limit` is the most characters of a text."""
+    if not isinstance(opened, Inspector):
+        shown = note_html(opened) if isinstance(opened, str) else section_html(opened)
+        gr.HTML(shown, elem_id=f"shown-{trial.method}")
         return
-    first = next(iter(found.values()))
 
-    def look(name: str, text: str, value: float) -> str:
-        chosen = found.get(name, first)
-        if not isinstance(chosen, Inspector):
-            return section_html(chosen)
-        if len(text) > limit:
-            raise UserError(f"The text has {len(text)} characters: shorten it to {limit}.")
-        if chosen.dial and not chosen.low <= value <= chosen.high:
-            raise UserError(f"Give a value between {chosen.low:g} and {chosen.high:g}.")
-        return section_html(chosen.look(text, value))
+    def look(text: str, value: float) -> str:
+        with refusals():
+            if len(text) > limit:
+                raise UserError(f"The text has {len(text)} characters: shorten it to {limit}.")
+            if not opened.low <= value <= opened.high:
+                raise UserError(f"Give a value from {opened.low:g} to {opened.high:g}.")
+            return section_html(opened.look(text, value))
 
-    def turn(name: str) -> gr.Slider:
-        chosen = found[name]
-        return gr.Slider(
-            chosen.low,
-            chosen.high,
-            chosen.usual,
-            step=chosen.low,
-            label=chosen.dial,
-            visible=bool(chosen.dial),
-        )
-
-    several = len(found) > 1
-    name = gr.Dropdown(list(found), value=next(iter(found)), label="Run", visible=several)
-    if not isinstance(first, Inspector):
-        shown = gr.HTML(section_html(first), elem_id=f"shown-{tab.method}")
-        pick = guard(lambda chosen: look(chosen, "", 0.0))
-        name.change(pick, name, shown, api_visibility="private", **busy)
-        return
-    text = gr.Textbox(first.example, label="Text", max_length=limit, lines=2)
-    dial = turn(name.value)
+    text = gr.Textbox(opened.example, label="Text", max_length=limit, lines=2)
+    dial = gr.Slider(
+        opened.low,
+        opened.high,
+        opened.usual,
+        step=opened.low,
+        label=opened.dial,
+        visible=bool(opened.dial),
+    )
     with gr.Row():
-        start = gr.Button(tab.title, variant="primary", elem_id=f"start-{tab.method}")
-        stop = gr.Button("Stop", elem_id=f"stop-{tab.method}")
-    shown = gr.HTML(elem_id=f"shown-{tab.method}")
-    triggers = [start.click, dial.release]
+        start = gr.Button(trial.title, variant="primary", elem_id=f"start-{trial.method}")
+        stop = gr.Button("Stop", elem_id=f"stop-{trial.method}")
+    answer = gr.HTML(elem_id=f"shown-{trial.method}")
     event = gr.on(
-        triggers, guard(look), [name, text, dial], shown, api_name=tab.title.lower(), **busy
+        [start.click, dial.release],
+        look,
+        [text, dial],
+        answer,
+        api_name=trial.title.lower(),
+        **ONE_AT_A_TIME,
     )
     stop.click(None, cancels=[event], queue=False)
-    name.change(turn, name, dial, queue=False, api_visibility="private")

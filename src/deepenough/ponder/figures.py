@@ -7,7 +7,6 @@ counts. Records that lack something are left out.
 import contextlib
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ from deepenough.figure import (
     GREY,
     SKY,
     Axis,
-    Bars,
     Chart,
     FigureBuilder,
     FigureSpec,
@@ -172,49 +170,6 @@ def _pass_panel(values: dict[str, Any]) -> HeatMap:
         texts=[[f"{part:.0%}" if part >= 0.005 else "" for part in own] for _, own, _ in kept],
         title=f"by {'label' if by_label else 'difficulty'} (examples)",
     )
-
-
-def text_figure(
-    labels: Sequence[str],
-    answers: Sequence[Sequence[float]],
-    passes: int,
-    halting: Sequence[float] | None = None,
-) -> FigureSpec:
-    """Return the answers to one text after every pass, and where it stops.
-
-    `halting` is the probability of halting at each pass, where the model has learned one.
-    """
-    steps = [str(number + 1) for number in range(len(answers))]
-    stop, title = Rule(passes - 1.0, "stops here", vertical=True), "answer after every pass"
-    panels: list[Panel] = []
-    if len(labels) == 1:  # a regression
-        line = Line("value", list(map(float, range(len(steps)))), [own[0] for own in answers])
-        chart = Chart(Axis("pass"), Axis("value"), [line], categories=steps, rules=[stop])
-        panels.append(replace(chart, title=title))
-    else:
-        shares = [[own[label] for own in answers] for label in range(len(labels))]
-        panels.append(
-            HeatMap(
-                [shortened(name, 24) for name in labels],
-                steps,
-                shares,
-                Axis("pass"),
-                Axis(),
-                Axis("probability", low=0.0, high=1.0),
-                texts=[[f"{share:.2f}" for share in row] for row in shares],
-                framed=[(label, passes - 1) for label in range(len(labels))],
-                title=title,
-            )
-        )
-    if halting is not None:
-        bars = Bars("halting", halting, BLUE)
-        y = Axis("probability of halting", low=0.0)
-        panels.append(
-            Chart(Axis("pass"), y, bars=[bars], categories=steps, rules=[stop], title="halting")
-        )
-    caption = f"What the classifier says after each of its passes; it stops after pass {passes}"
-    caption += " (framed)." if len(labels) > 1 else "."
-    return FigureSpec("text", "Pass by pass", caption, panels, columns=2, wide=True)
 
 
 def parity_figure(run: Run) -> FigureSpec | None:

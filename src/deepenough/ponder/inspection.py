@@ -4,57 +4,60 @@ import torch
 
 from deepenough.data.config import REGRESSION
 from deepenough.errors import UserError
-from deepenough.figure import Inspector, Section
+from deepenough.figure import Axis, FigureSpec, HeatMap, Inspector, Section, shortened
 from deepenough.ponder.config import options_of
 from deepenough.ponder.evaluation import FinishedRun
-from deepenough.ponder.figures import text_figure
-from deepenough.ponder.halting import CONFIDENCE, POLICIES, QUANTILE, probabilities
+from deepenough.ponder.halting import ConfidenceExit, QuantileExit, probabilities
 
 EXAMPLE = "The film is not without its charms, but they are few and far between."
-#: Exits with a threshold: what it means, and its value where a model is configured for another.
-DIALS = {
-    "quantile": ("Stop once the model has halted with probability", QUANTILE),
-    "confidence": ("Stop once the answer has probability", CONFIDENCE),
-}
 
 
 def open_inspector(run: str) -> Inspector:
     """Return a finished run as it is tried on texts; a tab stands between a text and its pair.
 
-    What can be set is the threshold of its exit. A model that can have none with a threshold stops
-    as it is configured to.
+    What can be set is the threshold of its exit: of confidence, unless it is configured to stop by
+    its halting probabilities.
     """
     finished = FinishedRun(run)
     model, options = finished.model, options_of(finished.model.config)
-    possible = {"quantile": model.has_halting, "confidence": model.problem != REGRESSION}
-    kinds = [kind for kind, is_possible in possible.items() if is_possible]
-    kind = options.exit_kind if options.exit_kind in kinds else next(iter(kinds), "")
-    dial, usual = DIALS.get(kind, ("", 0.0))
-    if kind == options.exit_kind:
-        usual = float(options.exit_value)
+    if model.problem == REGRESSION:
+        raise UserError(f"{run} answers with values, which are not shown: give one with labels.")
+    is_quantile = options.exit_kind == "quantile"
+    exit_class = QuantileExit if is_quantile else ConfidenceExit
+    dial = f"Stop once {'it has halted' if is_quantile else 'the answer holds'} with probability"
+    usual = options.exit_value if options.exit_kind in ("quantile", "confidence") else 0.9
 
     @torch.inference_mode()
     def look(text: str, threshold: float) -> Section:
         first, tab, second = text.partition("\t")
         if not first.strip():
             raise UserError("The text is empty: give a sentence to classify.")
-        policy = POLICIES[kind](threshold) if kind else model.exit_policy()
-        asked = (first, second) if tab else first
+        asked, policy = (first, second) if tab else first, exit_class(threshold)
         how = {"policy": policy, "max_length": model.max_length}
         (answer,) = model.predict([asked], finished.tokenizer, **how)
         output = model([asked], policy=policy, all_passes=True)
-        figure = text_figure(
-            finished.labels,
-            probabilities(output.step_logits.float()[:, 0], model.problem).tolist(),
-            answer.passes,
-            None if output.halting is None else output.halting[0].tolist(),
+        answers_NC = probabilities(output.step_logits[:, 0].float(), model.problem)
+        rows = dict(zip(finished.labels, answers_NC.T.tolist(), strict=True))
+        framed = [(row, answer.passes - 1) for row in range(len(rows))]
+        if output.halting is not None:
+            rows["halts at this pass"] = output.halting[0].tolist()
+        panel = HeatMap(
+            [shortened(name, 24) for name in rows],
+            [str(number + 1) for number in range(model.num_passes)],
+            list(rows.values()),
+            Axis("pass"),
+            Axis(),
+            Axis("probability", low=0.0, high=1.0),
+            texts=[[f"{share:.2f}" for share in row] for row in rows.values()],
+            framed=framed,
         )
-        said = answer.label
-        shown = f"{said:.3g}" if isinstance(said, float) else said
-        if isinstance(shown, list):
-            shown = ", ".join(shown) or "no label"
-        sure = "" if answer.probability is None else f", probability {answer.probability:.3f}"
-        finding = f"{shown}{sure}, after {answer.passes} of {model.num_passes} passes."
+        caption = f"The answer after each pass; framed: it stops after pass {answer.passes}."
+        figure = FigureSpec("text", "Pass by pass", caption, [panel], wide=True)
+        said = answer.label if isinstance(answer.label, str) else ", ".join(answer.label or ())
+        finding = (
+            f"{said or 'no label'}, with probability {answer.probability:.3f}, after "
+            f"{answer.passes} of {model.num_passes} passes."
+        )
         return Section("Classify", findings=[finding], figures=[figure])
 
-    return Inspector(look, EXAMPLE, dial, 0.01, 1.0, usual)
+    return Inspector(look, EXAMPLE, dial, 0.01, 1.0, float(usual))

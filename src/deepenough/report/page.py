@@ -60,10 +60,10 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
     notes: list[str] = []
     for path in paths:
         place = Path(path)
-        if place.ispage_file():
+        if place.is_file():
             notes.append(f"{path} is a file, no run, and was left out: give the folder of a run.")
             continue
-        if (place / FRONTIER).ispage_file():
+        if (place / FRONTIER).is_file():
             found = frontier_section(read_frontier(place))
             comparisons.append(Entry(f"Frontier: {place.resolve().name}", found))
             if not RunFolder(place).is_run():

@@ -173,16 +173,20 @@ def lens_grid(values: Mapping[str, Any], statistic: str = "probability") -> fig.
     table = values[statistic]
     largest = max((value for row in table for value in row if value is not None), default=low)
     high = 1.0 if statistic == "probability" else max(largest, low + 1e-3)
+    layers, tokens = values["layers"], values["tokens"]
     panel = fig.HeatMap(
-        [str(layer) for layer in values["layers"]],
-        [fig.shortened(fig.visible(token), 12) for token in values["tokens"]],
+        [str(layer) for layer in layers],
+        [fig.shortened(fig.visible(token), 12) for token in tokens],
         table,
         fig.Axis("token read"),
         fig.Axis("layer"),
         fig.Axis(label, scale, low=low, high=high),
         [[fig.shortened(fig.visible(word), 10) for word in row] for row in values["words"]],
         upwards=True,
-        details=[[_cell(values, *place) for place in row] for row in _places(table)],
+        details=[
+            [_cell(values, statistic, layer, token) for token in range(len(tokens))]
+            for layer in range(len(layers))
+        ],
     )
     caption = (
         f"The token that every layer would predict, {mode_name(_mode(values))}; colour: {label}. "
@@ -191,17 +195,15 @@ def lens_grid(values: Mapping[str, Any], statistic: str = "probability") -> fig.
     return fig.FigureSpec("lens", "Layers by tokens", caption, [panel], wide=True)
 
 
-def _places(table: Sequence[Sequence[Any]]) -> list[list[tuple[int, int]]]:
-    return [[(row, column) for column in range(len(line))] for row, line in enumerate(table)]
-
-
-def _cell(values: Mapping[str, Any], row: int, column: int) -> str:
-    """Return all statistics of one layer at one token, and its likeliest tokens, as lines."""
-    known = {STATISTICS[name][0]: values[name][row][column] for name in STATISTICS}
-    lines = [f"{label}: {value:.4g}" for label, value in known.items() if value is not None]
-    words = values["top"][row][column] if "top" in values else ()
-    lines += [f"{n}. {fig.visible(word)} {p:.3f}" for n, (word, p) in enumerate(words, start=1)]
-    return "\n".join(lines)
+def _cell(values: Mapping[str, Any], shown: str, layer: int, token: int) -> str:
+    """Return the statistics of a cell beside the one shown, and its likeliest tokens, as lines."""
+    lines = [
+        f"{label} {value:.4g}"
+        for name, (label, _, _) in STATISTICS.items()
+        if name != shown and (value := values[name][layer][token]) is not None
+    ]
+    top = enumerate(values["top"][layer][token], start=1)
+    return "\n".join([*lines, *(f"{n}. {fig.visible(word)} {p:.3f}" for n, (word, p) in top)])
 
 
 def _prompt(values: Mapping[str, Any]) -> str:

@@ -349,7 +349,6 @@ function grid(box, panel, values, texts) {
       const mark = svg("rect", { x: left + c * cell + 0.5, y: at(r) + 0.5, width: Math.max(1, cell - 1), height: height - 1, fill: below ? "var(--line)" : shade(share) });
       if (framed.has(`${r},${c}`)) { mark.classList.add("framed"); mark.setAttribute("width", Math.max(1, cell - 3)); mark.setAttribute("x", left + c * cell + 1.5); }
       describe(mark, `${panel.y.label || "row"} ${panel.rows[r]}, ${panel.x.label} ${panel.columns[c]}\n${panel.value.label} ${show(value, panel.value.percent)}${below ? ` (below ${panel.value.low})` : ""}${panel.details.length ? `\n${panel.details[r][c]}` : ""}`, panel.upwards ? rows - 1 - r : r, c);
-      if (panel.details.length) mark.classList.add("choosable");
       drawing.append(mark);
       const word = texts.length ? texts[r][c] : "";
       if (word && word.length * 6.6 < cell && height > 13) drawing.append(svg("text", { x: left + (c + 0.5) * cell, y: at(r) + height / 2 + 4, "text-anchor": "middle", style: `fill:${inkOn(share)};pointer-events:none` }, word));
@@ -360,21 +359,6 @@ function grid(box, panel, values, texts) {
   labelRows(box, drawing, panel.y.label, top, top + rows * height);
   wireKeys(drawing);
   return drawing;
-}
-
-// What is told of a cell stays below the table once the cell is chosen.
-function wireDetails(box) {
-  const detail = html("div", { class: "chosen", role: "status", hidden: "" });
-  function choose(event) {
-    const cell = event.target.closest?.(".choosable");
-    if (!cell || (event.key && event.key !== "Enter" && event.key !== " ")) return;
-    event.preventDefault();
-    detail.textContent = cell.dataset.tip;
-    detail.hidden = false;
-  }
-  box.addEventListener("click", choose);
-  box.addEventListener("keydown", choose);
-  box.append(detail);
 }
 
 function scaleBar(box, low, high, name, below) {
@@ -390,7 +374,6 @@ function drawHeat(box, panel, state) {
   else box.append(grid(box, panel, panel.values, panel.texts));
   const below = panel.values.some(row => row.some(v => v !== null && v < panel.value.low));
   scaleBar(box, show(panel.value.low, panel.value.percent), show(panel.value.high, panel.value.percent), panel.value.label, below);
-  if (panel.details.length) wireDetails(box);
 }
 
 // A heat map that moves: a slider over its frames, and a button that plays them.
