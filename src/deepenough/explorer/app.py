@@ -30,7 +30,12 @@ from deepenough.runs import SHIPPED, RunFolder, find_run, read_config
 DEFAULT_MODEL = "smollm2"
 #: Sessions whose last answers are remembered.
 SESSIONS = 64
-CLOSED = ("/upload", "/file", "/proxy", "/stream", "/component_server", "/deep_link", "/monitoring")
+#: First words of Gradio's addresses that the page needs.
+OPEN = {
+    *("", "assets", "static", "svelte", "favicon.ico", "theme.css", "manifest.json", "robots.txt"),
+    *("config", "info", "app_id", "startup-events", "login", "login_check", "logout", "token"),
+    *("user", "run", "queue", "cancel", "reset", "heartbeat"),
+}
 HEADERS = {
     "content-security-policy": "default-src 'self'; object-src 'none'; base-uri 'self'; "
     "script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -133,7 +138,7 @@ class OnlyThePage:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer 404 for what is closed, and add `HEADERS` to all other answers."""
+        """Answer 404 for what is not open, and add `HEADERS` to all answers."""
 
         async def add_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -141,6 +146,7 @@ class OnlyThePage:
                 message["headers"] = [*message["headers"], *added]
             await send(message)
 
-        path = str(scope.get("path")).removeprefix("/gradio_api")
-        app = Response(status_code=404) if path.startswith(CLOSED) else self.app
+        first = str(scope.get("path", "/")).removeprefix("/gradio_api").split("/")[1:2]
+        is_open = scope["type"] == "lifespan" or OPEN.issuperset(first)
+        app = self.app if is_open else Response(status_code=404)
         await app(scope, receive, add_headers)

@@ -47,7 +47,7 @@ def explore(config: ExploreConfig) -> None:
             f"--password or ${PASSWORD}, or leave out --host."
         )
     if importlib.util.find_spec("gradio") is None:
-        raise UserError("The explorer needs Gradio: install it with pip install gradio.")
+        raise UserError("The explorer needs Gradio: pip install 'deepenough[explorer]'.")
     from deepenough.explorer.app import serve
 
     serve(config)

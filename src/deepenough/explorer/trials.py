@@ -60,8 +60,6 @@ def build(trial: Trial, opened: Inspector | Section | str, limit: int) -> None:
         with refusals():
             if len(text) > limit:
                 raise UserError(f"The text has {len(text)} characters: shorten it to {limit}.")
-            if not opened.low <= value <= opened.high:
-                raise UserError(f"Give a value from {opened.low:g} to {opened.high:g}.")
             return section_html(opened.look(text, value))
 
     text = gr.Textbox(opened.example, label="Text", max_length=limit, lines=2)

@@ -53,8 +53,6 @@ def build(model: LanguageModel, max_tokens: int) -> None:
         prompt: str, new_tokens: float, threshold: float, shade: str
     ) -> Iterator[dict[Any, Any]]:
         with refusals():
-            if not 1 <= new_tokens <= max_tokens or not 0 <= threshold <= 1:
-                raise UserError(f"Ask for 1 to {max_tokens} tokens, and a threshold from 0 to 1.")
             ids = model.encode(prompt, int(new_tokens), max_tokens)
             known = {"ids": ids, "new_tokens": int(new_tokens), "written": {}}
             waiting = note_html("waits for its turn")
@@ -79,7 +77,8 @@ def build(model: LanguageModel, max_tokens: int) -> None:
 
     asked, shown = [prompt, new_tokens, threshold, shade], [*panes.values(), verdict, kept]
     written = start.click(write_all, asked, shown, api_name="write", **ONE_AT_A_TIME)
-    again = threshold.release(exit_again, [kept, threshold, shade], shown, **ONE_AT_A_TIME)
+    known = [kept, threshold, shade]
+    again = threshold.release(exit_again, known, shown, api_visibility="private", **ONE_AT_A_TIME)
     stop.click(None, cancels=[written, again], queue=False)
     shade.change(shade_again, [kept, shade], [*panes.values()], **AT_ONCE)
 

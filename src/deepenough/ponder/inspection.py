@@ -53,7 +53,7 @@ def open_inspector(run: str) -> Inspector:
         )
         caption = f"The answer after each pass; framed: it stops after pass {answer.passes}."
         figure = FigureSpec("text", "Pass by pass", caption, [panel], wide=True)
-        said = answer.label if isinstance(answer.label, str) else ", ".join(answer.label or ())
+        said = ", ".join(answer.label) if isinstance(answer.label, list) else answer.label
         finding = (
             f"{said or 'no label'}, with probability {answer.probability:.3f}, after "
             f"{answer.passes} of {model.num_passes} passes."

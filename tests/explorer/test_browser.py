@@ -1,0 +1,273 @@
+"""The explorer in a real browser: Chromium on loopback, where no other name resolves."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import torch
+
+gradio = pytest.importorskip(
+    "gradio", reason="Gradio is not installed: pip install 'deepenough[explorer]'"
+)
+
+from deepenough.explorer import app, trials
+from deepenough.explorer.commands import ExploreConfig
+from deepenough.explorer.language_model import LanguageModel
+from deepenough.figure import Axis, FigureSpec, Frame, HeatMap, Inspector, Section
+from deepenough.shortcut.modeling import Shortcuts
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+SIZES = {"desktop": (1200, 900), "phone": (360, 740)}
+TABS = ["Write", "Lens", "Classify", "Translate", "Search"]
+SENTENCES = ["The capital of France is Paris.", "A dog runs on the beach."] * 4
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("chromium or chromedriver is not installed: apt-get install chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    switches = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu")
+    switches += ("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",)
+    for switch in (*switches, "--force-prefers-reduced-motion", "--window-size=1200,900"):
+        options.add_argument(switch)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_script_timeout(60)
+    yield driver
+    driver.quit()
+
+
+def heat(rows: list[str], columns: int, **look: Any) -> HeatMap:
+    values = np.linspace(0, 1, len(rows) * columns).reshape(len(rows), columns).tolist()
+    names = [str(number + 1) for number in range(columns)]
+    scale = Axis("probability", low=0.0, high=1.0)
+    return HeatMap(rows, names, values, Axis("pass"), Axis(), scale, **look)
+
+
+def opened(trial: trials.Trial, _: str) -> Inspector | Section:
+    """Stand-ins for finished runs: what their models compute is tested where they are."""
+    if trial.method == "par":
+        rows = ["attention", "dense", "identity"]
+        frames = [Frame(f"step {n}", heat(rows, 6).values) for n in range(5)]
+        return Section("s", "About it.", ["It chose."], [figure(heat(rows, 6, frames=frames))])
+
+    def look(text: str, value: float) -> Section:
+        return Section(
+            "s", findings=[f"{text} at {value:g}"], figures=[figure(heat(["a", "b"], 8))]
+        )
+
+    return Inspector(look, "An example.", "Threshold", 0.01, 1.0, 0.5)
+
+
+def figure(panel: HeatMap) -> FigureSpec:
+    return FigureSpec("f", "A figure", "What is seen.", [panel], wide=True)
+
+
+@pytest.fixture(scope="module")
+def address(tiny_writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(trials, "open_trial", opened)
+        model = LanguageModel(str(tiny_writer))
+        maps = Shortcuts.fit(model.model, model.tokenizer, SENTENCES, targets="last")
+        eye = torch.eye(maps.width), torch.zeros(maps.width)
+        maps.tuned = dict.fromkeys(range(maps.num_layers), eye)
+        model.shortcuts.found = maps
+        config = ExploreConfig(max_tokens=256)
+        page = app.build(model, {}, config)
+        yield app.launch(page, config)
+        page.close(verbose=False)
+
+
+def all_of(page: Any, selector: str) -> list[Any]:
+    return [each for each in page.find_elements("css selector", selector) if each.is_displayed()]
+
+
+def one(page: Any, selector: str) -> Any:
+    return wait_for(lambda: all_of(page, selector))[0]
+
+
+def wait_for(ask: Callable[[], Any], seconds: float = 60.0) -> Any:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if found := ask():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it did not happen")
+
+
+def open_tab(page: Any, name: str) -> None:
+    tabs = {tab.text: tab for tab in all_of(page, "button[role=tab]")}
+    if name not in tabs:  # behind the dots of a narrow screen
+        one(page, ".overflow-menu > button").click()
+        tabs = {tab.text: tab for tab in all_of(page, ".overflow-dropdown button")}
+    tabs[name].click()
+
+
+def choose(page: Any, name: str) -> None:
+    next(label for label in all_of(page, "label") if label.text == name).click()
+
+
+@pytest.fixture(params=[(size, theme) for size in SIZES for theme in ("light", "dark")], ids=str)
+def page(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The page in one size and theme; whatever is done to it, the console stays silent."""
+    size, theme = request.param
+    width, height = SIZES[size]
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == "phone"}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)
+    browser.get(f"{address}?__theme=light")
+    one(browser, "#write")
+    if theme == "dark":
+        one(browser, "#theme").click()
+    assert browser.execute_script("return document.body.classList.contains('dark')") is (
+        theme == "dark"
+    )
+    yield browser
+    check_layout(browser, width)
+    assert browser.get_log("browser") == []
+    assert hosts(browser) <= {urlsplit(address).netloc}
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def hosts(browser: Any) -> set[str]:
+    """Return the hosts that were asked for anything since the log was last read."""
+    messages = (json.loads(each["message"])["message"] for each in browser.get_log("performance"))
+    sent = (m["params"]["request"]["url"] for m in messages if m["method"].endswith("WillBeSent"))
+    found = {urlsplit(url).netloc for url in sent if not url.startswith(("data:", "blob:"))}
+    assert found  # else nothing was checked
+    return found
+
+
+#: Controls and texts that lie on one another by more than a hair, without being inside each other.
+OVERLAPS = """
+const seen = [...document.querySelectorAll(
+  'h1, button, label, textarea, input, figcaption, .caption, .tokens, .chart svg')]
+  .filter(e => e.checkVisibility({ opacityProperty: true, visibilityProperty: true })
+    && e.getClientRects().length && getComputedStyle(e).position !== 'absolute'
+    && !e.closest('.overflow-menu, .toast-wrap, .tip'));
+return seen.flatMap((a, i) => seen.slice(i + 1).filter(b => {
+  if (a.contains(b) || b.contains(a)) return false;
+  const r = a.getBoundingClientRect(), s = b.getBoundingClientRect();
+  return Math.min(r.right, s.right) - Math.max(r.left, s.left) > 2
+    && Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top) > 3;
+}).map(b => `${a.tagName} ${a.textContent.slice(0, 30)} / ${b.tagName} ${b.textContent.slice(0, 30)}`));
+"""
+
+
+def check_layout(page: Any, width: int) -> None:
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
+    assert page.execute_script(OVERLAPS) == []
+
+
+def test_every_control_of_every_tab(page: Any) -> None:
+    width = page.execute_script("return innerWidth")
+    one(page, "#write").click()
+    wait_for(lambda: "times the speed" in one(page, "#verdict").text)
+    verdict = one(page, "#verdict").text
+    assert "Lossless" in verdict and "the same tokens" in verdict and "Early exit at 0.6" in verdict
+    for way in ("plain", "lossless", "exit"):
+        assert len(all_of(page, f"#pane-{way} .token")) == 64
+        assert "tokens a second" in one(page, f"#pane-{way}").text
+    shades = {
+        token.value_of_css_property("background-color")
+        for token in all_of(page, "#pane-lossless .token")
+    }
+    assert len(shades) == 1  # all layers ran
+    check_layout(page, width)
+    choose(page, "who drafted it")
+    wait_for(
+        lambda: len({
+            token.value_of_css_property("background-color")
+            for token in all_of(page, "#pane-lossless .token")
+        })
+        == 2
+    )  # fmt: skip
+    slider = next(s for s in all_of(page, "input[type=range]") if s.get_attribute("max") == "1")
+    slider.send_keys("\ue013")  # up
+    wait_for(lambda: "Early exit at 0.65" in one(page, "#verdict").text)
+
+    open_tab(page, "Lens")
+    one(page, "#look").click()
+    wait_for(lambda: all_of(page, "#lens-table svg .mark"))
+    check_layout(page, width)
+    cell = all_of(page, "#lens-table svg .mark")[0]
+    page.execute_script("arguments[0].scrollIntoView({block: 'center', inline: 'center'})", cell)
+    cell.click()
+    tip = one(page, ".tip").text
+    assert "10. " in tip and "entropy" in tip and "KL" in tip
+    page.switch_to.active_element.send_keys("\ue014")  # right: the next cell
+    assert one(page, ".tip").text != tip
+    for name in ("entropy", "rank of the next token", "cross-entropy of the next token"):
+        choose(page, name)
+        wait_for(lambda: name.split()[0] in one(page, "#lens-table .chart").text)  # noqa: B023
+    for mode, said in (("linear", "linear map"), ("tuned", "KL-tuned map")):
+        choose(page, mode)
+        wait_for(lambda: said in one(page, "#lens-table figcaption").text)  # noqa: B023
+
+    for name, method in (("Classify", "ponder"), ("Translate", "lazy")):
+        open_tab(page, name)
+        one(page, f"#start-{method}").click()
+        wait_for(lambda: "An example. at 0.5" in one(page, f"#shown-{method}").text)  # noqa: B023
+        assert all_of(page, f"#shown-{method} svg .mark")
+        check_layout(page, width)
+    open_tab(page, "Search")
+    told = one(page, "#shown-par output")
+    assert told.text == "step 4"
+    one(page, "#shown-par input[type=range]").send_keys("\ue011")  # home
+    assert told.text == "step 0"
+
+
+def test_a_refusal_is_shown(page: Any) -> None:
+    one(page, "textarea").clear()
+    one(page, "#write").click()
+    wait_for(lambda: "empty" in "".join(each.text for each in all_of(page, ".toast-body")))
+
+
+def test_streaming_while_another_tab_waits_and_cancels(browser: Any, address: str) -> None:
+    browser.get(address)
+    first = browser.current_window_handle
+    number = next(
+        n for n in all_of(browser, "input[type=number]") if n.get_attribute("max") == "256"
+    )
+    number.clear()
+    number.send_keys("256\ue007")
+    one(browser, "#write").click()
+    wait_for(lambda: all_of(browser, "#pane-plain .token"))
+    browser.switch_to.new_window("tab")
+    try:
+        browser.get(address)
+        one(browser, "#write").click()
+        wait_for(lambda: "queue" in one(browser, "body").text)  # it is told its place
+        one(browser, "#stop-writing").click()
+        browser.switch_to.window(first)
+        before = len(all_of(browser, ".token"))
+        wait_for(lambda: "times the speed" in one(browser, "#verdict").text)
+        assert len(all_of(browser, ".token")) == 3 * 256 > before
+        one(browser, "#write").click()  # and a second one that is stopped on its way
+        wait_for(lambda: "waits for its turn" in one(browser, "#pane-exit").text)
+        one(browser, "#stop-writing").click()
+        time.sleep(1)
+        written = len(all_of(browser, ".token"))
+        time.sleep(1)
+        assert len(all_of(browser, ".token")) == written < 3 * 256
+        browser.switch_to.window(browser.window_handles[1])
+        assert not all_of(browser, ".token")
+        one(browser, "#write").click()  # the model is free
+        wait_for(lambda: "times the speed" in one(browser, "#verdict").text)
+    finally:
+        browser.switch_to.window(browser.window_handles[-1])
+        browser.close()
+        browser.switch_to.window(first)
