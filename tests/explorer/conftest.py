@@ -36,7 +36,7 @@ def tiny_writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=512,
         initializer_range=0.3,
         bos_token_id=None,
-        eos_token_id=0,
+        eos_token_id=None,  # what it writes has no end
         pad_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -54,12 +54,12 @@ def writer(tiny_writer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def fits(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def fits(monkeypatch: pytest.MonkeyPatch, text_file: Path) -> list[list[str]]:
     """Fits run in this process, on little text; the list has the words of each."""
     from deepenough.__main__ import main
 
     ran: list[list[str]] = []
-    text = ("--data", "python", "--lines", "8", "--targets", "last", "--ridge", "0.01")
+    text = ("--data", str(text_file), "--lines", "8", "--targets", "last", "--ridge", "0.01")
     monkeypatch.setattr(language_model, "FIT", (*text, "--train.steps", "2"))
 
     class Process:

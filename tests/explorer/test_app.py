@@ -55,9 +55,8 @@ def test_requests_are_answered_or_refused_with_a_reason(serve):
     client = Client(address)
     found = client.ask("write", WRITE)
     assert found.kind == "answered" and found.started is not None and found.first is not None
-    assert (
-        client.ask("lens", ["The capital", "linear", "KL from the last layer"]).kind == "answered"
-    )
+    seen = client.ask("lens", ["The capital", "linear", "KL from the last layer"])
+    assert seen.kind == "answered"
     for event, data, reason in (
         ("write", ["", 16, 0.3, "depth"], "empty"),
         ("write", ["x" * 40, 16, 0.3, "depth"], "shorten it to at most 32"),
@@ -65,6 +64,7 @@ def test_requests_are_answered_or_refused_with_a_reason(serve):
         ("write", ["x", 16, 7.0, "depth"], "greater than maximum"),
         ("lens", ["x" * 40, "id", "entropy"], "shorten"),
         ("lens", ["x", "tuned", "entropy"], "are being fitted"),
+        ("lens", ["x", "other", "entropy"], "not in the list"),
     ):
         refused = client.ask(event, data)
         assert refused.kind == "refused" and reason in refused.reason, (event, data, refused)

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-gradio = pytest.importorskip(
-    "gradio", reason="Gradio is not installed: pip install 'deepenough[explorer]'"
-)
+pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'deepenough[explorer]'")
 
 from deepenough.explorer import app, trials
 from deepenough.explorer.commands import ExploreConfig
@@ -98,7 +96,7 @@ def one(page: Any, selector: str) -> Any:
     return wait_for(lambda: all_of(page, selector))[0]
 
 
-def wait_for(ask: Callable[[], Any], seconds: float = 60.0) -> Any:
+def wait_for(ask: Callable[[], Any], seconds: float = 20.0) -> Any:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if found := ask():
@@ -113,6 +111,21 @@ def open_tab(page: Any, name: str) -> None:
         one(page, ".overflow-menu > button").click()
         tabs = {tab.text: tab for tab in all_of(page, ".overflow-dropdown button")}
     tabs[name].click()
+
+
+def num_tokens(page: Any, place: str = "body") -> int:
+    """Count at once: while a text is being written, its tokens are drawn anew."""
+    return int(page.execute_script(f"return document.querySelectorAll('{place} .token').length"))
+
+
+def shades(page: Any, place: str) -> set[str]:
+    script = f"return [...document.querySelectorAll('{place} .token')].map(t => t.style.background)"
+    return set(page.execute_script(script))
+
+
+def retype(page: Any, field: Any, text: str) -> None:
+    field.send_keys("\ue009", "a")  # control and a: all of it
+    field.send_keys("\ue017", text)  # delete, then type
 
 
 def choose(page: Any, name: str) -> None:
@@ -163,7 +176,7 @@ return seen.flatMap((a, i) => seen.slice(i + 1).filter(b => {
   const r = a.getBoundingClientRect(), s = b.getBoundingClientRect();
   return Math.min(r.right, s.right) - Math.max(r.left, s.left) > 2
     && Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top) > 3;
-}).map(b => `${a.tagName} ${a.textContent.slice(0, 30)} / ${b.tagName} ${b.textContent.slice(0, 30)}`));
+}).map(b => [a, b].map(e => `${e.tagName} ${e.textContent.slice(0, 30)}`).join(" / ")));
 """
 
 
@@ -174,27 +187,18 @@ def check_layout(page: Any, width: int) -> None:
 
 def test_every_control_of_every_tab(page: Any) -> None:
     width = page.execute_script("return innerWidth")
+    retype(page, one(page, "textarea"), "The capital of")
     one(page, "#write").click()
     wait_for(lambda: "times the speed" in one(page, "#verdict").text)
     verdict = one(page, "#verdict").text
     assert "Lossless" in verdict and "the same tokens" in verdict and "Early exit at 0.6" in verdict
     for way in ("plain", "lossless", "exit"):
-        assert len(all_of(page, f"#pane-{way} .token")) == 64
+        assert num_tokens(page, f"#pane-{way}") == 64
         assert "tokens a second" in one(page, f"#pane-{way}").text
-    shades = {
-        token.value_of_css_property("background-color")
-        for token in all_of(page, "#pane-lossless .token")
-    }
-    assert len(shades) == 1  # all layers ran
+    assert len(shades(page, "#pane-lossless")) == 1  # all layers ran
     check_layout(page, width)
     choose(page, "who drafted it")
-    wait_for(
-        lambda: len({
-            token.value_of_css_property("background-color")
-            for token in all_of(page, "#pane-lossless .token")
-        })
-        == 2
-    )  # fmt: skip
+    wait_for(lambda: len(shades(page, "#pane-lossless")) == 2)
     slider = next(s for s in all_of(page, "input[type=range]") if s.get_attribute("max") == "1")
     slider.send_keys("\ue013")  # up
     wait_for(lambda: "Early exit at 0.65" in one(page, "#verdict").text)
@@ -231,7 +235,7 @@ def test_every_control_of_every_tab(page: Any) -> None:
 
 
 def test_a_refusal_is_shown(page: Any) -> None:
-    one(page, "textarea").clear()
+    retype(page, one(page, "textarea"), "")
     one(page, "#write").click()
     wait_for(lambda: "empty" in "".join(each.text for each in all_of(page, ".toast-body")))
 
@@ -239,13 +243,12 @@ def test_a_refusal_is_shown(page: Any) -> None:
 def test_streaming_while_another_tab_waits_and_cancels(browser: Any, address: str) -> None:
     browser.get(address)
     first = browser.current_window_handle
-    number = next(
-        n for n in all_of(browser, "input[type=number]") if n.get_attribute("max") == "256"
-    )
-    number.clear()
-    number.send_keys("256\ue007")
+    one(browser, "#write")
+    numbers = all_of(browser, "input[type=number]")
+    number = next(each for each in numbers if each.get_attribute("max") == "256")
+    retype(browser, number, "256\ue007")
     one(browser, "#write").click()
-    wait_for(lambda: all_of(browser, "#pane-plain .token"))
+    wait_for(lambda: num_tokens(browser, "#pane-plain"))
     browser.switch_to.new_window("tab")
     try:
         browser.get(address)
@@ -253,18 +256,18 @@ def test_streaming_while_another_tab_waits_and_cancels(browser: Any, address: st
         wait_for(lambda: "queue" in one(browser, "body").text)  # it is told its place
         one(browser, "#stop-writing").click()
         browser.switch_to.window(first)
-        before = len(all_of(browser, ".token"))
+        before = num_tokens(browser)
         wait_for(lambda: "times the speed" in one(browser, "#verdict").text)
-        assert len(all_of(browser, ".token")) == 3 * 256 > before
+        assert num_tokens(browser) == 3 * 256 > before
         one(browser, "#write").click()  # and a second one that is stopped on its way
         wait_for(lambda: "waits for its turn" in one(browser, "#pane-exit").text)
         one(browser, "#stop-writing").click()
         time.sleep(1)
-        written = len(all_of(browser, ".token"))
+        written = num_tokens(browser)
         time.sleep(1)
-        assert len(all_of(browser, ".token")) == written < 3 * 256
+        assert num_tokens(browser) == written < 3 * 256
         browser.switch_to.window(browser.window_handles[1])
-        assert not all_of(browser, ".token")
+        assert num_tokens(browser) == 0
         one(browser, "#write").click()  # the model is free
         wait_for(lambda: "times the speed" in one(browser, "#verdict").text)
     finally:

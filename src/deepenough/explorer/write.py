@@ -95,7 +95,7 @@ def pane(model: LanguageModel, way: str, writing: Writing, shade: str) -> fig.Fi
     depths, drafted = writing.depths, writing.drafted
     if way == "plain":  # transformers does not tell: all layers, and nothing drafted
         depths, drafted = [model.num_layers] * len(tokens), [False] * len(tokens)
-    shades: list[float | None] = list(depths if shade == DEPTH else drafted)
+    shades: list[float | None] = list(map(float, depths if shade == DEPTH else drafted))
     # Tokens of a pass that is not over are shown before it is known what they took.
     shades = [*shades, *[None] * len(tokens)][: len(tokens)]
     last, name = float(model.num_layers), "layers run"
