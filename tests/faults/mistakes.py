@@ -56,6 +56,11 @@ explode
 -x
 "" ""
 
+# -- explore
+explore --host 0.0.0.0
+explore --port 0
+explore --waiting none
+
 # -- options of par train
 par train --data {text} --out {out}
 + --step 10

@@ -8,6 +8,7 @@ import pytest
 
 from deepenough.errors import UserError
 from deepenough.lazy.config import ProgramConfig
+from deepenough.lazy.inspection import open_inspector
 from deepenough.lazy.programs import held_out_programs
 from deepenough.runs import read_records
 
@@ -108,3 +109,16 @@ def test_the_model_of_a_run_is_drawn_into_the_run(lazy, run, tmp_path, capsys):
     shutil.copytree(run / "model", tmp_path / "alone" / "model")
     with pytest.raises(UserError, match="give the folder of a run"):
         lazy("plot", str(tmp_path / "alone" / "model"))
+
+
+def test_an_inspector_translates_and_shows_who_has_halted(run):
+    found = open_inspector(str(run))
+    section = found.look("two red dogs", found.high)
+    (figure,) = section.figures
+    gates = figure.panels[0]
+    assert all(step == 0 for _, step in gates.framed)  # as bold as can be: all halt at once
+    assert "halt before step 4; on average a token makes 1.0 steps" in section.findings[1]
+    careful = found.look("two red dogs", 1e-9)
+    assert "0 of " in careful.findings[1]
+    with pytest.raises(UserError, match="empty"):
+        found.look(" ", found.usual)

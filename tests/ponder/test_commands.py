@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 
 from deepenough.__main__ import main
+from deepenough.errors import UserError
+from deepenough.ponder.evaluation import FinishedRun
+from deepenough.ponder.halting import ConfidenceExit, QuantileExit
+from deepenough.ponder.inspection import open_inspector
 from deepenough.runs import read_records
 
 
@@ -126,3 +130,22 @@ def test_bad_input_gets_one_sentence(
     error = capsys.readouterr().err.strip()
     assert error.startswith("deepenough: error: ") and said in error
     assert len(error.splitlines()) == 1
+
+
+def test_an_inspector_shows_every_pass_and_stops_as_predict_does(run: Path) -> None:
+    found = open_inspector(str(run))
+    finished = FinishedRun(str(run))
+    exit_class = QuantileExit if "halted" in found.dial else ConfidenceExit
+    for threshold in (0.05, 0.6, 1.0):
+        section = found.look("a good film", threshold)
+        panel = section.figures[0].panels[0]
+        policy = exit_class(threshold)
+        (answer,) = finished.model.predict(["a good film"], finished.tokenizer, policy=policy)
+        assert section.findings[0].startswith(f"{answer.label}, with probability")
+        stop = answer.passes - 1
+        assert panel.framed == [(0, stop), (1, stop)]
+        row = panel.rows.index(str(answer.label))
+        assert panel.values[row][stop] == pytest.approx(answer.probability, abs=1e-5)
+        assert sum(panel.values[2]) == pytest.approx(1.0, abs=1e-5)  # of halting
+    with pytest.raises(UserError, match="empty"):
+        found.look("", 0.5)

@@ -1,0 +1,14 @@
+"""The explorer as a hosted Space: `python app.py`, with deepenough[explorer] installed.
+
+On Hugging Face, who may see a Space is decided there, so that the page is open to whoever reaches
+it. Anywhere else this is `deepenough explore`, for this machine alone.
+"""
+
+import os
+
+from deepenough.explorer.app import serve
+from deepenough.explorer.commands import ExploreConfig
+
+if __name__ == "__main__":
+    is_space = "SPACE_ID" in os.environ
+    serve(ExploreConfig(host="0.0.0.0", port=7860) if is_space else ExploreConfig())
