@@ -113,7 +113,7 @@ def test_the_model_of_a_run_is_drawn_into_the_run(lazy, run, tmp_path, capsys):
 
 def test_an_inspector_translates_and_shows_who_has_halted(run):
     found = open_inspector(str(run))
-    section = found.look("two red dogs", found.high)
+    section = found.look("two red dogs", 1.0)
     (figure,) = section.figures
     gates = figure.panels[0]
     assert all(step == 0 for _, step in gates.framed)  # as bold as can be: all halt at once

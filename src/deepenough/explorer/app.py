@@ -18,7 +18,6 @@ import gradio as gr
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
-from deepenough import __version__
 from deepenough.errors import UserError
 from deepenough.explorer import lens, trials, write
 from deepenough.explorer.commands import USER, ExploreConfig
@@ -51,7 +50,7 @@ def serve(config: ExploreConfig) -> None:
     page = build(model, runs, config)
     try:
         model.shortcuts.start()
-        print(f"deepenough {__version__}: {launch(page, config)} (Ctrl-C ends it)", flush=True)
+        print(f"deepenough explorer: {launch(page, config)} (Ctrl-C ends it)", flush=True)
         page.block_thread()
     finally:
         page.close(verbose=False)
