@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepenough import speculate
 from deepenough.errors import UserError
 from deepenough.explorer.language_model import LanguageModel, ModelShortcuts
 
@@ -23,6 +24,7 @@ def test_three_ways_write_what_generate_does(writer):
     expected = writer.model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
     )[0, ids.shape[1] :].tolist()
+    writer.fast = speculate(writer.model, num_draft_tokens=3)  # else as many as pay here
     plain, lossless, early = (written(writer, way)[-1] for way in ("plain", "lossless", "exit"))
     assert plain.tokens == lossless.tokens == expected and plain.ended
     assert plain.depths == [] and plain.rate > 0
