@@ -30,7 +30,7 @@ from deepenough.hf import deferred, loading
 from tests.decoding.test_export import write_gguf
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ENDS_A_COMMAND = ("|", "||", "&", "&&", ";", ">", ">>", "<")
 
