@@ -46,7 +46,11 @@ def box(
 
 
 def arrow(
-    ax: Axes, start: tuple[float, float], end: tuple[float, float], bend: float = 0, color: str = INK
+    ax: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    bend: float = 0,
+    color: str = INK,
 ) -> None:
     """Draw an arrow; a positive `bend` curves it upwards from left to right."""
     style = f"arc3,rad={-bend}"
@@ -63,7 +67,7 @@ def say(ax: Axes, x: float, y: float, text: str, color: str = INK, at: str = "ce
 
 
 def shortcut(ax: Axes) -> None:
-    """Each layer's state, taken to the last layer by one linear map, already has an answer."""
+    """Draw layers whose states, taken to the last by one linear map, already have an answer."""
     guesses = ["“the”", "“a”", "“London”", "“Paris”", "“Paris”", "“Paris”"]
     for layer, guess in enumerate(guesses):
         box(ax, layer * 1.3, 0, f"layer {layer}", w=1.0)
@@ -80,7 +84,7 @@ def shortcut(ax: Axes) -> None:
 
 
 def decoding(ax: Axes) -> None:
-    """A drafter proposes, one pass of the model checks all of it."""
+    """Draw a draft of four tokens and the one pass that checks all of it."""
     say(ax, -1.5, 1.2, "a cheap drafter", ORANGE, "left")
     say(ax, -1.5, 0.1, "the model, one pass", BLUE, "left")
     say(ax, -1.5, -1.0, "written", INK, "left")
@@ -100,7 +104,7 @@ def decoding(ax: Axes) -> None:
 
 
 def prune(ax: Axes) -> None:
-    """Each part of each layer is kept, replaced by a linear map, or removed."""
+    """Draw layers whose parts are kept, replaced by a linear map, or removed."""
     attention, dense = "kkllk--kkk", "kklkkklkkk"
     looks = {"k": (BLUE, ""), "l": (ORANGE, "A"), "-": (WHITE, "")}
     for row, choices in ((0.45, attention), (-0.35, dense)):
@@ -117,7 +121,7 @@ def prune(ax: Axes) -> None:
 
 
 def par(ax: Axes) -> None:
-    """Every block weighs attention, dense and nothing; the likeliest stay."""
+    """Draw blocks that weigh attention, dense and nothing, and what they become."""
     chances = [
         (0.1, 0.8, 0.1),
         (0.85, 0.1, 0.05),
@@ -143,7 +147,7 @@ def par(ax: Axes) -> None:
 
 
 def ponder(ax: Axes) -> None:
-    """An easy text stops early, a hard one goes on."""
+    """Draw an easy text that stops early, and a hard one that goes on."""
     rows = (("“A joy from start to end.”", 2), ("“Not exactly what one would\ncall a failure.”", 5))
     for row, (text, stop) in enumerate(rows):
         y = 0.8 - row * 1.1
@@ -158,7 +162,7 @@ def ponder(ax: Axes) -> None:
 
 
 def lazy(ax: Axes) -> None:
-    """Tokens that hardly change any more are left alone."""
+    """Draw tokens that are left alone once they hardly change."""
     words = ["A", "dog", "runs", "on", "the", "beach", "."]
     steps = [2, 5, 6, 3, 2, 4, 2]
     for place, (word, last) in enumerate(zip(words, steps, strict=True)):
@@ -168,7 +172,10 @@ def lazy(ax: Axes) -> None:
             box(ax, place * 1.05, step * 0.48, "", color, w=0.85, h=0.36)
     say(ax, -0.8, 0.0, "step 1", at="right")
     say(ax, -0.8, 2.4, "step 6", at="right")
-    for y, color, text in ((2.0, BLUE, "updated"), (1.4, WHITE, "hardly changing:\nnothing computed")):
+    for y, color, text in (
+        (2.0, BLUE, "updated"),
+        (1.4, WHITE, "hardly changing:\nnothing computed"),
+    ):
         box(ax, 7.8, y, "", color, w=0.5, h=0.36)
         say(ax, 8.25, y, text, at="left")
     ax.set(xlim=(-2.0, 11.2), ylim=(-1.1, 2.8))

@@ -146,6 +146,10 @@ def make_policy(name: str, value: float | None = None) -> ExitPolicy:
     """Return a policy by name; `value` is its threshold, 0.9 by default, or its layer."""
     if name not in POLICIES:
         raise UserError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
+    if value is not None and not isinstance(value, int | float):
+        raise UserError(
+            f"A threshold is a number, not {value!r}: give a policy of your own as policy=..."
+        )
     if name == "layer":
         if value is None or not float(value).is_integer():
             raise UserError("The policy layer needs to know which: give it as the threshold.")
