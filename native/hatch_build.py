@@ -31,7 +31,9 @@ class NativeBuildHook(BuildHookInterface):
             done = False
             print(f"The native decoder was not compiled: {error}", file=sys.stderr)
         if not done and os.environ.get("DEEPENOUGH_REQUIRE_NATIVE") == "1":
-            raise RuntimeError("DEEPENOUGH_REQUIRE_NATIVE=1, and the native decoder did not compile.")
+            raise RuntimeError(
+                "DEEPENOUGH_REQUIRE_NATIVE=1, and the native decoder did not compile."
+            )
         if done:
             # Called through ctypes, so that any version of Python can load it.
             system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
