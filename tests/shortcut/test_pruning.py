@@ -29,11 +29,14 @@ import deepenough as de
 from deepenough.cli import main
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
-from deepenough.shortcut import pruning
+from deepenough.shortcut import pruning, pruning_search
 from deepenough.shortcut.config import HealTrainingConfig
 from deepenough.shortcut.healing import heal
 from deepenough.shortcut.pruned_model import PrunedConfig
-from deepenough.shortcut.pruning import Costs, choose, compare_outputs, find_costs, prune, report_of
+from deepenough.shortcut.pruning import compare_outputs, prune, report_of
+from deepenough.shortcut.pruning_costs import Costs, find_costs, token_seconds
+from deepenough.shortcut.pruning_search import choose, moves
+from deepenough.shortcut.refitting import SequentialFit
 from deepenough.shortcut.replaceable import PARTS, Block, Choice, ReplaceableModel, best_ridge
 from deepenough.shortcut.statistics import AffineMap, NormalEquations
 from tests.shortcut.conftest import make_tokenizer
@@ -199,7 +202,7 @@ def test_a_cache_that_misses_layers_gives_the_tokens_of_none(whole):
 def test_the_first_layer_keeps_its_attention(whole):
     assert all(
         ("attention", 0, 0) not in choice.parts and not any(run.first == 0 for run in choice.runs)
-        for choice, _ in pruning.moves(whole, Choice())
+        for _, choice, _ in moves(whole, Choice())
     )
 
 
@@ -234,13 +237,14 @@ def test_lazy_greedy_takes_what_full_greedy_takes(whole, monkeypatch):
         return float(total**1.5)
 
     monkeypatch.setattr(whole, "divergence", measured)
-    monkeypatch.setattr(whole, "settle", lambda choice: None)
+    monkeypatch.setattr(whole, "settle", lambda choice, first=0: None)
+    monkeypatch.setattr(pruning_search, "_TRIED", 0)
     costs = weights_of(whole)
     budget = 0.5 * costs.of(Choice())
     current = Choice()
     while (cost := costs.of(current)) > budget:
         found = []
-        for choice, _ in pruning.moves(whole, current):
+        for _, choice, _ in moves(whole, current):
             saved = min(cost - costs.of(choice), cost - budget)
             if saved > 0:
                 found.append(((measured(choice) - measured(current)) / saved, choice))
@@ -259,7 +263,7 @@ def test_fitting_again_never_makes_it_worse(whole):
     )
     whole.settle(Choice())
     first = whole.divergence(choice)
-    reached = whole.refit(choice)
+    reached = SequentialFit(whole, choice).run()
     assert reached <= first and whole.divergence(choice) == pytest.approx(reached, rel=1e-4)
     whole.maps = before
     whole.settle(Choice())
@@ -283,7 +287,7 @@ def test_measured_time_is_of_all_parts(whole):
     assert set(costs.parts) == {(kind, layer, 0) for kind in PARTS for layer in range(4)}
     assert all(value > 0 for value in costs.parts.values()) and costs.of(Choice()) > 0
     model = whole.adapter.model
-    seconds = pruning.token_seconds({"one": (model, nullcontext)}, whole.held_out, 2, 2)
+    seconds = token_seconds({"one": (model, nullcontext)}, whole.held_out, 2, 2)
     assert 0 < seconds["one"] < 1
 
 

@@ -1,29 +1,19 @@
 """Prune a pretrained model in minutes: keep a part of a block, make it linear, or leave it out.
 
-What is chosen is decided by what it does to the output. With `p` the output distribution of the
-full model and `q` that of a pruned one, each on held-out text, a step of the greedy search takes
-the replacement with the smallest
-
-    increase of KL(p || q) / cost that it saves
-
-until the layers cost no more than the budget. The cost of a part is its measured time when one
-token is decoded, its weights, or its FLOPs. Increases mostly grow as more is replaced, so an old
-one is a lower bound, and only replacements that look best are measured again (lazy greedy).
-Parts without which little works, such as those that make massive activations, are never chosen:
-they are measured, and their KL is large.
+`prune` fits maps (`replaceable.py`), finds what parts cost (`pruning_costs.py`), searches for the
+choice that changes the output least (`pruning_search.py`), fits again in order (`refitting.py`) and
+builds the model (`pruned_model.py`). `compare_outputs` says what it is worth on other text.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,225 +24,25 @@ from transformers import PreTrainedModel
 from deepenough.artifacts import DamagedError, load_tensors, read_json, save_tensors, write_json
 from deepenough.config import validate
 from deepenough.errors import UserError
-from deepenough.hf.adapter import kind_of
-from deepenough.hf.intercept import eval_mode
 from deepenough.shortcut.config import PruneConfig
 from deepenough.shortcut.pruned_model import PrunedConfig, PrunedPart, make_pruned
-from deepenough.shortcut.reading import TokenBatch, batches, make_reading
+from deepenough.shortcut.pruning_costs import find_costs, token_seconds
+from deepenough.shortcut.pruning_search import choose, drop
+from deepenough.shortcut.reading import batches, make_reading
+from deepenough.shortcut.refitting import SequentialFit, parameters_of
 from deepenough.shortcut.replaceable import (
     PARTS,
     Block,
     Choice,
-    Mode,
     ReplaceableModel,
-    first_of_each_kind,
+    last_product,
     prunable,
     run_rows,
-    unchanged,
     window,
 )
 from deepenough.shortcut.statistics import AffineMap
-from deepenough.shortcut.submodules import Function, Place
+from deepenough.shortcut.submodules import Place
 from deepenough.training.logging import reading
-
-_SCREENED = 768
-"""Tokens on which replacements are first tried one by one."""
-_DECODED = 64
-"""Length of the text after which the time of one more token is measured."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What the layers cost, in the unit of the budget."""
-
-    parts: Mapping[Place, float]
-    linear: float
-    """A linear map in the place of a part."""
-    rest: Sequence[float]
-    """What a layer costs beside its two parts."""
-
-    def of(self, choice: Choice) -> float:
-        """Return the cost of all layers."""
-        cost = self.linear * len(choice.runs)
-        for layer, rest in enumerate(self.rest):
-            if not choice.in_run(layer) and not choice.is_dropped(layer):
-                cost += rest + sum(self._part(choice, (kind, layer, 0)) for kind in PARTS)
-        return cost
-
-    def _part(self, choice: Choice, place: Place) -> float:
-        mode = choice.parts.get(place)
-        return {"linear": self.linear, "removed": 0.0}.get(mode or "", self.parts[place])
-
-    def left(self, choice: Choice) -> list[list[float]]:
-        """Return what every layer's attention and feed-forward cost, as shares of what they did."""
-        rows = []
-        for layer in range(len(self.rest)):
-            places = [(kind, layer, 0) for kind in PARTS]
-            if choice.in_run(layer):
-                run = next(run for run in choice.runs if run.first <= layer < run.end)
-                before = sum(self.parts[p] for p in self.parts if run.first <= p[1] < run.end)
-                rows.append([self.linear / max(before, 1e-30)] * 2)
-            else:
-                rows.append([self._part(choice, p) / max(self.parts[p], 1e-30) for p in places])
-        return rows
-
-
-def moves(whole: ReplaceableModel, choice: Choice) -> Iterator[tuple[Choice, int]]:
-    """Yield the choices that are one replacement further, and the layer where they begin."""
-    protected = first_of_each_kind(whole.adapter)
-    for place in whole.chains:
-        kind, layer, _ = place
-        if kind not in PARTS or choice.in_run(layer):
-            continue
-        if kind == "attention" and layer in protected:
-            continue
-        modes: tuple[Mode, ...] = ("linear", "removed")
-        for mode in modes:
-            if place in whole.maps and choice.parts.get(place) not in (mode, "removed"):
-                yield choice.with_part(place, mode), layer
-    for run in whole.maps:
-        if not isinstance(run, Block) or any(map(choice.in_run, range(*run))):
-            continue
-        if protected.isdisjoint(range(*run)):
-            yield choice.with_run(run), run.first
-
-
-def choose(
-    whole: ReplaceableModel,
-    costs: Costs,
-    budget: float,
-    start: Choice | None = None,
-    progress: Callable[[Choice, float], None] | None = None,
-) -> Choice:
-    """Return the choice that the greedy search ends with, at most `budget` in cost."""
-    current = start or Choice()
-    whole.settle(current)
-    reached = whole.divergence(current) if start else 0.0
-    cost = costs.of(current)
-    # Estimates of single replacements, by what they replace, which is all that identifies them.
-    estimates: dict[Any, float] = {}
-    while cost > budget:
-        queue = []
-        for order, (choice, layer) in enumerate(moves(whole, current)):
-            saved = min(cost - costs.of(choice), cost - budget)  # no more counts
-            if saved <= 0:
-                continue
-            key = _difference(current, choice)
-            if key not in estimates:
-                estimates[key] = whole.divergence(choice, layer, _SCREENED) - reached
-            queue.append((estimates[key] / saved, order, key, choice, layer, saved))
-        if not queue:
-            raise UserError(
-                f"The layers cannot cost less than {cost / costs.of(Choice()):.2f} of what "
-                "they do: ask to keep more."
-            )
-        heapq.heapify(queue)
-        fresh: set[Any] = set()
-        while queue[0][2] not in fresh:
-            _, order, key, choice, layer, saved = queue[0]
-            estimates[key] = whole.divergence(choice, layer) - reached
-            fresh.add(key)
-            heapq.heapreplace(queue, (estimates[key] / saved, order, key, choice, layer, saved))
-        _, _, key, current, _, _ = queue[0]
-        reached += estimates.pop(key)
-        cost = costs.of(current)
-        whole.settle(current)
-        if progress is not None:
-            progress(current, reached)
-    return current
-
-
-def _difference(before: Choice, after: Choice) -> Any:
-    """Return what identifies a replacement."""
-    if len(after.runs) > len(before.runs):
-        return after.runs[-1]
-    changed = [p for p, mode in after.parts.items() if before.parts.get(p) != mode]
-    return changed[0], after.parts[changed[0]]
-
-
-# -- what parts cost -----------------------------------------------------------------------------
-
-
-def find_costs(whole: ReplaceableModel, budget: str) -> Costs:
-    """Return what the parts of the layers cost: measured time, weights, or FLOPs of a token."""
-    adapter = whole.adapter
-    chains = {place: chain for place, chain in whole.chains.items() if place[0] in PARTS}
-    weights = {place: float(_num_weights(chain)) for place, chain in chains.items()}
-    linear = float(adapter.width * (adapter.width + 1))
-    num_layers = adapter.num_layers
-    if budget == "weights":
-        rest = [
-            _num_weights([layer]) - sum(weights[kind, number, 0] for kind in PARTS)
-            for number, layer in enumerate(adapter.layers)
-        ]
-        return Costs(weights, linear, rest)
-    if budget == "flops":
-        attended = 4.0 * _DECODED * adapter.width
-        flops = {p: 2 * num + attended * (p[0] == "attention") for p, num in weights.items()}
-        return Costs(flops, 2 * linear, [0.0] * num_layers)
-    places = {kind: [(kind, layer, 0) for layer in range(1, num_layers)] for kind in PARTS}
-    variants: dict[str, tuple[dict[Place, Function], dict[int, Function]]] = {"full": ({}, {})}
-    for kind, own in places.items():
-        variants[f"{kind} linear"] = {place: whole.maps[place] for place in own}, {}
-        variants[f"{kind} removed"] = dict.fromkeys(own, torch.zeros_like), {}
-    both = [place for own in places.values() for place in own]
-    variants["both removed"] = dict.fromkeys(both, torch.zeros_like), {}
-    variants["no layers"] = {}, dict.fromkeys(range(1, num_layers), unchanged)
-    model, replacement = adapter.model, whole.replacement
-    seconds = token_seconds(
-        {name: (model, partial(replacement.placed, *own)) for name, own in variants.items()},
-        whole.held_out,
-    )
-    times: dict[Place, float] = {}
-    for kind, own in places.items():
-        # Parts of one kind share the time of all of them by their weights.
-        total = sum(weights[place] for place in own)
-        saved = max(0.0, seconds["full"] - seconds[f"{kind} removed"])
-        times |= {p: saved * num / total for p, num in weights.items() if p[0] == kind}
-    maps = [seconds[f"{kind} linear"] - seconds[f"{kind} removed"] for kind in PARTS]
-    beside = max(0.0, seconds["both removed"] - seconds["no layers"]) / (num_layers - 1)
-    return Costs(times, max(0.0, sum(maps) / (2 * (num_layers - 1))), [beside] * num_layers)
-
-
-@torch.no_grad()
-def token_seconds(
-    variants: Mapping[str, tuple[Any, Callable[[], AbstractContextManager[None]]]],
-    texts: Sequence[TokenBatch],
-    rounds: int = 5,
-    steps: int = 6,
-) -> dict[str, float]:
-    """Return the seconds of one more token after a text, by variant: the best of several rounds.
-
-    A variant is a model and what it runs in. Models that do not decode read a batch of texts.
-    """
-    longest = min(
-        getattr(model.config.get_text_config(), "max_position_embeddings", None) or _DECODED + steps
-        for model, _ in variants.values()
-    )
-    length = max(1, min(_DECODED, longest - steps))
-    ids = torch.cat([batch.ids.flatten() for batch in texts])[None, :length]
-    found = dict.fromkeys(variants, float("inf"))
-    for _ in range(rounds):
-        for name, (model, context) in variants.items():
-            with eval_mode(model), context():
-                own: dict[str, Any] = {"input_ids": texts[0].ids, "attention_mask": texts[0].mask}
-                if kind_of(model) == "causal":
-                    cache = model(input_ids=ids.to(model.device), use_cache=True).past_key_values
-                    own = {"input_ids": ids[:, -1:], "past_key_values": cache}
-                for tensor in ("input_ids", "attention_mask"):
-                    own |= {tensor: own[tensor].to(model.device)} if tensor in own else {}
-                for _ in range(steps):
-                    started = time.perf_counter()
-                    model(**own)
-                    found[name] = min(found[name], time.perf_counter() - started)
-    return found
-
-
-def _num_weights(modules: Iterable[nn.Module]) -> int:
-    return sum(weight.numel() for module in modules for weight in module.parameters())
-
-
-# -- the result ----------------------------------------------------------------------------------
 
 
 def build(whole: ReplaceableModel, choice: Choice, report: Mapping[str, Any]) -> PreTrainedModel:
@@ -281,7 +71,13 @@ def build(whole: ReplaceableModel, choice: Choice, report: Mapping[str, Any]) ->
             add(whole.chains[place], place[1], found, False)
     for run in choice.runs:
         add([adapter.layers[run.first]], run.first, whole.maps[run], True)
-    return make_pruned(model, kept, layers, parts, report)
+    changed: dict[str, Tensor] = {}
+    for place, found in whole.corrected.items():
+        product = last_product(whole.chains[place])
+        assert product is not None
+        own = parameters_of(product, found)
+        changed |= {f"{names[product]}.{name}": tensor for name, tensor in own.items()}
+    return make_pruned(model, kept, layers, parts, report, changed)
 
 
 def describe(choice: Choice, num_layers: int) -> list[list[str]]:
@@ -295,47 +91,6 @@ def describe(choice: Choice, num_layers: int) -> list[list[str]]:
         else:
             rows.append([choice.parts.get((kind, layer, 0), "kept") for kind in PARTS])
     return rows
-
-
-@torch.no_grad()
-def drop(whole: ReplaceableModel, costs: Costs, budget: float, method: str) -> Choice:
-    """Return the choice of whole layers to remove, as others do it.
-
-    "influence" removes the layers that change the direction of states least, one by one (ShortGPT,
-    arXiv 2403.03853); "contiguous" the run of layers whose ends lie closest by angle (arXiv
-    2403.17887).
-    """
-    states = whole.usual_states()
-    num_layers = whole.adapter.num_layers
-    protected = first_of_each_kind(whole.adapter)
-    free = [layer for layer in range(num_layers) if layer not in protected]
-
-    def distance(first: int, end: int) -> float:
-        cosine = nn.functional.cosine_similarity(states[first], states[end], dim=-1)
-        return float(cosine.clamp(-1, 1).acos().mean())
-
-    def removed(layers: Iterable[int]) -> Choice:
-        places = [(kind, layer, 0) for layer in layers for kind in PARTS]
-        return Choice(dict.fromkeys(places, "removed"))
-
-    by_influence = sorted(free, key=lambda layer: distance(layer, layer + 1))
-    for count in range(len(free) + 1):
-        if method == "influence":
-            found = removed(by_influence[:count])
-        else:
-            firsts = [
-                i
-                for i in range(num_layers - count + 1)
-                if protected.isdisjoint(range(i, i + count))
-            ]
-            best = min(firsts, key=lambda i: distance(i, i + count)) if count else 0
-            found = removed(range(best, best + count))
-        if costs.of(found) <= budget:
-            return found
-    raise UserError(
-        f"The layers cannot cost less than {costs.of(found) / costs.of(Choice()):.2f} of what they "
-        "do: ask to keep more."
-    )
 
 
 class PruneCheckpoint:
@@ -448,7 +203,7 @@ def prune(
             choice = choose(whole, costs, budget, start, step)
         if config.refit:
             with reading("layers", "fitting again") as show:
-                whole.refit(choice, show)
+                SequentialFit(whole, choice).run(show)
     else:
         choice = drop(whole, costs, budget, config.method)
     kl, share = whole.divergence(choice), costs.of(choice) / full
