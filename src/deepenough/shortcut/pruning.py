@@ -26,7 +26,7 @@ from deepenough.config import validate
 from deepenough.errors import UserError
 from deepenough.shortcut.config import PruneConfig
 from deepenough.shortcut.pruned_model import PrunedConfig, PrunedPart, make_pruned
-from deepenough.shortcut.pruning_costs import find_costs, token_seconds
+from deepenough.shortcut.pruning_costs import Costs, find_costs, token_seconds
 from deepenough.shortcut.pruning_search import choose, drop
 from deepenough.shortcut.reading import batches, make_reading
 from deepenough.shortcut.refitting import SequentialFit, parameters_of
@@ -94,14 +94,22 @@ def describe(choice: Choice, num_layers: int) -> list[list[str]]:
 
 
 class PruneCheckpoint:
-    """The maps and the choice so far, in a folder, for a search that was interrupted."""
+    """Maps, what single replacements do, and the choice so far, for a search that is interrupted.
 
-    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        self.maps, self.choice = folder / "maps.safetensors", folder / "choice.json"
+    Maps and single replacements serve any budget, the choice one alone.
+    """
+
+    def __init__(self, folder: Path, whole: ReplaceableModel, config: PruneConfig) -> None:
+        self.maps, self.state = folder / "maps.safetensors", folder / "search.json"
+        texts = hashlib.sha256()
+        for batch in (*whole.fitted, *whole.held_out):
+            texts.update(batch.ids.numpy().tobytes())
+        about = {"model": whole.adapter.identity(with_head=True), "texts": texts.hexdigest()}
         self.about = json.dumps(about, sort_keys=True)
+        self.config = json.dumps(asdict(config), sort_keys=True)
 
     def load(self, whole: ReplaceableModel) -> Choice | None:
-        """Fill in the maps and return the choice so far; None where there is nothing of use."""
+        """Fill in what there is and return the choice so far, if any."""
         try:
             tensors, header = load_tensors(self.maps)
         except (DamagedError, OSError):
@@ -112,27 +120,36 @@ class PruneCheckpoint:
             bias = tensors[f"b.{name[2:]}"]
             whole.maps[_key(name[2:])] = whole.as_model(AffineMap(tensors[name], bias))
         try:
-            saved = read_json(self.choice)
+            saved = read_json(self.state)
         except (UserError, OSError):
-            return Choice()
+            return None
+        whole.singles = {(_key(name), mode): kl for name, mode, kl in saved["singles"]}
+        if saved["config"] != self.config:
+            return None
         parts = {(kind, layer, 0): mode for kind, layer, mode in saved["parts"]}
         return Choice(parts, tuple(Block(*run) for run in saved["runs"]))
 
     def save_maps(self, whole: ReplaceableModel) -> None:
         """Write all maps."""
         self.maps.parent.mkdir(parents=True, exist_ok=True)
-        self.choice.unlink(missing_ok=True)
+        self.state.unlink(missing_ok=True)
         tensors: dict[str, Tensor] = {}
         for key, found in whole.maps.items():
             assert found.bias is not None
-            name = ".".join(map(str, key))
-            tensors |= {f"A.{name}": found.weight, f"b.{name}": found.bias}
+            tensors |= {f"A.{_name(key)}": found.weight, f"b.{_name(key)}": found.bias}
         save_tensors(self.maps, tensors, {"about": self.about})
 
-    def save_choice(self, choice: Choice) -> None:
+    def save_choice(self, whole: ReplaceableModel, choice: Choice) -> None:
         """Write the choice so far."""
         parts = [[kind, layer, mode] for (kind, layer, _), mode in choice.parts.items()]
-        write_json(self.choice, {"parts": parts, "runs": [list(run) for run in choice.runs]})
+        runs = [list(run) for run in choice.runs]
+        singles = [[_name(key), mode, kl] for (key, mode), kl in whole.singles.items()]
+        found = {"config": self.config, "parts": parts, "runs": runs, "singles": singles}
+        write_json(self.state, found)
+
+
+def _name(key: Place | Block) -> str:
+    return ".".join(map(str, key))
 
 
 def _key(name: str) -> Place | Block:
@@ -166,63 +183,84 @@ def prune(
     config = replace(config or PruneConfig(), **changes)
     config = validate(config if keep is None else replace(config, keep=keep))
     if config.keep == 1:
-        prunable(model)
-        return make_pruned(model, range(model.config.num_hidden_layers), "", {}, {"keep": 1.0})
-    started = time.perf_counter()
+        num_layers = prunable(model).num_layers
+        layers = describe(Choice(), num_layers)
+        same = {**asdict(config), "share": 1.0, "kl": 0.0, "layers": layers, "history": []}
+        return make_pruned(model, range(num_layers), "", {}, same)
+    clock = {"begin": time.perf_counter()}
     whole = ReplaceableModel(model, tokenizer, texts, config.fit_tokens, config.choose_tokens)
-    identity = whole.adapter.identity(with_head=True)
-    checkpoint = None
-    if folder is not None:
-        texts_read = hashlib.sha256()
-        for batch in (*whole.fitted, *whole.held_out):
-            texts_read.update(batch.ids.numpy().tobytes())
-        digest = texts_read.hexdigest()
-        about = {"model": identity, "config": asdict(config), "texts": digest}
-        checkpoint = PruneCheckpoint(folder, about)
-    start = checkpoint.load(whole) if checkpoint else None
-    if start is None:
-        with reading("batches", "fitting maps") as show:
-            whole.fit(show)
-        if checkpoint:
-            checkpoint.save_maps(whole)
-    costs = find_costs(whole, config.budget)
-    full = costs.of(Choice())
-    budget = config.keep * full
     history: list[dict[str, float]] = []
+    costs = find_costs(whole, config.budget)
+    budget = config.keep * costs.of(Choice())
     if config.method == "replace":
-        with reading("% of the saving", "choosing") as show:
-
-            def step(choice: Choice, kl: float) -> None:
-                share = costs.of(choice) / full
-                history.append({"share": share, "kl": kl})
-                done = min(100, round(100 * (1 - share) / (1 - config.keep)))
-                show(done, 100, f"{share:.2f} of the cost at KL {kl:.3f}")
-                if checkpoint:
-                    checkpoint.save_choice(choice)
-
-            choice = choose(whole, costs, budget, start, step)
+        checkpoint = PruneCheckpoint(folder, whole, config) if folder is not None else None
+        start = _fit_or_load(whole, checkpoint)
+        clock["fit"] = time.perf_counter()
+        choice = _choose(whole, costs, config, checkpoint, start, history)
+        clock["choose"] = time.perf_counter()
         if config.refit:
             with reading("layers", "fitting again") as show:
-                SequentialFit(whole, choice).run(show)
+                SequentialFit(whole, choice, config.correct).run(show)
+            clock["refit"] = time.perf_counter()
     else:
         choice = drop(whole, costs, budget, config.method)
-    kl, share = whole.divergence(choice), costs.of(choice) / full
+    moments = [*clock.values(), time.perf_counter()]
     report: dict[str, Any] = {
         **asdict(config),
-        "share": share,
-        "kl": kl,
+        "share": costs.of(choice) / costs.of(Choice()),
+        "kl": whole.divergence(choice),
         "layers": describe(choice, whole.adapter.num_layers),
+        "corrected": sorted([kind, layer] for kind, layer, _ in whole.corrected),
         "left": costs.left(choice),
         "history": history,
         "evaluations": whole.evaluations,
-        "seconds": time.perf_counter() - started,
-        "model": identity,
+        "seconds": moments[-1] - moments[0],
+        "stages": {
+            name: moments[number] - moments[number - 1]
+            for number, name in enumerate(clock)
+            if number
+        },
+        "model": whole.adapter.identity(with_head=True),
     }
     pruned = build(whole, choice, report)
     both = {"full": model, "pruned": pruned}
     seconds = token_seconds({n: (each, nullcontext) for n, each in both.items()}, whole.held_out)
     report_of(pruned)["token_seconds"] = seconds
     return pruned
+
+
+def _fit_or_load(whole: ReplaceableModel, checkpoint: PruneCheckpoint | None) -> Choice | None:
+    """Fit all maps, or read what was fitted before; return the choice that was reached then."""
+    start = checkpoint.load(whole) if checkpoint else None
+    if not whole.maps:
+        with reading("batches", "fitting maps") as show:
+            whole.fit(show)
+        if checkpoint:
+            checkpoint.save_maps(whole)
+    return start
+
+
+def _choose(
+    whole: ReplaceableModel,
+    costs: Costs,
+    config: PruneConfig,
+    checkpoint: PruneCheckpoint | None,
+    start: Choice | None,
+    history: list[dict[str, float]],
+) -> Choice:
+    """Search for what to replace, with progress; `history` gets the cost and KL of every step."""
+    full = costs.of(Choice())
+    with reading("% of the saving", "choosing") as show:
+
+        def step(choice: Choice, kl: float) -> None:
+            share = costs.of(choice) / full
+            history.append({"share": share, "kl": kl})
+            done = min(100, round(100 * (1 - share) / (1 - config.keep)))
+            show(done, 100, f"{share:.2f} of the cost at KL {kl:.3f}")
+            if checkpoint:
+                checkpoint.save_choice(whole, choice)
+
+        return choose(whole, costs, config.keep * full, start, step)
 
 
 def report_of(pruned: PreTrainedModel) -> dict[str, Any]:
@@ -233,6 +271,43 @@ def report_of(pruned: PreTrainedModel) -> dict[str, Any]:
         else pruned.config.deepenough_pruned
     )
     return own
+
+
+def model_card(pruned: PreTrainedModel, full_name: str, command: str) -> str:
+    """Return the README of a pruned model: how it was made, what is left, what that costs."""
+    report = report_of(pruned)
+    letters = {"kept": "#", "linear": "L", "removed": ".", "one map": "M", "in the map": "m"}
+    lines = [
+        f"# {full_name}, pruned",
+        f"The layers cost {report['share']:.3f} of what those of {full_name} do "
+        f"({report['budget']}). Made with:",
+        f"```bash\n{command}\n```",
+        "Load it after `import deepenough` with the `Auto` class of its task."
+        if isinstance(pruned.config, PrunedConfig)
+        else "It is an ordinary model of its class and needs no deepenough.",
+        "## What is left",
+        "One letter a layer: kept (#), a linear map (L), removed (.), one map (M) for a run of "
+        "layers (m).",
+    ]
+    rows = zip(("attention", "feed-forward"), zip(*report["layers"], strict=True), strict=True)
+    drawn = [f"{name:13}{''.join(letters[word] for word in row)}" for name, row in rows]
+    lines.append("\n".join(["```text", *drawn, "```"]))
+    if scores := report.get("scores"):
+        lines += ["## Quality", "On text that it was not fitted to, beside the full model:"]
+        names = ("kl", "agreement", "perplexity", "full_perplexity", "tokens")
+        cells = [
+            f"| {name.replace('_', ' ')} | {scores[name]:.4g} |" for name in names if name in scores
+        ]
+        lines.append("\n".join(["| measure | value |", "|---|---|", *cells]))
+    if report["history"]:
+        lines += [
+            "## Quality against size",
+            "KL (nats) on held-out text as more was replaced, before maps were fitted again; now "
+            f"it is {report['kl']:.3f}.",
+        ]
+        cells = [f"| {point['share']:.3f} | {point['kl']:.3f} |" for point in report["history"]]
+        lines.append("\n".join(["| share of the cost | KL |", "|---|---|", *cells]))
+    return "\n\n".join(lines) + "\n"
 
 
 @torch.no_grad()

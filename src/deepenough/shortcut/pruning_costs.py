@@ -16,6 +16,7 @@ from deepenough.hf.adapter import kind_of
 from deepenough.hf.intercept import eval_mode
 from deepenough.shortcut.reading import TokenBatch
 from deepenough.shortcut.replaceable import PARTS, Choice, ReplaceableModel, unchanged
+from deepenough.shortcut.statistics import AffineMap
 from deepenough.shortcut.submodules import Function, Place
 
 _DECODED = 64
@@ -75,10 +76,16 @@ def find_costs(whole: ReplaceableModel, budget: str) -> Costs:
         attended = 4.0 * _DECODED * adapter.width
         flops = {p: 2 * num + attended * (p[0] == "attention") for p, num in weights.items()}
         return Costs(flops, 2 * linear, [0.0] * num_layers)
+    parameter = next(adapter.model.parameters())
+
+    def some_map() -> AffineMap:  # one of its own for every place, as the memory has it
+        width = adapter.width
+        return AffineMap(parameter.new_zeros(width, width), parameter.new_zeros(width))
+
     places = {kind: [(kind, layer, 0) for layer in range(1, num_layers)] for kind in PARTS}
     variants: dict[str, tuple[dict[Place, Function], dict[int, Function]]] = {"full": ({}, {})}
     for kind, own in places.items():
-        variants[f"{kind} linear"] = {place: whole.maps[place] for place in own}, {}
+        variants[f"{kind} linear"] = {place: some_map() for place in own}, {}
         variants[f"{kind} removed"] = dict.fromkeys(own, torch.zeros_like), {}
     both = [place for own in places.values() for place in own]
     variants["both removed"] = dict.fromkeys(both, torch.zeros_like), {}

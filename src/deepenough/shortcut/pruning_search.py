@@ -41,7 +41,7 @@ _TRIED = 8
 """Exchanges that are measured before the search ends."""
 
 
-Item = Block | tuple[Place, Mode]
+Item = tuple[Place | Block, Mode]
 """One replacement."""
 
 
@@ -71,7 +71,7 @@ def moves(whole: ReplaceableModel, choice: Choice) -> Iterator[Move]:
         if not isinstance(run, Block) or any(map(choice.in_run, range(*run))):
             continue
         if protected.isdisjoint(range(*run)):
-            yield Move(run, choice.with_run(run), run.first)
+            yield Move((run, "linear"), choice.with_run(run), run.first)
 
 
 class GreedySearch:
@@ -90,8 +90,10 @@ class GreedySearch:
         self.current = start or Choice()
         whole.settle(self.current)
         self.reached = whole.divergence(self.current) if start else 0.0
-        self.estimates: dict[Item, float] = {}
+        self.estimates: dict[Item, float] = dict(whole.singles)
         """By how much a replacement raised the KL when it was last measured."""
+        for place in self.current.parts:
+            self._forget(place)
 
     def run(self) -> Choice:
         """Return the choice that the search ends with, at most the budget in cost."""
@@ -108,6 +110,11 @@ class GreedySearch:
         if self.progress is not None:
             self.progress(choice, kl)
 
+    def _forget(self, place: Place | Block) -> None:
+        """Forget what replacing a part did: from a linear map on, removing it does less."""
+        for mode in ("linear", "removed"):
+            self.estimates.pop((place, mode), None)
+
     def _screened(self, move: Move) -> float:
         """Return the increase of KL by a replacement, as far as it is known, or on a little text.
 
@@ -117,6 +124,8 @@ class GreedySearch:
             before = self._little_reached()
             kl = self.whole.divergence(move.choice, move.layer, _SCREENED)
             self.estimates[move.item] = kl - before
+            if self.current == Choice():
+                self.whole.singles[move.item] = kl
         return self.estimates[move.item]
 
     def _little_reached(self) -> float:
@@ -146,9 +155,7 @@ class GreedySearch:
             self.estimates[move.item] = increases[move.item] = increase
             heapq.heapreplace(queue, (increase / saved, order, move, saved))
         best = queue[0][2]
-        if not isinstance(best.item, Block):  # from here, to remove the part does less than before
-            self.estimates.pop((best.item[0], "removed"), None)
-        self.estimates.pop(best.item, None)
+        self._forget(best.item[0])
         self._take(best.choice, best.layer, self.reached + increases[best.item])
 
     def _exchange(self, tried: set[tuple[Item, Item]]) -> bool:
@@ -159,7 +166,8 @@ class GreedySearch:
         """
         if len(tried) >= _TRIED:
             return False
-        before, pairs = self._little_reached(), []
+        before = self._little_reached()
+        pairs: list[tuple[float, int, Move, Move]] = []
         for undone in _undone(self.current):
             gain = before - self.whole.divergence(undone.choice, undone.layer, _SCREENED)
             for move in moves(self.whole, undone.choice):
@@ -197,7 +205,7 @@ def _undone(choice: Choice) -> Iterator[Move]:
         yield Move((place, mode), replace(choice, parts=parts), place[1])
     for run in choice.runs:
         runs = tuple(each for each in choice.runs if each != run)
-        yield Move(run, replace(choice, runs=runs), run.first)
+        yield Move((run, "linear"), replace(choice, runs=runs), run.first)
 
 
 @torch.no_grad()

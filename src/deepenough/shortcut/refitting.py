@@ -122,7 +122,8 @@ class SequentialFit:
         """Fit the map of a run of blocks."""
         for layer in range(*run):
             self.full = [each.output for each in self._passes(layer, self.full, Choice())]
-        found = best_ridge(*self._equations(zip(self.pruned, self.full, strict=True)))
+        sums = self._equations(zip(self.pruned, self.full, strict=True))
+        found = best_ridge(sums[0], sums[1])
         self._accept(self.whole.maps, run, found, run.first)
         self.pruned = [self.whole.maps[run](hidden) for hidden in self.pruned]
 
@@ -134,7 +135,8 @@ class SequentialFit:
             place = (kind, layer, 0)
             mode = self.choice.parts.get(place)
             if mode == "linear":
-                found = best_ridge(*self._equations(self._aims(kind, layer, full, adds_up)))
+                sums = self._equations(self._aims(kind, layer, full, adds_up))
+                found = best_ridge(sums[0], sums[1])
                 self._accept(self.whole.maps, place, found, layer)
             elif mode is None and not is_same and adds_up and self.corrects:
                 self._correct(place, full)
@@ -171,7 +173,7 @@ class SequentialFit:
         if product is None or not sums:
             return
         weight, bias = weights_of(product)
-        added = best_ridge(*sums, _RIDGES, affine=bias is not None)
+        added = best_ridge(sums[0], sums[1], _RIDGES, affine=bias is not None)
         if sums[1].excess_error(added) < 0:
             new_bias = None if bias is None or added.bias is None else bias + added.bias.to(bias)
             found = AffineMap(weight + added.weight.to(weight), new_bias)

@@ -115,6 +115,8 @@ class ReplaceableModel:
         self.maps: dict[Place | Block, AffineMap] = {}
         self.corrected: dict[Place, AffineMap] = {}
         """What the last product of a part that is kept becomes in the pruned model."""
+        self.singles: dict[tuple[Place | Block, Mode], float] = {}
+        """What single replacements do to the KL, on a little text."""
         self.evaluations = 0
 
     # -- running the model with replacements -----------------------------------------------------
@@ -131,9 +133,10 @@ class ReplaceableModel:
         for run in choice.runs:
             layers |= dict.fromkeys(range(*run), unchanged) | {run.first: self.maps[run]}
         products = {
-            last_product(self.chains[place]): found
+            product: found
             for place, found in self.corrected.items()
             if choice != Choice() and place not in parts and place[1] not in layers
+            if (product := last_product(self.chains[place])) is not None
         }
         with (
             eval_mode(self.adapter.model),
