@@ -200,6 +200,16 @@ def test_a_cache_that_misses_layers_gives_the_tokens_of_none(whole):
     assert torch.equal(fast.generate(ids, max_new_tokens=12, do_sample=False), expected)
 
 
+def test_early_exit_that_never_exits_gives_the_pruned_models_tokens(whole, plain, texts):
+    choice = Choice({("attention", 2, 0): "linear", ("feed_forward", 3, 0): "linear"})
+    pruned = pruning.build(whole, choice, {})
+    shortcuts = de.Shortcuts.fit(pruned, plain, texts[:40])
+    never = de.early_exit(pruned, shortcuts, threshold=1.0, exit_layers=[1, 2])
+    ids = torch.arange(3, 12)[None]
+    expected = pruned.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(never.generate(ids, max_new_tokens=8, do_sample=False), expected)
+
+
 def test_the_first_layer_keeps_its_attention(whole):
     assert all(
         ("attention", 0, 0) not in choice.parts and not any(run.first == 0 for run in choice.runs)
