@@ -62,9 +62,9 @@ def measure(
     sentences = [example.text for example in texts["train"] if len(example.text.split()) > 7]
     valid = [example.text for example in texts["valid"]]
     own = table(classifier, words, sentences, valid, folder / "minilm", shares, fit_tokens)
-    for share, ways in own.items():
-        for name, scores in ways.items():
-            place = folder / "minilm" / f"{share.removeprefix('keep_')}-{name}" / "model"
+    for share in shares:
+        for name, scores in own[f"keep_{round(100 * share)}"].items():
+            place = folder / "minilm" / f"{share}-{name}" / "model"
             pruned = AutoModelForSequenceClassification.from_pretrained(place).eval()
             scores["accuracy"] = accuracy(pruned, words, texts["valid"])
     full = {"accuracy": accuracy(classifier, words, texts["valid"])}
@@ -86,7 +86,7 @@ def table(
         for method in METHODS:
             config = PruneConfig(keep=share, budget="weights", fit_tokens=fit_tokens)
             place, options = folder / f"{share}-{method}", {"method": method}
-            found.setdefault(f"keep_{share}", {})[method] = stage(
+            found.setdefault(f"keep_{round(100 * share)}", {})[method] = stage(
                 place,
                 lambda c=config, o=options, p=place: pruned_scores(
                     model, tokenizer, train, valid, c, o, p

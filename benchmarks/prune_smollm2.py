@@ -81,7 +81,7 @@ def measure(
         for name, options in own.items():
             config = PruneConfig(keep=share, budget=budget, fit_tokens=fit_tokens)  # type: ignore
             place = folder / f"{share}-{name}"
-            found.setdefault(f"keep_{share}", {})[name] = stage(
+            found.setdefault(f"keep_{round(100 * share)}", {})[name] = stage(
                 place,
                 lambda c=config, o=options, p=place: pruned_scores(
                     full, tokenizer, train, valid, c, o, p

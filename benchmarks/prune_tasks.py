@@ -62,7 +62,7 @@ def measure(
     full, tokenizer = load(model)
     tasks = write_tasks(Path(runs) / "tasks", rows)
     folders = {
-        f"keep_{share}.{method}": require(
+        f"keep_{round(100 * share)}_{method}": require(
             Path(runs) / "weights" / f"{share}-{method}" / "model",
             "python -m benchmarks prune_smollm2-weights makes it.",
         )
