@@ -36,7 +36,7 @@ from deepenough.shortcut.healing import heal
 from deepenough.shortcut.pruned_model import PrunedConfig
 from deepenough.shortcut.pruning import compare_outputs, prune, report_of
 from deepenough.shortcut.pruning_costs import Costs, find_costs, token_seconds
-from deepenough.shortcut.pruning_search import choose, moves
+from deepenough.shortcut.pruning_search import GreedySearch, moves
 from deepenough.shortcut.refitting import SequentialFit
 from deepenough.shortcut.replaceable import PARTS, Block, Choice, ReplaceableModel, best_ridge
 from deepenough.shortcut.statistics import AffineMap, NormalEquations
@@ -260,7 +260,7 @@ def test_lazy_greedy_takes_what_full_greedy_takes(whole, monkeypatch):
             if saved > 0:
                 found.append(((measured(choice) - measured(current)) / saved, choice))
         current = min(found, key=lambda each: each[0])[1]
-    assert choose(whole, costs, budget) == current
+    assert GreedySearch(whole, costs, budget).run() == current
 
 
 def test_fitting_again_never_makes_it_worse(whole):
@@ -276,7 +276,7 @@ def test_fitting_again_never_makes_it_worse(whole):
     first = whole.divergence(choice)
     reached = SequentialFit(whole, choice).run()
     assert reached <= first and whole.divergence(choice) == pytest.approx(reached, rel=1e-4)
-    whole.maps = before
+    whole.maps, whole.corrected = before, {}
     whole.settle(Choice())
 
 
@@ -485,7 +485,7 @@ def test_an_exchange_is_made_where_the_divergence_falls(whole, monkeypatch):
     monkeypatch.setattr(whole, "singles", {})
     costs = weights_of(whole)
     start = Choice({second: "linear", third: "linear"})
-    search = pruning_search.GreedySearch(whole, costs, costs.of(start), start)
+    search = GreedySearch(whole, costs, costs.of(start), start)
     search.estimates = {(first, "linear"): 1.0}
     assert search.run().parts.keys() == {first, second}
 

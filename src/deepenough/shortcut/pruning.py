@@ -27,7 +27,7 @@ from deepenough.errors import UserError
 from deepenough.shortcut.config import PruneConfig
 from deepenough.shortcut.pruned_model import PrunedConfig, PrunedPart, make_pruned
 from deepenough.shortcut.pruning_costs import Costs, find_costs, token_seconds
-from deepenough.shortcut.pruning_search import choose, drop
+from deepenough.shortcut.pruning_search import GreedySearch, drop
 from deepenough.shortcut.reading import batches, make_reading
 from deepenough.shortcut.refitting import SequentialFit, parameters_of
 from deepenough.shortcut.replaceable import (
@@ -187,7 +187,7 @@ def prune(
         layers = describe(Choice(), num_layers)
         same = {**asdict(config), "share": 1.0, "kl": 0.0, "layers": layers, "history": []}
         return make_pruned(model, range(num_layers), "", {}, same)
-    clock = {"begin": time.perf_counter()}
+    started, clock = time.perf_counter(), {}
     whole = ReplaceableModel(model, tokenizer, texts, config.fit_tokens, config.choose_tokens)
     history: list[dict[str, float]] = []
     costs = find_costs(whole, config.budget)
@@ -195,16 +195,15 @@ def prune(
     if config.method == "replace":
         checkpoint = PruneCheckpoint(folder, whole, config) if folder is not None else None
         start = _fit_or_load(whole, checkpoint)
-        clock["fit"] = time.perf_counter()
+        clock["fit"] = time.perf_counter() - started
         choice = _choose(whole, costs, config, checkpoint, start, history)
-        clock["choose"] = time.perf_counter()
+        clock["choose"] = time.perf_counter() - started
         if config.refit:
             with reading("layers", "fitting again") as show:
                 SequentialFit(whole, choice, config.correct).run(show)
-            clock["refit"] = time.perf_counter()
+            clock["refit"] = time.perf_counter() - started
     else:
         choice = drop(whole, costs, budget, config.method)
-    moments = [*clock.values(), time.perf_counter()]
     report: dict[str, Any] = {
         **asdict(config),
         "share": costs.of(choice) / costs.of(Choice()),
@@ -214,12 +213,8 @@ def prune(
         "left": costs.left(choice),
         "history": history,
         "evaluations": whole.evaluations,
-        "seconds": moments[-1] - moments[0],
-        "stages": {
-            name: moments[number] - moments[number - 1]
-            for number, name in enumerate(clock)
-            if number
-        },
+        "seconds": time.perf_counter() - started,
+        "stages": clock,
         "model": whole.adapter.identity(with_head=True),
     }
     pruned = build(whole, choice, report)
@@ -260,7 +255,7 @@ def _choose(
             if checkpoint:
                 checkpoint.save_choice(whole, choice)
 
-        return choose(whole, costs, config.keep * full, start, step)
+        return GreedySearch(whole, costs, config.keep * full, start, step).run()
 
 
 def report_of(pruned: PreTrainedModel) -> dict[str, Any]:

@@ -187,17 +187,6 @@ class GreedySearch:
         return False
 
 
-def choose(
-    whole: ReplaceableModel,
-    costs: Costs,
-    budget: float,
-    start: Choice | None = None,
-    progress: Callable[[Choice, float], None] | None = None,
-) -> Choice:
-    """Return the choice that the greedy search ends with, at most `budget` in cost."""
-    return GreedySearch(whole, costs, budget, start, progress).run()
-
-
 def _undone(choice: Choice) -> Iterator[Move]:
     """Yield the choices that are one replacement less."""
     for place, mode in choice.parts.items():

@@ -97,6 +97,7 @@ class SequentialFit:
         self.pruned = self.full
         """Those of the pruned model; the same list as long as nothing is replaced."""
         self.reached = 0.0
+        whole.corrected = {}
 
     @torch.no_grad()
     def run(self, progress: Callable[[int, int], None] | None = None) -> float:
