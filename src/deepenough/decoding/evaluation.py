@@ -4,7 +4,8 @@
 - `evaluate`: tasks of EleutherAI's `lm-eval`. Likelihoods of an exiting model are those of its
   exits (`exit_scoring.py`): every position but the first may leave, whether it belongs to a
   question or to an answer.
-- `open_candidate`: a run of `shortcut fit` or `decode tune` as `deepenough compare` measures it.
+- `open_candidate`: a run of `shortcut fit`, `shortcut prune` or `decode tune` as `deepenough
+  compare` measures it.
 """
 
 import shlex
@@ -26,6 +27,7 @@ from deepenough.decoding.early_exit import ConfidenceGap, KVPropagation
 from deepenough.decoding.engine import DecodingCosts
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
+from deepenough.hf.loading import load
 from deepenough.measurement import (
     ComparedData,
     ComparedTask,
@@ -211,7 +213,8 @@ FULL: Final = "full"
 SPECULATIVE: Final = "speculative"
 TUNED: Final = "tuned"
 EXIT: Final = "exit"
-MECHANISMS = (PLAIN, FULL, SPECULATIVE, TUNED, EXIT)
+PRUNED: Final = "pruned"
+MECHANISMS = (PLAIN, FULL, SPECULATIVE, TUNED, EXIT, PRUNED)
 #: Prompts of a comparison, unless a limit is given.
 _NUM_PROMPTS = 8
 
@@ -225,9 +228,9 @@ class GenerationCandidate:
 
     Every way generates greedily after the same prompts, one text at a time: the model's own
     `generate`, our loop without drafts (`full`), with drafts (`speculative`, and `tuned` with a
-    draft model), and with early exit (`exit`). A token agrees if it is the one that the whole model
-    finds most likely after the text before it, whoever wrote that: one early difference does not
-    count for all that follows.
+    draft model), with early exit (`exit`), and the model that was made smaller (`pruned`). A token
+    agrees if it is the one that the whole model finds most likely after the text before it, whoever
+    wrote that: one early difference does not count for all that follows.
     """
 
     mechanism = EXIT
@@ -252,7 +255,8 @@ class GenerationCandidate:
         self.shortcuts = None
         if self.folder.is_dir():
             self.shortcuts = Shortcuts.from_pretrained(self.folder)
-        elif not tunes:
+        prunes = "prune" in config
+        if self.shortcuts is None and not tunes and not prunes:
             raise UserError(
                 f"{run} has no maps yet: let deepenough shortcut fit finish (--resume goes "
                 "on), or leave it out."
@@ -271,6 +275,7 @@ class GenerationCandidate:
             )
         self.model.eval()
         self.costs = DecodingCosts(adapt(self.model))
+        self.pruned = load(run)[0] if prunes else None
         self.num_prompt, self.num_new = data.prompt_tokens, data.new_tokens
         text, split = data.data or config.get("data", "python"), data.split or "valid"
         number = data.limit or _NUM_PROMPTS
@@ -294,6 +299,10 @@ class GenerationCandidate:
         if self.draft_model is not None and TUNED in self.asked:
             drafts = f"--mode speculative --draft_model {shlex.quote(self.draft_model)}"
             found.append(OperatingPoint(TUNED, {"mode": TUNED}, TUNED, f"{command} {drafts}"))
+        if self.pruned is not None and PRUNED in self.asked:
+            generate = f"deepenough decode generate {shlex.quote(self.path)} --mode full"
+            own = f"{generate} --prompt 'Once upon a time'"
+            found.append(OperatingPoint(PRUNED, {"mode": PRUNED}, PRUNED, own))
         if self.shortcuts is not None and EXIT in self.asked:
             command += f" --mode early_exit --shortcuts {shlex.quote(str(self.folder))}"
             command += f" --kv_propagation {self.kv_propagation} --max_new_tokens {self.num_new}"
@@ -317,6 +326,8 @@ class GenerationCandidate:
         mode = str(point.settings["mode"])
         if mode == PLAIN:
             return self.model
+        if mode == PRUNED and self.pruned is not None:
+            return speculate(self.pruned, "none")
         if mode == TUNED:
             return speculate(self.model, draft_model=self.draft_model)
         if mode != EXIT:
@@ -367,6 +378,12 @@ class GenerationCandidate:
         # Prompts run through all layers, whatever the mode.
         flops = trace.total_flops + len(answers) * (num - 1) * self.costs.token(num)
         quality = share_interval(agree, trace.num_units)
+        if point.name == PRUNED and self.pruned is not None:
+            # Its layers are counted in layers of the full model, by what they cost.
+            own = DecodingCosts(adapt(self.pruned))
+            flops = trace.total_flops + len(answers) * (num - 1) * own.token(num)
+            layers = sum(own.layers) / sum(self.costs.layers) * len(self.costs.layers)
+            return Scores(quality, trace.num_units, layers, flops, None)
         sample = self._sample(answers)
         return Scores(quality, trace.num_units, trace.mean_blocks, flops, sample)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -299,7 +300,7 @@ def repeat_paper(
 def prune(config: ShortcutPruneConfig) -> None:
     """Run `deepenough shortcut prune`; interrupted, it goes on with `resume`."""
     from deepenough.artifacts import seal
-    from deepenough.shortcut.pruning import compare_outputs, report_of
+    from deepenough.shortcut.pruning import compare_outputs, model_card, report_of
     from deepenough.shortcut.pruning import prune as shrink
     from deepenough.shortcut.replaceable import prunable
     from deepenough.training.trainer import keep_freed_memory
@@ -310,7 +311,7 @@ def prune(config: ShortcutPruneConfig) -> None:
     held_out = replace(config.dataset, split="valid", lines=_PRUNE_LINES).read(config.data)
     model, tokenizer = config.model.load()
     if prunable(model).kind == "causal":
-        texts, held_out = _passages(texts), _passages(held_out)
+        texts, held_out = passages(texts), passages(held_out)
     options = {"resume": config.resume, "overwrite": config.overwrite}
     run = RunFolder.create(config.out, **options)
     with run.lock():
@@ -331,16 +332,23 @@ def prune(config: ShortcutPruneConfig) -> None:
         report["scores"] = scores
         pruned.save_pretrained(run.model)
         tokenizer.save_pretrained(run.model)
+        command = f"deepenough shortcut prune {shlex.quote(config.model.name)} --data "
+        command += f"{shlex.quote(config.data)} --keep {config.prune.keep} --budget "
+        command += f"{config.prune.budget} --method {config.prune.method} --out {config.out}"
+        command += f" --heal-steps {config.heal_steps}" if config.heal_steps else ""
+        card = model_card(pruned, config.model.name, command)
+        (run.model / "README.md").write_text(card, encoding="utf-8")
         seal(run.model)
         replace_records(run.metrics, [Record(0, "pruned", report)])
         shutil.rmtree(run.checkpoints, ignore_errors=True)
     for layer, (attention, feed_forward) in enumerate(report.get("layers", ()), start=1):
         if {attention, feed_forward} != {"kept"}:
             print(f"layer {layer:>3}: attention {attention}, feed-forward {feed_forward}")
-    seconds = report["token_seconds"]
+    took = ""
+    if seconds := report.get("token_seconds"):
+        took = f"a token takes {seconds['pruned'] / seconds['full']:.3f} of the full model's time; "
     print(
-        f"layers at {report['share']:.3f} of their {config.prune.budget}; a token takes "
-        f"{seconds['pruned'] / seconds['full']:.3f} of the full model's time; on other text KL "
+        f"layers at {report['share']:.3f} of their {config.prune.budget}; {took}on other text KL "
         f"{scores['kl']:.3f}, {scores['agreement']:.1%} of first choices are the full model's"
     )
     if "perplexity" in scores:
@@ -348,7 +356,7 @@ def prune(config: ShortcutPruneConfig) -> None:
     print(f"next: deepenough decode generate {config.out}")
 
 
-def _passages(lines: list[str]) -> list[str]:
+def passages(lines: list[str]) -> list[str]:
     """Return consecutive lines as passages, since a language model reads on over their ends."""
     passages: list[list[str]] = [[]]
     for line in lines:
