@@ -11,6 +11,9 @@ constexpr int kChunkTiles = kBand;  // weights that a thread claims at once
 constexpr int kPrivateRows = 4;    // up to so many rows every thread prepares for itself
 constexpr int kPiece = 1024;       // positions of a long context that one task attends to
 constexpr int kTokensInTask = 8;   // of a long prompt
+constexpr int kShared = 32;        // positions that are worth a task of their own, to keep all threads busy
+// Bytes of weights, and of keys and of values, that a thread asks for before the others have come.
+constexpr size_t kFetched = 16384, kFetchedCache = 8192;
 
 // -- cache ---------------------------------------------------------------------------------------
 
@@ -116,6 +119,8 @@ void Model::reserve(const Pass& pass) {
     const bool is_prompt = pass.tokens > kPrivateRows;
     tokens_in_task_ = is_prompt ? kTokensInTask : pass.tokens;
     pieces_ = is_prompt ? 1 : std::max(1, longest / kPiece);
+    const int heads = pass.sequences * config.kv_heads;
+    while (!is_prompt && heads * pieces_ % threads_.count() && (pieces_ + 1) * kShared <= longest) pieces_++;
     piece_length_ = (longest / pieces_ + kTile) / kTile * kTile;
     const size_t queries = size_t(pass.count()) * config.heads * pieces_;
     const size_t wanted = std::max(queries, size_t(pass.count()));
@@ -198,6 +203,36 @@ void Model::multiply(int thread, const Rows& rows, const Part* parts, int num_pa
     }
 }
 
+static void fetch(const uint8_t* from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
+}
+
+// Ask for the weights that a thread begins with when some matrices come next, one behind the other.
+void Model::fetch_tiles(int thread, std::initializer_list<const Matrix*> matrices) const {
+    int tiles = 0;
+    for (const Matrix* matrix : matrices) tiles += matrix->tiles();
+    int first = threads_.first_task(thread, tiles);
+    for (const Matrix* matrix : matrices) {
+        if (first >= 0 && first < matrix->tiles())
+            fetch(matrix->data + matrix->band_bytes * (first / kBand), kFetched / matrices.size());
+        first -= matrix->tiles();
+    }
+}
+
+// Ask for the keys and values that a task attends to first.
+void Model::fetch_cache(const Pass& pass, int index, int task) const {
+    const int piece = task % pieces_, head = task / pieces_ % config.kv_heads;
+    const int s = task / pieces_ / config.kv_heads;
+    if (s >= pass.sequences) return;
+    const size_t tile = size_t(kTile) * config.head_width * (pass.cache->bf16 ? 2 : 4);
+    const size_t from = piece * piece_length_ / kTile * tile;
+    const size_t bytes = std::min(kFetchedCache, size_t(piece_length_ / kTile) * tile);
+    const uint8_t* keys = pass.cache->keys(index, pass.rows[s], head);
+    fetch(keys + from, bytes);
+    if (piece == pieces_ - 1) fetch(keys + pass.starts[s] / kTile * tile, tile);  // of the new key
+    fetch(pass.cache->values(index, pass.rows[s], head) + from, bytes);
+}
+
 int Model::query_tiles(const Layer& layer) const {
     return layer.query.tiles() + layer.key.tiles() + layer.value.tiles();
 }
@@ -253,7 +288,10 @@ void Model::attention_work(int thread, const Pass& pass, const Layer& layer, int
         }
         threads_.meet(thread, attention_tasks(pass));
     }
-    while (threads_.claim(thread, 1, &task, &end)) attend(thread, pass, layer, index, task);
+    while (threads_.claim(thread, 1, &task, &end)) {
+        if (pass.count() <= kPrivateRows) fetch_cache(pass, index, task + 1);
+        attend(thread, pass, layer, index, task);
+    }
 }
 
 void Model::attend(int thread, const Pass& pass, const Layer& layer, int index, int task) {
@@ -355,17 +393,20 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
     const size_t kv_width = config.kv_width(), inner_width = config.inner;
     for (int index = first; index < last; index++) {
         const Layer& layer = layers[index];
-        const bool is_prompt = pass.tokens > kPrivateRows;
+        const bool is_prompt = pass.tokens > kPrivateRows, is_short = count <= kPrivateRows;
         const Rows input = prepare(thread, count, width, hidden, layer.input_norm.data(), query_tiles(layer));
         const Part parts[] = {{&layer.query, queries_.get(), size_t(config.query_width())},
                               {&layer.key, keys_.get(), kv_width},
                               {&layer.value, values_.get(), kv_width}};
         multiply(thread, input, parts, 3, false);
+        if (is_short) fetch_cache(pass, index, threads_.first_task(thread, attention_tasks(pass)));
         threads_.meet(thread, is_prompt ? count : attention_tasks(pass));
         attention_work(thread, pass, layer, index);
+        if (is_short) fetch_tiles(thread, {&layer.output});
         threads_.meet(thread, first_tasks(count, layer.output.tiles()));
         const Part output = {&layer.output, hidden, size_t(width)};
         multiply(thread, attended_rows(thread, pass, layer.output.tiles()), &output, 1, true);
+        if (is_short) fetch_tiles(thread, {&layer.gate}), fetch_tiles(thread, {&layer.up});
         threads_.meet(thread, first_tasks(count, layer.gate.tiles()));
         const Rows inner = prepare(thread, count, width, hidden, layer.inner_norm.data(), layer.gate.tiles());
         Scratch& scratch = scratch_[thread];
@@ -382,11 +423,17 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
                 kernels_.silu_times(gate + row * most, up + row * most, rows,
                                     inner_.get() + row * inner_width + from);
         }
+        if (is_short) fetch_tiles(thread, {&layer.down});
         threads_.meet(thread, first_tasks(count, layer.down.tiles()));
         const Part down = {&layer.down, hidden, size_t(width)};
         multiply(thread, prepare(thread, count, config.inner, inner_.get(), nullptr, layer.down.tiles()),
                  &down, 1, true);
         const bool goes_on = index + 1 < last;
+        if (is_short && goes_on) {
+            const Layer& next = layers[index + 1];
+            fetch_tiles(thread, {&next.query, &next.key, &next.value});
+        }
+        if (is_short && !goes_on && tasks_afterwards) fetch_tiles(thread, {&output_matrix()});
         threads_.meet(thread, goes_on ? first_tasks(count, query_tiles(layers[index + 1])) : tasks_afterwards);
     }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <initializer_list>
 #include <vector>
 
 #include "kernels.h"
@@ -105,6 +106,8 @@ private:
     Rows attended_rows(int thread, const Pass&, int next_tasks);
     void attended(const Pass&, int row, float* out) const;
     void multiply(int thread, const Rows&, const Part* parts, int num_parts, bool add);
+    void fetch_tiles(int thread, std::initializer_list<const Matrix*> matrices) const;
+    void fetch_cache(const Pass&, int index, int task) const;
     void layers_work(int thread, const Pass&, int first, int last, float* hidden, int tasks_afterwards);
     int head_tasks(int count, const float* logits) const;
     void attention_work(int thread, const Pass&, const Layer&, int index);
