@@ -171,10 +171,10 @@ DE_PUBLIC int de_embed(void* model, const int64_t* tokens, int count, float* hid
 }
 
 DE_PUBLIC int de_layers(void* model, void* cache, const int* rows, const int* starts, int sequences, int tokens,
-              int first, int last, float* hidden, float* normed, float* logits) {
+              int first, int last, float* hidden, float* normed, float* logits, int64_t* best) {
     return guarded([&] {
         const Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
-        static_cast<Model*>(model)->run_layers(pass, first, last, hidden, normed, logits);
+        static_cast<Model*>(model)->run_layers(pass, first, last, hidden, normed, logits, best);
     });
 }
 

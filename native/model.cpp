@@ -451,8 +451,35 @@ void Model::head_work(int thread, int count, const float* hidden, const float* n
                               normed + size_t(row) * width);
     if (logits == nullptr) return;
     const Matrix& matrix = output_matrix();
-    const Part part = {&matrix, logits, size_t(config.vocab)};
-    multiply(thread, prepare(thread, count, width, hidden, norm, matrix.tiles()), &part, 1, false);
+    const size_t vocab = config.vocab;
+    std::vector<std::pair<float, int>>& best = scratch_[thread].best;
+    best.assign(count, {-INFINITY, config.vocab});
+    const Rows rows = prepare(thread, count, width, hidden, norm, matrix.tiles());
+    int tile, end;
+    while (threads_.claim(thread, kChunkTiles, &tile, &end)) {
+        const int from = tile * kTile, to = std::min(end * kTile, config.vocab);
+        kernels_.products(matrix, config.exact, tile, end, rows, logits + from, vocab, false);
+        for (int row = 0; row < count; row++) {
+            const float* own = logits + row * vocab;
+            const float largest = kernels_.largest(own + from, to - from);
+            if (largest > best[row].first)
+                best[row] = {largest, int(std::find(own + from, own + to, largest) - own)};
+        }
+    }
+}
+
+// The place of each row's largest logit, the first of equal ones, from what the threads have found.
+void Model::find_best(int count, int64_t* best) const {
+    for (int row = 0; row < count; row++) {
+        std::pair<float, int> found{-INFINITY, config.vocab - 1};
+        for (const Scratch& scratch : scratch_) {
+            if (scratch.best.size() <= size_t(row)) continue;
+            const auto& own = scratch.best[row];
+            if (own.first > found.first || (own.first == found.first && own.second < found.second))
+                found = own;
+        }
+        best[row] = found.second;
+    }
 }
 
 // -- what callers ask for --------------------------------------------------------------------------
@@ -466,9 +493,10 @@ void Model::embed(const int64_t* tokens, int count, float* hidden) const {
 }
 
 void Model::run_layers(const Pass& pass, int first, int last, float* hidden, float* normed,
-                       float* logits) {
+                       float* logits, int64_t* best) {
     if (first >= last) return;
     reserve(pass);
+    for (Scratch& scratch : scratch_) scratch.best.clear();
     shared_.reserve(pass.count(), std::max({config.width, config.inner, config.query_width()}));
     threads_.run(
         [&](int thread) {
@@ -476,6 +504,7 @@ void Model::run_layers(const Pass& pass, int first, int last, float* hidden, flo
             head_work(thread, pass.count(), hidden, final_norm.data(), normed, logits);
         },
         first_tasks(pass.count(), query_tiles(layers[first])));
+    if (best != nullptr) find_best(pass.count(), best);
 }
 
 void Model::write_kv(const Pass& pass, int index, const float* hidden) {

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -68,9 +69,10 @@ public:
     std::vector<float> final_norm, cosines, sines;  // the latter [position][rotary / 2]
 
     void embed(const int64_t* tokens, int count, float* hidden) const;
-    // Replace the states before layer `first` by those before layer `last`; write these normed and
-    // their logits, too, unless null.
-    void run_layers(const Pass&, int first, int last, float* hidden, float* normed, float* logits);
+    // Replace the states before layer `first` by those before layer `last`; write these normed, their
+    // logits and the places of the largest, too, unless null.
+    void run_layers(const Pass&, int first, int last, float* hidden, float* normed, float* logits,
+                    int64_t* best);
     // Write the keys and values that a layer makes of states.
     void write_kv(const Pass&, int layer, const float* hidden);
     // Write normed states and, unless null, their logits.
@@ -95,6 +97,7 @@ private:
         RowsBuffer rows;
         std::vector<float> scores, query, key, gate, up;
         std::vector<int> limits;
+        std::vector<std::pair<float, int>> best;  // largest logit of each row, and its place
     };
 
     void reserve(const Pass&);
@@ -115,6 +118,7 @@ private:
     void rotate(float* head, int position) const;
     void head_work(int thread, int count, const float* hidden, const float* norm, float* normed,
                    float* logits);
+    void find_best(int count, int64_t* best) const;
     int query_tiles(const Layer&) const;
     int attention_tasks(const Pass&) const;
     const Matrix& output_matrix() const { return head.rows ? head : embedding; }

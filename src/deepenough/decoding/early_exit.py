@@ -37,7 +37,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from deepenough.decoding.config import KVPropagation as KVPropagation
 from deepenough.decoding.drafters import head_rows
-from deepenough.decoding.engine import DecodingCosts, Engine, Step
+from deepenough.decoding.engine import Engine, Step
 from deepenough.decoding.request import Request, SequenceState
 from deepenough.decoding.verification import ForwardStrategy, PassOutput
 from deepenough.errors import UserError
@@ -359,7 +359,6 @@ class ExitingDepth(ForwardStrategy):
     def __init__(self, engine: Engine, rule: ExitRule) -> None:
         super().__init__(engine)
         self.rule = rule
-        self.costs = DecodingCosts(engine.adapter)
         self.check = ExitCheck(engine, rule)
         self.forward = PartialDepthPass(engine, rule)
         self.ends = [*sorted(set(rule.layers)), engine.num_layers]
@@ -392,10 +391,10 @@ class ExitingDepth(ForwardStrategy):
                 if leaves:  # with the head of its choice, which is counted there
                     leaving.append(place)
                     depths[place] = end
-                    overhead[place] += self.costs.filling(end, self.rule.kv_propagation)
+                    overhead[place] += self.engine.costs.filling(end, self.rule.kv_propagation)
                 else:
                     staying.append(place)
-                    overhead[place] += self.costs.head * full_head
+                    overhead[place] += self.engine.costs.head * full_head
             if leaving:
                 self.forward.leave(rows, leaving, end)
                 logits |= dict(zip(leaving, decision.logits, strict=True))

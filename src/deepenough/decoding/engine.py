@@ -30,6 +30,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +149,15 @@ class Engine(ABC):
     def head(self, normed: Tensor) -> Tensor:
         """Return the logits `[..., V]` of normed states."""
         return self.adapter.head(normed)
+
+    def best(self, logits: Tensor) -> Tensor | None:
+        """Return the tokens of the largest logits if they are known already, else None."""
+        return None
+
+    @cached_property
+    def costs(self) -> DecodingCosts:
+        """What a token costs."""
+        return DecodingCosts(self.adapter)
 
     def keep(self, counts: Sequence[int]) -> None:
         """Commit the first `counts[row]` tokens entered since the last call; forget the others."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from deepenough.decoding.early_exit import ExitCheck, ExitRule
-from deepenough.decoding.engine import DecodingCosts, Engine
+from deepenough.decoding.engine import Engine
 from deepenough.decoding.request import plain_request
 from deepenough.decoding.verification import decode
 from deepenough.hf.intercept import (
@@ -120,7 +120,7 @@ class ExitForwardPass:
 
     def trace(self, batch: int) -> DepthTrace:
         """Return depth and cost of every position; padding has none."""
-        costs, last = DecodingCosts(self.engine.adapter), self.engine.num_layers
+        costs, last = self.engine.costs, self.engine.num_layers
         # A position that left has its head among the checks; the others have one at the end.
         heads_N = self.heads_N + (self.depth_N == last)
         flops_N = self.checks_N.double() * self.check.flops + heads_N * costs.head

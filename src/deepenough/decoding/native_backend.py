@@ -297,8 +297,8 @@ class NativeEngine(Engine):
         self.cache_bf16 = cache_bf16
         """Whether keys and values are rounded to bf16, which halves what a long context costs."""
         self._cache: _Cache | None = None
-        self._latest: tuple[Tensor | None, ...] = (None, None, None)
-        """States after the last layer, normed, and logits of the latest pass."""
+        self._latest: tuple[Tensor | None, ...] = (None,) * 4
+        """States after the last layer, normed, logits and best tokens of the latest pass."""
 
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
         """Start a batch from its prompts; see `Engine.prefill`."""
@@ -337,15 +337,15 @@ class NativeEngine(Engine):
         hidden = hidden_BTD.clone(memory_format=torch.contiguous_format)
         count = hidden.shape[0] * hidden.shape[1]
         if last - first < self.num_layers or count > FUSED:
-            self._call("de_layers", step, first, last, pointer(hidden), None, None)
+            self._call("de_layers", step, first, last, pointer(hidden), None, None, None)
             return hidden
         # Whoever runs all layers wants the logits next: they are made by the same call.
         normed = torch.empty_like(hidden)
         logits = torch.empty(*hidden.shape[:-1], self.native.vocab)
-        self._call(
-            "de_layers", step, first, last, pointer(hidden), pointer(normed), pointer(logits)
-        )
-        self._latest = hidden, normed, logits
+        best = torch.empty(hidden.shape[:-1], dtype=torch.long)
+        made = hidden, normed, logits, best
+        self._call("de_layers", step, first, last, *map(pointer, made))
+        self._latest = made
         return hidden
 
     def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
@@ -387,6 +387,10 @@ class NativeEngine(Engine):
         self.native.call("de_finish", pointer(own), count, 1, None, pointer(logits))
         return logits
 
+    def best(self, logits: Tensor) -> Tensor | None:
+        """Return the tokens of the largest logits, which the latest pass has found."""
+        return self._latest[3] if logits is self._latest[2] else None
+
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these sequences alone."""
         assert self._cache is not None
@@ -407,7 +411,7 @@ class NativeEngine(Engine):
     def release(self) -> None:
         """Free the memory of the cache."""
         self._cache, self.lengths, self.prompt, self.prompt_inputs = None, [], [], []
-        self._latest = (None, None, None)
+        self._latest = (None,) * 4
 
 
 class _Places:
