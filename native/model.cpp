@@ -96,8 +96,13 @@ void Cache::store(int layer, int sequence, int head, int position, const float* 
 
 // -- scratch memory --------------------------------------------------------------------------------
 
-Model::Model(const Config& config, const Kernels& kernels, int threads)
-    : config(config), layers(config.layers), kernels_(kernels), threads_(threads), scratch_(threads) {}
+Model::Model(const Config& config, const Kernels& kernels, std::shared_ptr<Threads> threads)
+    : config(config),
+      layers(config.layers),
+      kernels_(kernels),
+      shared_threads_(std::move(threads)),
+      threads_(*shared_threads_),
+      scratch_(threads_.count()) {}
 
 void Model::RowsBuffer::reserve(int new_count, int new_cols) {
     if (size_t(new_count) * new_cols > size_t(count) * cols) {
@@ -131,6 +136,7 @@ void Model::reserve(const Pass& pass) {
     keys_ = make_buffer<float>(count * config.kv_width());
     values_ = make_buffer<float>(count * config.kv_width());
     inner_ = make_buffer<float>(count * config.inner);
+    if (config.paired) pairs_ = make_buffer<float>(count * 2 * config.width);
     largest_ = make_buffer<float>(wanted);
     sums_ = make_buffer<float>(wanted);
     mixed_ = make_buffer<float>(wanted * config.head_width);
@@ -384,6 +390,25 @@ Rows Model::attended_rows(int thread, const Pass& pass, int next_tasks) {
                    [&](int row) { attended(pass, row, found + size_t(row) * cols); });
 }
 
+// An embedding and a state side by side, each with a norm of its own.
+Rows Model::paired_rows(int thread, const Pass& pass, const Layer& layer, const float* hidden,
+                        int next_tasks) {
+    const int count = pass.count(), width = config.width, cols = 2 * width;
+    std::vector<float>& own = scratch_[thread].gate;
+    float* pairs = pairs_.get();
+    if (count <= kPrivateRows) {
+        own.resize(std::max(own.size(), size_t(count) * cols));
+        pairs = own.data();
+    }
+    return prepare(thread, count, cols, pairs, nullptr, next_tasks, [&](int row) {
+        float* to = pairs + size_t(row) * cols;
+        kernels_.rms_norm(pass.embeddings + size_t(row) * width, layer.input_norm.data(), width,
+                          config.eps, to);
+        kernels_.rms_norm(hidden + size_t(row) * width, layer.hidden_norm.data(), width, config.eps,
+                          to + width);
+    });
+}
+
 // Tasks of the phase that begins products: rows to be prepared if they are many, else tiles.
 static int first_tasks(int count, int tiles) { return count <= kPrivateRows ? tiles : count; }
 
@@ -394,7 +419,10 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
     for (int index = first; index < last; index++) {
         const Layer& layer = layers[index];
         const bool is_prompt = pass.tokens > kPrivateRows, is_short = count <= kPrivateRows;
-        const Rows input = prepare(thread, count, width, hidden, layer.input_norm.data(), query_tiles(layer));
+        const int tiles = query_tiles(layer);
+        const Rows input =
+            config.paired ? paired_rows(thread, pass, layer, hidden, tiles)
+                          : prepare(thread, count, width, hidden, layer.input_norm.data(), tiles);
         const Part parts[] = {{&layer.query, queries_.get(), size_t(config.query_width())},
                               {&layer.key, keys_.get(), kv_width},
                               {&layer.value, values_.get(), kv_width}};
@@ -497,7 +525,7 @@ void Model::run_layers(const Pass& pass, int first, int last, float* hidden, flo
     if (first >= last) return;
     reserve(pass);
     for (Scratch& scratch : scratch_) scratch.best.clear();
-    shared_.reserve(pass.count(), std::max({config.width, config.inner, config.query_width()}));
+    shared_.reserve(pass.count(), std::max({config.width * (1 + config.paired), config.inner, config.query_width()}));
     threads_.run(
         [&](int thread) {
             layers_work(thread, pass, first, last, hidden, head_tasks(pass.count(), logits));
@@ -545,8 +573,19 @@ void Model::finish(const float* hidden, int count, bool is_normed, float* normed
                  head_tasks(count, logits));
 }
 
+void Model::multiply_rows(const Matrix& matrix, const float* values, int count, float* out) {
+    shared_.reserve(count, matrix.cols);
+    const Part part = {&matrix, out, size_t(matrix.rows)};
+    threads_.run(
+        [&](int thread) {
+            multiply(thread, prepare(thread, count, matrix.cols, values, nullptr, matrix.tiles()), &part,
+                     1, false);
+        },
+        first_tasks(count, matrix.tiles()));
+}
+
 size_t Model::weight_bytes() const {
-    size_t bytes = embedding.bytes() + head.bytes();
+    size_t bytes = embedding.bytes() + head.bytes() + fusion.bytes();
     for (const Layer& layer : layers)
         for (const Matrix* matrix : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate,
                                      &layer.up, &layer.down})

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <initializer_list>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -17,7 +18,8 @@ struct Config {
     int layers, width, heads, kv_heads, head_width, inner, vocab;
     int rotary;  // channels of a head that are rotated
     float eps, attention_scale;
-    bool exact;  // arithmetic of products with quantised weights
+    bool exact;   // arithmetic of products with quantised weights
+    bool paired;  // whether the layers are a draft head's, which read an embedding beside a state
 
     int query_width() const { return heads * head_width; }
     int kv_width() const { return kv_heads * head_width; }
@@ -26,6 +28,7 @@ struct Config {
 struct Layer {
     Matrix query, key, value, output, gate, up, down;
     std::vector<float> input_norm, inner_norm, query_norm, key_norm;
+    std::vector<float> hidden_norm;  // of a draft head, whose `input_norm` is that of embeddings
     std::vector<float> query_bias, key_bias, value_bias;
 };
 
@@ -54,18 +57,20 @@ struct Pass {
     Cache* cache;
     const int *rows, *starts;
     int sequences, tokens;
+    const float* embeddings;  // what a draft head reads beside the states
 
     int count() const { return sequences * tokens; }
 };
 
 class Model {
 public:
-    Model(const Config&, const Kernels&, int threads);
+    Model(const Config&, const Kernels&, std::shared_ptr<Threads>);
 
     const Config config;
     Slabs slabs;  // of all matrices
     std::vector<Layer> layers;
     Matrix embedding, head;  // a tied head has no rows of its own
+    Matrix fusion;           // of a draft head: what makes a state of those of three layers
     std::vector<float> final_norm, cosines, sines;  // the latter [position][rotary / 2]
 
     void embed(const int64_t* tokens, int count, float* hidden) const;
@@ -78,6 +83,11 @@ public:
     // Write normed states and, unless null, their logits.
     void finish(const float* hidden, int count, bool is_normed, float* normed, float* logits);
 
+    // Write the products of some rows with a matrix.
+    void multiply_rows(const Matrix&, const float* values, int count, float* out);
+
+    const std::shared_ptr<Threads>& threads() const { return shared_threads_; }
+    const Kernels& kernels() const { return kernels_; }
     size_t weight_bytes() const;
 
 private:
@@ -107,6 +117,7 @@ private:
                  Make make);
     Rows prepare(int thread, int count, int cols, const float* from, const float* norm, int next_tasks);
     Rows attended_rows(int thread, const Pass&, int next_tasks);
+    Rows paired_rows(int thread, const Pass&, const Layer&, const float* hidden, int next_tasks);
     void attended(const Pass&, int row, float* out) const;
     void multiply(int thread, const Rows&, const Part* parts, int num_parts, bool add);
     void fetch_tiles(int thread, std::initializer_list<const Matrix*> matrices) const;
@@ -124,10 +135,11 @@ private:
     const Matrix& output_matrix() const { return head.rows ? head : embedding; }
 
     const Kernels& kernels_;
-    Threads threads_;
+    const std::shared_ptr<Threads> shared_threads_;
+    Threads& threads_;
     RowsBuffer shared_;
     std::vector<Scratch> scratch_;
-    Buffer<float> queries_, keys_, values_, inner_, largest_, sums_, mixed_;
+    Buffer<float> queries_, keys_, values_, inner_, pairs_, largest_, sums_, mixed_;
     size_t reserved_ = 0;
     int pieces_ = 1, piece_length_ = 0, tokens_in_task_ = 1;
 };

@@ -379,6 +379,9 @@ class ExitingDepth(ForwardStrategy):
         self.forward.begin(rows)
         for first, end in pairwise([0, *self.ends]):
             state_BD = self.forward.climb(rows, going, first, end)
+            for place in going:  # tokens that it takes along are at its cost
+                one = engine.costs.token(len(rows[place].context), first, end)
+                overhead[place] += one * (len(self.forward.moving[place]) - 1)
             if end == last:
                 logits |= dict(zip(going, engine.head(engine.norm(state_BD)), strict=True))
                 break
