@@ -108,7 +108,7 @@ DE_PUBLIC void* de_model_new(const Config* config, const char* kernels, int thre
     return model;
 }
 
-// A draft head for a model: with its kernels, and its threads.
+// A draft head for a model, or maps between its layers: with its kernels, and its threads.
 DE_PUBLIC void* de_head_new(const Config* config, void* model) {
     const Model* own = static_cast<Model*>(model);
     Model* head = nullptr;
@@ -187,11 +187,25 @@ DE_PUBLIC int de_layers(void* model, void* cache, const int* rows, const int* st
     });
 }
 
+// `maps`, from `de_head_new`, may be null; see `Model::write_kv`.
 DE_PUBLIC int de_write_kv(void* model, void* cache, const int* rows, const int* starts, int sequences, int tokens,
-                int layer, const float* hidden) {
+                int first, int last, void* maps, const int* which, const float* hidden) {
     return guarded([&] {
         const Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
-        static_cast<Model*>(model)->write_kv(pass, layer, hidden);
+        if (first < 0 || last > static_cast<Model*>(model)->config.layers)
+            throw std::out_of_range("no such layers");
+        static_cast<Model*>(model)->write_kv(pass, first, last, static_cast<Model*>(maps), which, hidden);
+    });
+}
+
+// Let `maps` have a head of some rows of the model's.
+DE_PUBLIC int de_take_rows(void* maps, void* model, const int64_t* rows, int count) {
+    return guarded([&] {
+        Model* own = static_cast<Model*>(maps);
+        const Matrix& from = static_cast<Model*>(model)->output_matrix();
+        for (int i = 0; i < count; i++)
+            if (rows[i] < 0 || rows[i] >= from.rows) throw std::out_of_range("no such token");
+        own->head.pack_rows(from, rows, count, own->slabs);
     });
 }
 
@@ -211,10 +225,11 @@ DE_PUBLIC int de_head_layer(void* head, void* cache, const int* rows, const int*
     });
 }
 
-DE_PUBLIC int de_head_fuse(void* head, const float* inputs, int count, float* out) {
+// The products of some rows with one matrix.
+DE_PUBLIC int de_multiply(void* model, int layer, int which, const float* values, int count, float* out) {
     return guarded([&] {
-        Model* own = static_cast<Model*>(head);
-        own->multiply_rows(own->fusion, inputs, count, out);
+        Model* own = static_cast<Model*>(model);
+        own->multiply_rows(*find_matrix(own, layer, which), values, count, out);
     });
 }
 

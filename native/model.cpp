@@ -440,7 +440,7 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
         Scratch& scratch = scratch_[thread];
         constexpr int most = kChunkTiles * kTile;
         scratch.gate.resize(std::max(scratch.gate.size(), size_t(count) * most));
-        scratch.up.resize(size_t(count) * most);
+        scratch.up.resize(std::max(scratch.up.size(), size_t(count) * most));
         int tile, end;
         while (threads_.claim(thread, kChunkTiles, &tile, &end)) {
             const int from = tile * kTile, rows = std::min(end * kTile, config.inner) - from;
@@ -535,31 +535,58 @@ void Model::run_layers(const Pass& pass, int first, int last, float* hidden, flo
     if (best != nullptr) find_best(pass.count(), best);
 }
 
-void Model::write_kv(const Pass& pass, int index, const float* hidden) {
-    reserve(pass);
-    shared_.reserve(pass.count(), config.width);
+void Model::write_layer_kv(int thread, const Pass& pass, int index, const Layer* map,
+                           const float* hidden) {
     const Layer& layer = layers[index];
-    const int count = pass.count(), tiles = layer.key.tiles() + layer.value.tiles();
+    Scratch& scratch = scratch_[thread];
+    const int count = pass.count(), width = config.width;
     const size_t kv_width = config.kv_width();
-    const Part parts[] = {{&layer.key, keys_.get(), kv_width}, {&layer.value, values_.get(), kv_width}};
-    threads_.run(
-        [&](int thread) {
-            const Rows rows =
-                prepare(thread, count, config.width, hidden, layer.input_norm.data(), tiles);
-            multiply(thread, rows, parts, 2, false);
-        },
-        first_tasks(count, tiles));
-    std::vector<float> key(2 * config.head_width);
+    scratch.rows.reserve(count, width);
+    const Rows rows{count,
+                    width,
+                    scratch.rows.values.get(),
+                    scratch.rows.digits.get(),
+                    scratch.rows.sums.get(),
+                    scratch.rows.scales.get(),
+                    scratch.rows.totals.get()};
+    if (map != nullptr) {
+        scratch.gate.resize(std::max(scratch.gate.size(), size_t(count) * width));
+        float* mapped = scratch.gate.data();
+        for (int row = 0; row < count; row++)
+            prepare_row(scratch.rows, row, width, hidden + size_t(row) * width, nullptr);
+        kernels_.products(map->query, config.exact, 0, map->query.tiles(), rows, mapped, width, false);
+        for (int row = 0; row < count; row++) add_bias(mapped + size_t(row) * width, map->query_bias, 0, width);
+        hidden = mapped;
+    }
+    for (int row = 0; row < count; row++)
+        prepare_row(scratch.rows, row, width, hidden + size_t(row) * width, layer.input_norm.data());
+    scratch.up.resize(std::max(scratch.up.size(), 2 * count * kv_width));
+    scratch.key.resize(2 * config.head_width);
+    float *keys = scratch.up.data(), *values = keys + count * kv_width, *key = scratch.key.data();
+    kernels_.products(layer.key, config.exact, 0, layer.key.tiles(), rows, keys, kv_width, false);
+    kernels_.products(layer.value, config.exact, 0, layer.value.tiles(), rows, values, kv_width, false);
     for (int row = 0; row < count; row++) {
         const int s = row / pass.tokens, position = pass.starts[s] + row % pass.tokens;
         for (int head = 0; head < config.kv_heads; head++) {
-            new_key(config, kernels_, layer, head, keys_.get() + row * kv_width,
-                    values_.get() + row * kv_width, key.data(), key.data() + config.head_width);
-            rotate(key.data(), position);
-            pass.cache->store(index, pass.rows[s], head, position, key.data(),
-                              key.data() + config.head_width);
+            new_key(config, kernels_, layer, head, keys + row * kv_width, values + row * kv_width, key,
+                    key + config.head_width);
+            rotate(key, position);
+            pass.cache->store(index, pass.rows[s], head, position, key, key + config.head_width);
         }
     }
+}
+
+void Model::write_kv(const Pass& pass, int first, int last, const Model* maps, const int* which,
+                     const float* hidden) {
+    threads_.run(
+        [&](int thread) {
+            int task, end;
+            while (threads_.claim(thread, 1, &task, &end)) {
+                const Layer* map = maps && which[task] >= 0 ? &maps->layers.at(which[task]) : nullptr;
+                write_layer_kv(thread, pass, first + task, map, hidden);
+            }
+        },
+        last - first);
 }
 
 void Model::finish(const float* hidden, int count, bool is_normed, float* normed, float* logits) {

@@ -78,8 +78,11 @@ public:
     // logits and the places of the largest, too, unless null.
     void run_layers(const Pass&, int first, int last, float* hidden, float* normed, float* logits,
                     int64_t* best);
-    // Write the keys and values that a layer makes of states.
-    void write_kv(const Pass&, int layer, const float* hidden);
+    // Write the keys and values that the layers `first` to `last` make of what they are taken to have
+    // read: the states as they are or, where `which` is not negative, as the query matrix and bias
+    // of that layer of `maps` take them there.
+    void write_kv(const Pass&, int first, int last, const Model* maps, const int* which,
+                  const float* hidden);
     // Write normed states and, unless null, their logits.
     void finish(const float* hidden, int count, bool is_normed, float* normed, float* logits);
 
@@ -88,6 +91,7 @@ public:
 
     const std::shared_ptr<Threads>& threads() const { return shared_threads_; }
     const Kernels& kernels() const { return kernels_; }
+    const Matrix& output_matrix() const { return head.rows ? head : embedding; }
     size_t weight_bytes() const;
 
 private:
@@ -132,7 +136,7 @@ private:
     void find_best(int count, int64_t* best) const;
     int query_tiles(const Layer&) const;
     int attention_tasks(const Pass&) const;
-    const Matrix& output_matrix() const { return head.rows ? head : embedding; }
+    void write_layer_kv(int thread, const Pass&, int index, const Layer* map, const float* hidden);
 
     const Kernels& kernels_;
     const std::shared_ptr<Threads> shared_threads_;

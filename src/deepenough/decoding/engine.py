@@ -164,6 +164,10 @@ class Engine(ABC):
         """Return a draft head as this backend runs it, None for as torch does."""
         return None
 
+    def exit_maps(self, shortcuts: Any, vocab: Tensor | None) -> Any:
+        """Return maps and a head of some tokens as this backend runs them, None as torch does."""
+        return None
+
     def best(self, logits: Tensor) -> Tensor | None:
         """Return the tokens of the largest logits if they are known already, else None."""
         return None

@@ -135,9 +135,8 @@ class ExitForwardPass:
         flops_BT = flops_N.masked_fill(padding_N, 0.0).view(batch, -1).cpu()
         return DepthTrace(depth_BT, torch.arange(last) < depth_BT[..., None], flops_BT)
 
-
     def _taken_along(self, batch: int) -> Tensor:
-        """Return what the layers cost that positions run for earlier ones, which had left before."""
+        """Return what the layers cost that positions run for earlier ones, which had left."""
         costs, found = self.engine.costs, []
         befores, depths = self.generated_N.view(batch, -1), self.depth_N.view(batch, -1)
         for before_T, depth_T in zip(befores.tolist(), depths.tolist(), strict=True):

@@ -244,7 +244,7 @@ class NativeModel(NativeWeights):
         sizes = [len(shape.layers), self.width, *self.heads]
         sizes += [self.head_width, config.intermediate_size, self.vocab, rotary]
         scale, sizes_8 = first.self_attn.scaling, (ctypes.c_int * 8)(*sizes)
-        own = _Config(sizes_8, config.rms_norm_eps, scale, exact, False)
+        self.config = own = _Config(sizes_8, config.rms_norm_eps, scale, exact, False)
         chosen = None if kernels is None else kernels.encode()
         threads = threads or torch.get_num_threads()
         super().__init__(load_library().de_model_new(ctypes.byref(own), chosen, threads))
@@ -334,7 +334,7 @@ class NativeHead(NativeWeights):
         own = inputs.contiguous()
         features = torch.empty(*own.shape[:-1], self.config.hidden_size)
         count = features.numel() // self.config.hidden_size
-        self.call("de_head_fuse", pointer(own), count, pointer(features))
+        self.call("de_multiply", -1, 2, pointer(own), count, pointer(features))
         return features
 
     def step(
@@ -383,6 +383,7 @@ class NativeEngine(Engine):
         """Whether keys and values are rounded to bf16, which halves what a long context costs."""
         self._cache: _Cache | None = None
         self._head: tuple[ModelState, NativeHead] | None = None
+        self._maps: NativeMaps | None = None
         self._latest: tuple[Tensor | None, ...] = (None,) * 4
         """States after the last layer, normed, logits and best tokens of the latest pass."""
 
@@ -419,7 +420,7 @@ class NativeEngine(Engine):
     def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
         """Return `h_last` from `h_first`; see `Engine.run_layers`."""
         hidden = hidden_BTD.clone(memory_format=torch.contiguous_format)
-        self._call("de_layers", step, first, last, pointer(hidden), None, None, None)
+        self.call_step("de_layers", step, first, last, pointer(hidden), None, None, None)
         return hidden
 
     def run_to_end(self, step: Step, hidden_BTD: Tensor, first: int) -> Tensor:
@@ -431,15 +432,17 @@ class NativeEngine(Engine):
         logits = torch.empty(*hidden.shape[:-1], self.native.vocab)
         best = torch.empty(hidden.shape[:-1], dtype=torch.long)
         made = hidden, normed, logits, best
-        self._call("de_layers", step, first, self.num_layers, *map(pointer, made))
+        self.call_step("de_layers", step, first, self.num_layers, *map(pointer, made))
         self._latest = made
         return hidden
 
     def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
         """Write a layer's keys and values only; see `Engine.write_kv`."""
-        self._call("de_write_kv", step, index, pointer(hidden_ND.contiguous()))
+        hidden = pointer(hidden_ND.contiguous())
+        self.call_step("de_write_kv", step, index, index + 1, None, None, hidden)
 
-    def _call(self, name: str, step: Step, *arguments: Any) -> None:
+    def call_step(self, name: str, step: Step, *arguments: Any) -> None:
+        """Call a function of the library for the tokens of a step."""
         places, tokens = step.context, step.hidden.shape[1]
         assert self._cache is not None
         self.native.call(
@@ -489,6 +492,13 @@ class NativeEngine(Engine):
             self._head = state, NativeHead(head, self.native)
         return self._head[1]
 
+    def exit_maps(self, shortcuts: Any, vocab: Tensor | None) -> NativeMaps:
+        """Return maps that this backend applies; see `Engine.exit_maps`."""
+        maps = self._maps
+        if maps is None or not maps.is_of(shortcuts, vocab):
+            maps = self._maps = NativeMaps(self, shortcuts, vocab)
+        return maps
+
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these sequences alone."""
         assert self._cache is not None
@@ -512,6 +522,73 @@ class NativeEngine(Engine):
         self._latest = (None,) * 4
 
 
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class NativeMaps(NativeWeights):
+    """Maps between the layers of a model, packed when they are first used, and a small head."""
+
+    def __init__(self, engine: NativeEngine, shortcuts: Any, vocab: Tensor | None) -> None:
+        self.engine, self.shortcuts, self.vocab = engine, shortcuts, vocab
+        self._known: dict[tuple[int, int, str | None], tuple[int, Tensor, Tensor | None, int]] = {}
+        model, layers = engine.native, engine.num_layers
+        own = _Config.from_buffer_copy(model.config)
+        own.sizes[0], own.sizes[6] = layers * (layers + 3) // 2, 1 if vocab is None else len(vocab)
+        super().__init__(load_library().de_head_new(ctypes.byref(own), model.handle))
+        if vocab is not None:
+            ids = vocab.contiguous()
+            self.call("de_take_rows", model.handle, pointer(ids), len(ids))
+
+    def is_of(self, shortcuts: Any, vocab: Tensor | None) -> bool:
+        """Return whether these are the maps, none changed since it was packed, and the tokens."""
+        same = vocab is self.vocab or (
+            vocab is not None and self.vocab is not None and torch.equal(vocab, self.vocab)
+        )
+        versions = (known[3] == _version(known[1]) for known in self._known.values())
+        return same and shortcuts is self.shortcuts and all(versions)
+
+    def _place(self, first: int, last: int, mode: str | None) -> tuple[int, Tensor | None]:
+        """Return where the map between two layers is packed, and its bias."""
+        key = first, last, mode
+        if key not in self._known:
+            matrix, bias = self.shortcuts.pair(first, last, mode)
+            place = len(self._known)
+            self.set_matrix(place, 0, matrix.float())
+            if bias is not None:
+                bias = bias.float()
+                self.set_vector(place, VECTORS.index("self_attn.q_proj.bias"), bias)
+            self._known[key] = place, matrix, bias, _version(matrix)
+        return self._known[key][0], self._known[key][2]
+
+    def apply(self, state_ND: Tensor, first: int, last: int, mode: str | None) -> Tensor:
+        """Return states of layer `first` as the map takes them to layer `last`."""
+        place, bias = self._place(first, last, mode)
+        own = state_ND.contiguous()
+        found = torch.empty_like(own)
+        self.call("de_multiply", place, 0, pointer(own), len(own), pointer(found))
+        return found if bias is None else found.add_(bias)
+
+    def logits(self, normed_ND: Tensor) -> Tensor:
+        """Return the logits of the small head."""
+        own, vocab = normed_ND.contiguous(), self.vocab
+        assert vocab is not None
+        logits = torch.empty(len(own), len(vocab))
+        self.call("de_finish", pointer(own), len(own), 1, None, pointer(logits))
+        return logits
+
+    def fill(self, step: Step, state_ND: Tensor, layer: int, copies: bool) -> None:
+        """Write keys and values of all layers behind `layer`, of states there or of mapped ones."""
+        last = self.engine.num_layers
+        places = [
+            -1 if copies or index == layer else self._place(layer, index, None)[0]
+            for index in range(layer, last)
+        ]
+        which, own = (ctypes.c_int * len(places))(*places), state_ND.contiguous()
+        self.engine.call_step("de_write_kv", step, layer, last, self.handle, which, pointer(own))
+
+
 class _Places:
     """Where the tokens of a step stand: sequences of the cache, and positions in them."""
 
@@ -523,7 +600,7 @@ class _Places:
 class _Cache:
     """Keys and values of some sequences."""
 
-    def __init__(self, model: NativeModel, sequences: int, capacity: int, is_bf16: bool) -> None:
+    def __init__(self, model: NativeWeights, sequences: int, capacity: int, is_bf16: bool) -> None:
         self.library = model.library
         made = self.library.de_cache_new(model.handle, sequences, capacity, int(is_bf16))
         if not made:
