@@ -135,7 +135,7 @@ def generate_timed(
     result = GenerationResult(output.sequences[0, length:].tolist(), output.trace, seconds, output)
     if not full_seconds:
         return result, None
-    trace = full_trace(DecodingCosts(fast.decoding_engine.adapter), length, len(full))
+    trace = full_trace(fast.decoding_engine.costs, length, len(full))
     return result, GenerationResult(full, trace, full_seconds)
 
 
