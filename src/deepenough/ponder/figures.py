@@ -5,6 +5,7 @@ counts. Records that lack something are left out.
 """
 
 import contextlib
+import math
 import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from deepenough.figure import (
     BLUE,
     GREEN,
     GREY,
+    LONG,
     SKY,
     Axis,
     Chart,
@@ -224,13 +226,14 @@ def section(run: Run) -> Section | None:
     figures = build_figures(run, FIGURES)
     if not figures:
         return None
-    about = "Every example takes as many passes as it needs, up to a limit."
+    about = "Every example takes as many passes as the network decides, up to a limit."
     bands = parity_bands(run)
     if bands:
         about = "Is the number of ones among the entries 1, 0 and -1 odd?"
         if bands[0].mechanism != "fixed":
             about += " The network itself decides how many passes it takes."
-    return Section(HEADING, about, _exit_findings(run) + _parity_findings(bands), figures)
+    findings = [*_exit_findings(run), *_parity_findings(bands), *_longer_findings(run, bands)]
+    return Section(HEADING, about, findings, figures, LONG)
 
 
 def _exit_findings(run: Run) -> list[str]:
@@ -259,3 +262,39 @@ def _parity_findings(bands: Sequence[ParityBand]) -> list[str]:
                 "on average."
             )
     return found
+
+
+def _longer_findings(run: Run, bands: Sequence[ParityBand]) -> list[str]:
+    """Say whether harder inputs take more passes, or fewer, where one of the two is significant.
+
+    Difficulty is a number of entries, or the pass at which the answer settles; the correlation with
+    the passes made has to differ from 0 by twice its standard error.
+    """
+    if bands and bands[0].mechanism != "fixed":
+        hard, passes = zip(*((band.lowest, band.passes) for band in bands), strict=True)
+        pairs, weights = np.array([hard, passes]), np.ones(len(bands))
+        of, unit = "vectors", "entries"
+    else:
+        tables = [v for v in _latest(run, PASSES) if v.get("by") == "difficulty"]
+        try:
+            counts = _array(tables[-1]["counts"])
+        except (LookupError, TypeError, ValueError):
+            return []
+        pairs = np.array([(row, column) for row, column in np.ndindex(counts.shape)]).T + 1.0
+        weights, of, unit = counts.ravel(), "examples", "passes"
+    covariance = np.cov(pairs, aweights=weights, bias=True)
+    spread = math.sqrt(covariance[0, 0] * covariance[1, 1])
+    total = weights.sum()
+    if not spread > 0 or total < 4:
+        return []
+    correlation = covariance[0, 1] / spread
+    error = math.sqrt(max(1 - correlation**2, 1e-12) / (total - 2))
+    if abs(correlation) < 2 * error:
+        return []
+    more = "longer" if correlation > 0 else "shorter"
+    what = "entries that are not zero" if unit == "entries" else "the pass that settles the answer"
+    return [
+        f"It computes {more} on harder {of}: the correlation of {what} with passes made is "
+        f"{correlation:.2f} ({max(-1.0, correlation - 2 * error):.2f} to "
+        f"{min(1.0, correlation + 2 * error):.2f})."
+    ]

@@ -152,6 +152,74 @@ def read_frontier(folder: Path | str) -> Comparison:
     return content
 
 
+SHARES = {"flops": "FLOPs", "milliseconds": "measured time"}
+"""Costs of the chart of all methods, and what a reader chooses them by."""
+
+
+def overview_figure(comparisons: Sequence[Comparison]) -> fig.FigureSpec | None:
+    """Return quality kept against share of full compute, of all comparisons on one chart.
+
+    Both are relative to the first point of each comparison: the whole model, as it is usually run.
+    """
+    kept = [found for found in comparisons if found.points[0].quality > 0]
+    if not kept:
+        return None
+    panels = []
+    for cost, name in SHARES.items():
+        points = [point for found in kept for point in _shares(found, cost, len(kept) > 1)]
+        x = fig.Axis(f"share of full compute ({name})", percent=True, low=0.0)
+        y = fig.Axis("quality kept", percent=True)
+        panels.append(fig.Scatter(x, y, points, title=name, key=cost))
+    full = "; ".join(f"{found.task.kind}: “{found.name_of(found.points[0])}”" for found in kept)
+    caption = f"100 % are the quality and the cost of the whole model ({full}). Further up is "
+    caption += "better, further left is cheaper; thin lines are 95 % intervals."
+    if any(not found.task.higher_is_better for found in kept):
+        caption += " Of perplexities, the inverse is compared."
+    commands = dict.fromkeys(found.command for found in kept)
+    return fig.FigureSpec(
+        "overview",
+        "Quality kept against compute",
+        caption,
+        panels,
+        command=" && ".join(commands),
+        choice="compute",
+        wide=True,
+    )
+
+
+def _shares(found: Comparison, cost: str, several: bool) -> list[fig.Point]:
+    """Return the points of a comparison relative to its first."""
+    first = found.points[0]
+    points = []
+    for row in found.points:
+        spent = row.relative_time if cost == "milliseconds" else row.flops / first.flops
+        timed = cost == "milliseconds"
+        ratios = [q / first.quality for q in (row.quality, row.quality_low, row.quality_high)]
+        if not found.task.higher_is_better:
+            value, low, high = (1 / ratio for ratio in ratios)
+            ratios = [value, high, low]
+        group = f"{found.task.kind}: {row.mechanism}" if several else row.mechanism
+        told = f"{found.task.quality} {row.quality:.4g} ({row.quality_low:.4g} to "
+        told += f"{row.quality_high:.4g})"
+        points.append(
+            fig.Point(
+                name=found.name_of(row),
+                x=spent,
+                y=ratios[0],
+                x_low=row.relative_time_low if timed else None,
+                x_high=row.relative_time_high if timed else None,
+                y_low=ratios[1],
+                y_high=ratios[2],
+                group=group,
+                optimal=None,
+                details=[told, f"{100 * spent:.3g} % of full compute ({SHARES[cost]})"],
+                command=row.command,
+                folder=row.folder,
+            )
+        )
+    return points
+
+
 def frontier_figure(found: Comparison) -> fig.FigureSpec:
     """Return quality against each cost, with intervals and the command of every point."""
     panels = [_cost_panel(found, cost) for cost in COSTS]
@@ -232,7 +300,9 @@ def frontier_section(found: Comparison) -> fig.Section:
     about += f"; measuring itself took {100 * found.bookkeeping:.2g} % of the time"
     sample = sample_figure(found)
     figures = [frontier_figure(found)] + ([] if sample is None else [sample])
-    return fig.Section("Frontier", f"{about}.", [_choice(found)], figures)
+    told = (m.load("verdicts", "comparison_findings", lambda _: None)(found) for m in METHODS)
+    findings = next(filter(None, told), None) or [_choice(found)]
+    return fig.Section("Comparison", f"{about}.", findings, figures)
 
 
 def _choice(found: Comparison) -> str:

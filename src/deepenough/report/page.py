@@ -12,7 +12,8 @@ import contextlib
 import html
 import json
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -22,9 +23,17 @@ from urllib.parse import quote
 
 from deepenough import figure as fig
 from deepenough.artifacts import write_text
+from deepenough.config import provenance
 from deepenough.errors import UserError
+from deepenough.measurement import Comparison
 from deepenough.registry import METHODS
-from deepenough.report.figures import FRONTIER, frontier_section, read_frontier, training_figure
+from deepenough.report.figures import (
+    FRONTIER,
+    frontier_section,
+    overview_figure,
+    read_frontier,
+    training_figure,
+)
 from deepenough.runs import RunFolder
 
 SCRIPTS = ("charts.js", "tables.js", "page.js")
@@ -37,6 +46,8 @@ class Entry:
     title: str
     section: fig.Section
     folder: str = ""
+    made: str = ""
+    """Version, date, processor, threads and seed, as far as the files tell."""
 
     @property
     def short_title(self) -> str:
@@ -46,16 +57,31 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """What a page or a Markdown file shows: comparisons first, then runs."""
+    """What a page or a Markdown file shows: runs and comparisons, in the order of the questions."""
 
     title: str
     entries: Sequence[Entry]
     notes: Sequence[str]
+    lead: fig.FigureSpec | None = None
+    """Quality kept against compute, where anything was compared."""
+
+    def answers(self) -> Iterator[tuple[str, list[tuple[int, Entry, list[fig.FigureSpec]]]]]:
+        """Yield every question that has figures, with the entries that have some and these."""
+        for question in fig.QUESTIONS:
+            found = []
+            for number, entry in enumerate(self.entries):
+                own = entry.section.question
+                figures = [f for f in entry.section.figures if (f.question or own) == question]
+                if figures:
+                    found.append((number, entry, figures))
+            if found:
+                yield question, found
 
 
 def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
     """Read runs and comparisons; a folder that has nothing to show yet is noted and left out."""
     comparisons: list[Entry] = []
+    compared: list[Comparison] = []
     runs: list[Entry] = []
     notes: list[str] = []
     for path in paths:
@@ -64,8 +90,9 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
             notes.append(f"{path} is a file, no run, and was left out: give the folder of a run.")
             continue
         if (place / FRONTIER).is_file():
-            found = frontier_section(read_frontier(place))
-            comparisons.append(Entry(f"Frontier: {place.resolve().name}", found))
+            compared.append(read_frontier(place))
+            found, made = frontier_section(compared[-1]), _made(compared[-1])
+            comparisons.append(Entry(f"{found.heading}: {place.resolve().name}", found, made=made))
             if not RunFolder(place).is_run():
                 continue
         try:
@@ -80,15 +107,51 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
             section = run_section(run)
             if section is not None:
                 name = "/".join(Path(run.path).resolve().parts[-2:])
-                runs.append(Entry(f"{section.heading}: {name}", section, run.path))
-    entries = [*comparisons, *runs]
+                runs.append(Entry(f"{section.heading}: {name}", section, run.path, _run_made(run)))
+    order = fig.QUESTIONS.index
+    entries = sorted([*comparisons, *runs], key=lambda entry: order(entry.section.question))
     if not entries:
         nothing = "The runs have recorded nothing that is shown: train or measure first."
         raise UserError(" ".join(notes) or nothing)
     if not title:
         names = [entry.short_title for entry in entries]
+        names = list(dict.fromkeys(names))
         title = f"Report: {', '.join(names[:4])}{' and more' if len(names) > 4 else ''}"
-    return Report(title, entries, notes)
+    return Report(title, entries, notes, overview_figure(compared))
+
+
+def _made(found: Comparison) -> str:
+    """Return when and on what a comparison was measured."""
+    about, how = found.provenance, found.protocol
+    threads = how.get("threads")
+    return ", ".join(
+        str(part)
+        for part in (
+            _version(about),
+            about.get("date"),
+            how.get("processor"),
+            None if threads is None else f"{threads} thread{'s' * (threads != 1)}",
+            None if how.get("seed") is None else f"seed {how['seed']}",
+        )
+        if part
+    )
+
+
+def _run_made(run: fig.Run) -> str:
+    """Return when and on what a run was made, as far as its files tell."""
+    about, train = run.config.get("provenance"), run.config.get("train")
+    about, train = (each if isinstance(each, dict) else {} for each in (about, train))
+    moment = max((record.time for record in run.records), default=0.0)
+    seed = train.get("seed")
+    found = [_version(about), time.strftime("%Y-%m-%d", time.localtime(moment)) if moment else ""]
+    found += [str(about.get("processor") or ""), "" if seed is None else f"seed {seed}"]
+    return ", ".join(filter(None, found))
+
+
+def _version(about: Mapping[str, Any]) -> str:
+    versions = about.get("versions")
+    version = versions.get("deepenough") if isinstance(versions, Mapping) else None
+    return f"deepenough {version}" if version else ""
 
 
 def _derived(place: Path, paths: Sequence[Path | str]) -> list[fig.Run]:
@@ -110,6 +173,7 @@ def run_section(run: fig.Run) -> fig.Section | None:
     training = training_figure(run, command=command(run) if command is not None else "")
     if training is not None:
         heading = own.load("figures", "HEADING", own.name) if own is not None else "Training"
+        training = replace(training, question=fig.TRAINED)
         sections.append(fig.Section(heading, figures=[training]))
     if not sections:
         return None
@@ -117,7 +181,12 @@ def run_section(run: fig.Run) -> fig.Section | None:
         sections[0].heading,
         " ".join(section.about for section in sections if section.about),
         [finding for section in sections for finding in section.findings],
-        [figure for section in sections for figure in section.figures],
+        [
+            replace(figure, question=figure.question or section.question)
+            for section in sections
+            for figure in section.figures
+        ],
+        sections[0].question,
     )
 
 
@@ -172,25 +241,32 @@ def _valid(content: str) -> str:
 
 
 def compose(report: Report) -> str:
-    """Return the page."""
-    entries = report.entries
-    places = {str(Path(e.folder).resolve()): n for n, e in enumerate(entries) if e.folder}
+    """Return the page: verdicts and one chart, then the figures by the question they answer."""
     data: list[dict[str, Any]] = []
-    links, summary, sections = [], [], []
-    for number, entry in enumerate(entries):
-        title, text = html.escape(entry.title), html.escape(entry.short_title)
-        links.append(f'<a href="#section-{number}" title="{title}">{text}</a>')
-        if entry.section.findings:
-            said = html.escape(" ".join(entry.section.findings))
-            summary.append(f'<li><a href="#section-{number}">{title}</a>: {said}</li>')
-        figures = []
-        for figure in map(thinned, entry.section.figures):
-            figures.append(_figure(len(data), figure))
-            data.append(fig.as_json(figure))
-        about = f"<p>{html.escape(entry.section.about)}</p>" if entry.section.about else ""
-        heading = f'<h2 id="section-{number}">{title}</h2>'
-        drawn = "\n".join(figures)
-        sections.append(f'<section>{heading}{about}<div class="figures">{drawn}</div></section>')
+
+    def add(figure: fig.FigureSpec) -> str:
+        data.append(fig.as_json(thinned(figure)))
+        return _figure(len(data) - 1, thinned(figure))
+
+    first = "" if report.lead is None else f'<div class="figures">{add(report.lead)}</div>'
+    places: dict[str, str] = {}  # of a folder: where its run first stands on the page
+    anchors: dict[int, str] = {}
+    links, sections = [], []
+    for place, (question, answers) in enumerate(report.answers()):
+        links.append(f'<a href="#question-{place}">{html.escape(question)}</a>')
+        parts = []
+        for number, entry, figures in answers:
+            anchor = f"run-{number}-{place}"
+            about = ""
+            if anchors.setdefault(number, anchor) == anchor and entry.section.about:
+                about = f"<p>{html.escape(entry.section.about)}</p>"
+            if entry.folder:
+                places.setdefault(str(Path(entry.folder).resolve()), anchor)
+            drawn = "\n".join(map(add, figures))
+            heading = f'<h3 id="{anchor}">{html.escape(entry.title)}</h3>'
+            parts.append(f'{heading}{about}<div class="figures">{drawn}</div>')
+        heading = f'<h2 id="question-{place}">{html.escape(question)}</h2>'
+        sections.append(f"<section>{heading}{''.join(parts)}</section>")
     for point in (p for each in data for panel in each["panels"] for p in panel.get("points", ())):
         point["section"] = places.get(str(Path(point["folder"]).resolve()))
     # Within a script element only `</` and `<!--` would be read by the browser itself.
@@ -203,20 +279,49 @@ def compose(report: Report) -> str:
         figures=spelt,
         links="".join(links),
         notes=f'<div class="notes" role="note">{notes}</div>' if notes else "",
-        summary="".join(summary) or "<li>Figures only.</li>",
+        summary="".join(_verdicts(report.entries, anchors)) or "<li>Figures only.</li>",
+        first=first,
         sections="\n".join(sections),
+        made="".join(f"<li>{html.escape(line)}</li>" for line in _origins(report)),
     )
     return _valid(page)
+
+
+def _verdicts(entries: Sequence[Entry], anchors: Mapping[int, str]) -> Iterator[str]:
+    """Yield what every entry found, a line a sentence, with the command to go on."""
+    several = sum(bool(entry.section.findings) for entry in entries) > 1
+    for number, entry in enumerate(entries):
+        for place, finding in enumerate(entry.section.findings):
+            said = html.escape(finding)
+            if several and not place:
+                name = html.escape(entry.title)
+                link = anchors.get(number)
+                said = f'<a href="#{link}">{name}</a>: {said}' if link else f"{name}: {said}"
+            command = getattr(finding, "command", "")
+            code = f' <code class="next">{html.escape(command)}</code>' if command else ""
+            yield f"<li>{said}{code}</li>"
+
+
+def _origins(report: Report) -> list[str]:
+    """Return what the figures were made by and on, a line for all entries that share it."""
+    found: dict[str, list[str]] = {}
+    for entry in report.entries:
+        if entry.made:
+            found.setdefault(entry.made, []).append(entry.title)
+    lines = [f"{', '.join(names)}: {made}." for made, names in found.items()]
+    return [f"This page: {_version(provenance())}, {time.strftime('%Y-%m-%d')}.", *lines]
 
 
 def _figure(number: int, figure: fig.FigureSpec) -> str:
     wide = ' class="wide"' if figure.wide else ""
     title, caption = html.escape(figure.title), html.escape(figure.caption)
     return (
-        f'<figure id="figure-{number}"{wide}><figcaption><h3>{title}</h3>'
+        f'<figure id="figure-{number}"{wide}><figcaption><h4>{title}</h4>'
         f'<p class="caption">{caption}</p></figcaption><div class="chart"></div>'
         f'<div class="tools"><button type="button" class="show-data" aria-expanded="false">Data'
-        f'</button><code class="command">{html.escape(figure.command)}</code></div></figure>'
+        '</button><button type="button" class="save-svg">SVG</button>'
+        '<button type="button" class="save-png">PNG</button>'
+        f'<code class="command">{html.escape(figure.command)}</code></div></figure>'
     )
 
 
@@ -233,20 +338,28 @@ def write_markdown(report: Report, file: Path) -> list[Path]:
     written: list[Path] = []
     lines = [f"# {_escaped(report.title)}", ""]
     lines += [f"> {_escaped(note)}\n" for note in report.notes]
-    for number, entry in enumerate(report.entries, start=1):
-        section = entry.section
-        lines += [f"## {_escaped(entry.title)}", ""]
-        lines += [_escaped(section.about), ""] if section.about else []
-        lines += [*(f"- {_escaped(text)}" for text in section.findings), ""]
-        for figure in section.figures:
+    said = [finding for entry in report.entries for finding in entry.section.findings]
+    lines += [*(f"- {_escaped(finding)}" for finding in said), ""]
+
+    def add(number: int, figures: Sequence[fig.FigureSpec]) -> None:
+        for figure in figures:
             pictures = save(replace(figure, name=f"{number}-{figure.name}"), folder, ("png",))
-            written += pictures
+            written.extend(pictures)
             for picture in pictures:
                 place = quote(f"{folder.name}/{picture.name}")
-                lines += [f"![{_escaped(figure.title)}]({place})", ""]
-            lines += [_escaped(figure.caption), ""]
-        commands = dict.fromkeys(" ".join(f.command.split()) for f in section.figures if f.command)
-        lines += ["Made by", "", *(f"    {command}" for command in commands), ""]
+                lines.extend([f"![{_escaped(figure.title)}]({place})", ""])
+            lines.extend([_escaped(figure.caption), ""])
+        commands = dict.fromkeys(" ".join(f.command.split()) for f in figures if f.command)
+        lines.extend(["Made by", "", *(f"    {command}" for command in commands), ""])
+
+    if report.lead is not None:
+        add(0, [report.lead])
+    for question, answers in report.answers():
+        lines += [f"## {question}", ""]
+        for number, entry, figures in answers:
+            lines += [f"### {_escaped(entry.title)}", "", _escaped(entry.section.about), ""]
+            add(number + 1, figures)
+    lines += [*(f"- {_escaped(line)}" for line in _origins(report)), ""]
     _write(file, "\n".join(lines))
     return [file, *written]
 

@@ -26,6 +26,7 @@ MODES = {
     "norms": ("norms made linear", fig.PURPLE, "dotted"),
 }
 """Mode: its name, colour and line."""
+IN_WORDS = {"id": "no map", "mat": "a linear map", "affine": "an affine map", "tuned": "tuned maps"}
 CKA = "linear CKA"
 SUBMODULES = ("attention", "feed_forward", "norms")
 """Modes that replace parts of the blocks; the others jump from a layer to the last."""
@@ -44,6 +45,18 @@ LOG_SCALE_FACTOR = 10.0
 """A quantity that reaches this many times its median needs a logarithmic scale."""
 LEAST_NATS = 0.01
 """Fewer nats than this are as good as none and would stretch that scale down without end."""
+R2_LEVEL = 0.9
+"""Share of the last layer's variation that a model without a head is asked about."""
+
+LENS_STATISTICS = {
+    "entropy": "entropy (nats)",
+    "kl": "KL to the last layer (nats)",
+    "target_rank": "rank of the real next token",
+    "cross_entropy": "loss on the next token (nats)",
+}
+"""What a lens may know beside probabilities, and what a page calls it."""
+MAX_LIKELIEST = 20_000
+"""Likeliest tokens that all cells of a lens show together."""
 
 PRUNED = {"linear": "L", "removed": "–", "one map": "M", "in the map": "M"}
 """Letters for what may become of a part of a layer."""
@@ -93,11 +106,7 @@ def curves(run: fig.Run, kind: str, key: str, x: str, y: str) -> dict[str, Curve
     for mode, by_key in measured(run, kind, key).items():
         points = []
         for values in by_key.values():
-            intervals = values.get("intervals")
-            ends = intervals.get(y) if isinstance(intervals, dict) else None
-            low, high = (
-                map(fig.number, ends) if isinstance(ends, list) and len(ends) == 2 else (None,) * 2
-            )
+            low, high = _ends(values, y) or (None, None)
             points.append((value(values, x), value(values, y), low, high))
         known = [point for point in points if None not in point[:2]]
         if known:
@@ -153,9 +162,41 @@ def lens_panel(values: Mapping[str, Any]) -> fig.TokenText | None:
             [[fig.visible(text) for text in row] for row in predictions.tolist()],
             [[fig.share(value) for value in row] for row in probability.tolist()],
             agrees.tolist(),
+            *_likeliest(values, shape),
+            _lens_statistics(values, shape),
         ),
         title=f"{_prompt(values)} · {mode_name(_mode(values))}",
     )
+
+
+def _likeliest(
+    values: Mapping[str, Any], shape: tuple[int, int]
+) -> tuple[list[Any], list[Any], list[str]]:
+    """Return the likeliest tokens of every cell of a lens: their places, probabilities and words.
+
+    Of a long prompt there are fewer than ten, so that a page stays small.
+    """
+    num = max(1, min(10, MAX_LIKELIEST // (shape[0] * shape[1])))
+    try:
+        words = np.array(values["top"], dtype=str)[..., :num]
+        probability = np.array(values["top_probability"], dtype=float)[..., :num]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return [], [], []
+    if words.ndim != 3 or words.shape[:2] != shape or probability.shape != words.shape:
+        return [], [], []
+    names, places = np.unique(words, return_inverse=True)
+    shares = [[[fig.share(round(p, 4)) for p in c] for c in row] for row in probability.tolist()]
+    return places.reshape(words.shape).tolist(), shares, [fig.visible(str(n)) for n in names]
+
+
+def _lens_statistics(values: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, Any]:
+    found = {}
+    for name, title in LENS_STATISTICS.items():
+        table = values.get(name)
+        rows = table if isinstance(table, list) else []
+        if len(rows) == shape[0] and all(isinstance(r, list) and len(r) == shape[1] for r in rows):
+            found[title] = [[fig.number(value) for value in row] for row in rows]
+    return found
 
 
 def _prompt(values: Mapping[str, Any]) -> str:
@@ -184,10 +225,13 @@ def r2_figure(run: fig.Run) -> fig.FigureSpec | None:
         return None
     # The maps first, beside them what is reached without a map.
     tables = {mode: found[mode] for mode in ("mat", "id") if mode in found} | found
-    caption = "How much of a layer's states the states of an earlier layer explain, with each map."
+    caption = "r² of predicting the states of a later layer from those of an earlier one"
+    caption += ": 1 is exact, 0 no better than always predicting the mean state."
+    if "id" in tables:
+        caption += " With id there is no map: the earlier states themselves are the prediction."
     panels = _pair_panels(tables, fig.Axis("r²", low=0.0, high=1.0))
-    if any((table < 0).any() for table in tables.values()):
-        caption += " Below 0 (hatched), a map is worse than predicting the mean."
+    if isinstance(panels[0], fig.HeatMap) and any((table < 0).any() for table in tables.values()):
+        caption += " Hatched: below 0."
     return _figure(run, "r2", "Maps between layers", caption, panels, wide=len(panels) > 1)
 
 
@@ -232,7 +276,37 @@ def layers_figure(run: fig.Run) -> fig.FigureSpec | None:
         return None
     caption = "Precision@k: how often a layer's most likely token is among the k most likely ones "
     caption += "of the last layer. Surprisal: how unlikely the last layer finds that token."
-    return _figure(run, "layers", "How early the model knows", caption, panels, wide=True)
+    return _figure(run, "layers", "What each layer predicts", caption, panels, wide=True)
+
+
+def decided_figure(run: fig.Run) -> fig.FigureSpec | None:
+    """Return the share of tokens that are decided by each layer."""
+    lines, values = [], _decided(run)
+    for mode, (shares, _) in values.items():
+        layers = [float(layer) for layer in range(len(shares))]
+        lines.append(_line(mode, (np.array(layers), np.array(shares))))
+    if not lines:
+        return None
+    x, y = fig.Axis("layer", whole=True), fig.Axis("tokens decided", percent=True, low=0, high=1.02)
+    chart = fig.Chart(x, y, lines, rules=[fig.Rule(0.5, "half of the tokens")])
+    caption = "A token is decided where the prediction becomes that of the last layer and stays it."
+    return _figure(run, "decided", "Tokens decided by each layer", caption, [chart], wide=True)
+
+
+def _decided(run: fig.Run) -> dict[str, tuple[list[float], list[float]]]:
+    """Return by mode the shares decided by layer, and the layer of half of them with its ends."""
+    found = {}
+    for record in run.of_kind("decided"):
+        values, intervals = record.values, record.values.get("intervals")
+        try:
+            ends = [values["layer"], *(intervals or {})["layer"]]
+            shares = [fig.share(value) for value in values["shares"]]
+        except (KeyError, TypeError):
+            continue
+        known = [value for value in map(fig.number, ends) if value is not None]
+        if len(known) == 3 and len(shares) > 1 and None not in shares:
+            found[_mode(values)] = ([share or 0.0 for share in shares], known)
+    return found
 
 
 def submodules_figure(run: fig.Run) -> fig.FigureSpec | None:
@@ -243,7 +317,7 @@ def submodules_figure(run: fig.Run) -> fig.FigureSpec | None:
     caption = "From a layer on, attention, feed-forward or norms are replaced by linear maps; "
     caption += "for comparison, all blocks are replaced by one map (mat) or left out (id)."
     title = "Parts of the blocks made linear"
-    return _figure(run, "submodules", title, caption, panels, wide=True)
+    return _figure(run, "submodules", title, caption, panels, wide=True, question=fig.BLOCKS)
 
 
 def _layer_panels(run: fig.Run, left_out: Sequence[str], label: str) -> list[fig.Panel]:
@@ -362,7 +436,7 @@ def lens_figure(run: fig.Run) -> fig.FigureSpec | None:
     words = [run.path, "--prompt", str(values.get("prompt")), "--mode", _mode(values)]
     caption = (
         "The prompt. A token's shade: the layer from which on every layer predicts the same next "
-        "token as the last one. Choose a token to see what every layer predicts."
+        "token as the last one. Choose a token to see what every layer predicts, or look at a cell."
     )
     figure = _figure(run, "lens", "Token by token", caption, [panel], wide=True)
     return replace(figure, command=f"deepenough shortcut lens {shlex.join(words)}")
@@ -401,11 +475,13 @@ def pruned_figure(run: fig.Run) -> fig.FigureSpec | None:
         "layers that one map of the states stands for (M)."
     )
     command = f"deepenough shortcut prune --config {shlex.quote(f'{run.path}/config.yaml')}"
-    return fig.FigureSpec("pruned", "What was kept", caption, [panel], run.name, command, wide=True)
+    about = ("What was kept", caption, [panel], run.name, command)
+    return fig.FigureSpec("pruned", *about, wide=True, question=fig.BLOCKS)
 
 
 FIGURES: tuple[fig.FigureBuilder, ...] = (
     pruned_figure,
+    decided_figure,
     layers_figure,
     exit_figure,
     r2_figure,
@@ -446,23 +522,89 @@ def section(run: fig.Run) -> fig.Section | None:
         return None
     model = fitted_model(run)
     about = f"What each layer{f' of {model}' if model else ''} already knows of the last one."
-    return fig.Section(HEADING, about, [*_saved_findings(run), *_lens_findings(run)], figures)
+    findings = [*_decided_findings(run), *_saved_findings(run), *_r2_findings(run)]
+    return fig.Section(HEADING, about, findings or _lens_findings(run), figures, fig.EARLY)
+
+
+def _decided_findings(run: fig.Run) -> list[str]:
+    """Say by which layer half of the tokens are decided, with the maps that know it earliest."""
+    found = _decided(run)
+    if not found:
+        return []
+    mode, (shares, (layer, *ends)) = min(found.items(), key=lambda item: item[1][1])
+    last = len(shares) - 1
+    command = f"deepenough shortcut lens {shlex.quote(run.path)} --prompt 'Once upon a time'"
+    if ends[0] >= last:
+        return [f"Most tokens are decided by the last of {last} layers alone."]
+    return [
+        fig.Finding(
+            f"Half of the tokens are decided by layer {layer:.0f} of {last} "
+            f"({ends[0]:.0f} to {ends[1]:.0f}), read with {IN_WORDS.get(mode, mode)}.",
+            command,
+        )
+    ]
 
 
 def _saved_findings(run: fig.Run) -> list[str]:
-    found = [
-        (level, saved, mode)
-        for mode, by_level in measured(run, "saved", "agreement").items()
-        for level, values in by_level.items()
-        if (saved := fig.share(values.get("saved"))) is not None
-    ]
-    if not found:
+    """Say how many layers could be saved at each agreement, where any are for certain."""
+    by_mode = measured(run, "saved", "agreement")
+    told: list[tuple[float, str, list[str]]] = []
+    for mode, by_level in by_mode.items():
+        parts, total = [], 0.0
+        for level, values in by_level.items():
+            saved, ends = fig.share(values.get("saved")), _ends(values, "saved")
+            if not saved or (ends is not None and ends[0] <= 0):
+                continue
+            total += saved
+            interval = "" if ends is None else f" ({100 * ends[0]:.0f} to {100 * ends[1]:.0f})"
+            parts.append(f"{100 * saved:.1f} %{interval} at {100 * level:g} % agreement")
+        told.append((total, mode, parts))
+    if not told:
         return []
-    level, saved, mode = max(found, key=lambda row: row[:2])
+    total, mode, parts = max(told)
+    if not total:
+        level = 100 * min(level for by_level in by_mode.values() for level in by_level)
+        return [f"No layer is saved for certain if {level:g} % of the tokens are to stay the same."]
+    data = str((_latest(run, "evaluation").get("settings") or {}).get("data") or "TEXT")
+    model = str(dict(run.config.get("model") or {}).get("name") or fitted_model(run) or "MODEL")
+    words = [model, "--shortcuts", f"{run.path}/shortcuts", "--data", data]
     return [
-        f"Early exit by confidence saves {100 * saved:.1f} % of the layers while {100 * level:g} "
-        f"% of the tokens stay the last layer's ({mode_name(mode)})."
+        fig.Finding(
+            "Layers that could be saved if each token stopped as soon as it is sure: "
+            f"{', '.join(parts)} with the last layer, read with {IN_WORDS.get(mode, mode)}.",
+            f"deepenough decode calibrate {shlex.join(words)}" if run.path else "",
+        )
     ]
+
+
+def _ends(values: Mapping[str, Any], name: str) -> list[float] | None:
+    """Return the ends of a value's interval, None if the record has none."""
+    intervals = values.get("intervals")
+    ends = intervals.get(name) if isinstance(intervals, dict) else None
+    known = [fig.number(end) for end in ends] if isinstance(ends, list) else []
+    return known if len(known) == 2 and None not in known else None  # type: ignore[return-value]
+
+
+def _r2_findings(run: fig.Run) -> list[str]:
+    """Say from which layer on a map explains nine tenths of the last one, of a model with no head.
+
+    The interval is of the parts that the text was measured in.
+    """
+    for record in run.of_kind("r2_by_layer"):
+        rows, mode = record.values.get("layers"), _mode(record.values)
+        if not isinstance(rows, list):
+            continue
+        known = [fig.numbers(row, "r2", "low", "high") for row in rows if isinstance(row, dict)]
+        for layer, row in enumerate(known[:-1]):
+            if row is not None and row[1] >= R2_LEVEL:
+                value, low, high = (100 * number for number in row)
+                return [
+                    f"Layer {layer} of {len(known) - 1} explains {value:.0f} % ({low:.0f} to "
+                    f"{high:.0f}) of the last layer's states with {IN_WORDS.get(mode, mode)}."
+                ]
+        if known and None not in known:
+            return [f"No layer but the last explains {100 * R2_LEVEL:g} % of its states."]
+    return []
 
 
 def _lens_findings(run: fig.Run) -> list[str]:
