@@ -263,18 +263,17 @@ class Profile:
     ) -> Any:
         """Return what `make` returns; None where the stage is done, as it would be done now."""
         decides = json.loads(json.dumps(decides))
-        number = f"[{len(self.stages) + 1}/{4 if self.generates else 3}] {name}"
-        before = self.before.get(name)
-        is_there = (self.folder.path / file).exists()
-        if before == decides and is_there:
+        total = 2 + (self.adapter.kind != "encoder") + self.generates
+        number, before = f"[{len(self.stages) + 1}/{total}] {name}", self.before.get(name)
+        if before == decides and (self.folder.path / file).exists():
             _say(f"{number}: done before")
             self.stages[name] = decides
             return None
-        if isinstance(before, dict) and is_there:
+        changed = []
+        if isinstance(before, dict):
             changed = [key for key, value in decides.items() if before.get(key) != value]
-            _say(f"{number}: again, since this has changed: {', '.join(changed) or 'settings'}")
-        else:
-            _say(number)
+        again = f": again, since this has changed: {', '.join(changed)}" if changed else ""
+        _say(f"{number}{again}")
         found = make()
         self.stages[name] = decides
         self._keep()
@@ -296,10 +295,8 @@ class Profile:
         return content
 
     def _fit(self) -> Any:
-        for place in (self.folder.path / "shortcuts", self.folder.path / "frontier.json"):
-            if place.is_dir():
-                shutil.rmtree(place)
-            place.unlink(missing_ok=True) if place.is_file() else None
+        shutil.rmtree(self.folder.path / "shortcuts", ignore_errors=True)
+        (self.folder.path / "frontier.json").unlink(missing_ok=True)  # it was about other maps
         config = SHORTCUT.load("config", "ShortcutFitConfig")(self.config.out)
         config.data, config.model = str(self.config.data), self.config.model
         config.dataset.lines, config.dataset.min_chars = self.config.lines, self.config.min_chars

@@ -152,7 +152,7 @@ def read_frontier(folder: Path | str) -> Comparison:
     return content
 
 
-SHARES = {"flops": "FLOPs", "milliseconds": "measured time"}
+SHARES = {"milliseconds": "measured time", "flops": "FLOPs"}
 """Costs of the chart of all methods, and what a reader chooses them by."""
 
 
@@ -172,7 +172,7 @@ def overview_figure(comparisons: Sequence[Comparison]) -> fig.FigureSpec | None:
         panels.append(fig.Scatter(x, y, points, title=name, key=cost))
     full = "; ".join(f"{found.task.kind}: “{found.name_of(found.points[0])}”" for found in kept)
     caption = f"100 % are the quality and the cost of the whole model ({full}). Further up is "
-    caption += "better, further left is cheaper; thin lines are 95 % intervals."
+    caption += f"better, further left is cheaper; thin lines: intervals of {_sure(*kept)}."
     if any(not found.task.higher_is_better for found in kept):
         caption += " Of perplexities, the inverse is compared."
     commands = dict.fromkeys(found.command for found in kept)
@@ -223,16 +223,21 @@ def _shares(found: Comparison, cost: str, several: bool) -> list[fig.Point]:
 def frontier_figure(found: Comparison) -> fig.FigureSpec:
     """Return quality against each cost, with intervals and the command of every point."""
     panels = [_cost_panel(found, cost) for cost in COSTS]
-    rounds = found.protocol.get("rounds")
-    # Of five rounds or fewer not even the slowest and the fastest enclose the median so surely.
-    few = isinstance(rounds, int) and rounds < 6
     caption = (
         "Larger and bold: no other point is at least as good and cheaper. Thin lines: intervals of "
-        f"95 %{', of times the fastest and the slowest round' if few else ''}. Every point was "
-        f"timed {rounds or 'several'} times, in random order. Choose a point to see its command."
+        f"{_sure(found)}. Every point was timed {found.protocol.get('rounds') or 'several'} times, "
+        "in random order. Choose a point to see its command."
     )
     title = f"{found.task.quality} against cost"
     return _comparison_figure(found, "frontier", title, caption, panels, choice="cost")
+
+
+def _sure(*comparisons: Comparison) -> str:
+    """Return how sure the intervals of quality and time are, as a caption says it."""
+    rounds = [found.protocol.get("rounds") for found in comparisons]
+    # Of five rounds or fewer not even the slowest and the fastest enclose the median so surely.
+    few = any(isinstance(number, int) and number < 6 for number in rounds)
+    return f"95 %{', of times the fastest and the slowest round' if few else ''}"
 
 
 def _comparison_figure(
@@ -296,7 +301,9 @@ def frontier_section(found: Comparison) -> fig.Section:
     title, protocol = str(found.task), found.protocol
     about = f"{title[:1].upper()}{title[1:]}"
     if protocol.get("processor"):
-        about += f", measured on {protocol['processor']} with {protocol.get('threads')} thread(s)"
+        threads = protocol.get("threads")
+        about += f", measured on {protocol['processor']} with {threads} "
+        about += "thread" if threads == 1 else "threads"
     about += f"; measuring itself took {100 * found.bookkeeping:.2g} % of the time"
     sample = sample_figure(found)
     figures = [frontier_figure(found)] + ([] if sample is None else [sample])

@@ -298,8 +298,9 @@ def _verdicts(entries: Sequence[Entry], anchors: Mapping[int, str]) -> Iterator[
                 link = anchors.get(number)
                 said = f'<a href="#{link}">{name}</a>: {said}' if link else f"{name}: {said}"
             command = getattr(finding, "command", "")
-            code = f' <code class="next">{html.escape(command)}</code>' if command else ""
-            yield f"<li>{said}{code}</li>"
+            # Word by word, so that a line ends between two of them.
+            words = "".join(f"<span>{html.escape(word)} </span>" for word in command.split())
+            yield f"<li>{said}{f' <code class=next>{words}</code>' if words else ''}</li>"
 
 
 def _origins(report: Report) -> list[str]:

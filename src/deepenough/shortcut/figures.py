@@ -208,7 +208,7 @@ def _prompt(values: Mapping[str, Any]) -> str:
 
 def mode_name(mode: str) -> str:
     """Return what legends call a mode."""
-    return MODES[mode][0] if mode in MODES else fig.shortened(fig.visible(mode), 24)
+    return MODES[mode][0] if mode in MODES else fig.shortened(fig.readable(mode), 24)
 
 
 def _line(mode: str, curve: Curve, **options: Any) -> fig.Line:
@@ -231,7 +231,7 @@ def r2_figure(run: fig.Run) -> fig.FigureSpec | None:
         caption += " With id there is no map: the earlier states themselves are the prediction."
     panels = _pair_panels(tables, fig.Axis("r²", low=0.0, high=1.0))
     if isinstance(panels[0], fig.HeatMap) and any((table < 0).any() for table in tables.values()):
-        caption += " Hatched: below 0."
+        caption += " Grey: below 0."
     return _figure(run, "r2", "Maps between layers", caption, panels, wide=len(panels) > 1)
 
 
@@ -289,7 +289,7 @@ def decided_figure(run: fig.Run) -> fig.FigureSpec | None:
         return None
     x, y = fig.Axis("layer", whole=True), fig.Axis("tokens decided", percent=True, low=0, high=1.02)
     chart = fig.Chart(x, y, lines, rules=[fig.Rule(0.5, "half of the tokens")])
-    caption = "A token is decided where the prediction becomes that of the last layer and stays it."
+    caption = "A token is decided at the layer from which on every layer predicts what the last does."
     return _figure(run, "decided", "Tokens decided by each layer", caption, [chart], wide=True)
 
 
@@ -522,6 +522,9 @@ def section(run: fig.Run) -> fig.Section | None:
         return None
     model = fitted_model(run)
     about = f"What each layer{f' of {model}' if model else ''} already knows of the last one."
+    tokens, data = _latest(run, "evaluation").get("positions"), _measured_on(run)
+    if data and isinstance(tokens, int):
+        about += f" Measured on {tokens:,} tokens of {data}."
     findings = [*_decided_findings(run), *_saved_findings(run), *_r2_findings(run)]
     return fig.Section(HEADING, about, findings or _lens_findings(run), figures, fig.EARLY)
 
@@ -565,9 +568,10 @@ def _saved_findings(run: fig.Run) -> list[str]:
     if not total:
         level = 100 * min(level for by_level in by_mode.values() for level in by_level)
         return [f"No layer is saved for certain if {level:g} % of the tokens are to stay the same."]
-    data = str((_latest(run, "evaluation").get("settings") or {}).get("data") or "TEXT")
-    model = str(dict(run.config.get("model") or {}).get("name") or fitted_model(run) or "MODEL")
-    words = [model, "--shortcuts", f"{run.path}/shortcuts", "--data", data]
+    own = run.config.get("model")
+    model = own.get("name") if isinstance(own, dict) else None
+    words = [str(model or fitted_model(run) or "MODEL"), "--shortcuts", f"{run.path}/shortcuts"]
+    words += ["--data", _measured_on(run) or "TEXT"]
     return [
         fig.Finding(
             "Layers that could be saved if each token stopped as soon as it is sure: "
@@ -575,6 +579,11 @@ def _saved_findings(run: fig.Run) -> list[str]:
             f"deepenough decode calibrate {shlex.join(words)}" if run.path else "",
         )
     ]
+
+
+def _measured_on(run: fig.Run) -> str:
+    settings = _latest(run, "evaluation").get("settings")
+    return str(settings.get("data") or "") if isinstance(settings, dict) else ""
 
 
 def _ends(values: Mapping[str, Any], name: str) -> list[float] | None:

@@ -199,7 +199,8 @@ function drawChart(box, panel, state) {
 function drawLine(a, panel, s, row, state) {
   const place = colorOf(s, state), ink = color(place), at = i => `${a.x.place(s.x[i]).toFixed(1)},${a.y.place(s.y[i]).toFixed(1)}`;
   if (s.low.length) {
-    const upper = s.x.map((v, i) => `${a.x.place(v)},${a.y.place(s.high[i])}`), lower = s.x.map((v, i) => `${a.x.place(v)},${a.y.place(s.low[i])}`);
+    const end = v => a.y.place(panel.y.scale === "log" ? Math.max(v, a.y.low) : v);  // which 0 is below
+    const upper = s.x.map((v, i) => `${a.x.place(v)},${end(s.high[i])}`), lower = s.x.map((v, i) => `${a.x.place(v)},${end(s.low[i])}`);
     a.inner.append(svg("polygon", { points: [...upper, ...lower.reverse()].join(" "), fill: ink, opacity: 0.18 }));
   }
   // What a scale cannot show, as 0 on a logarithmic one, is left out.
@@ -357,7 +358,8 @@ function grid(box, panel, values, texts, { leastCell = 0, tip = null } = {}) {
     }
   }
   for (let c = 0; c < columns; c += every) drawing.append(svg("text", { class: "tick", x: left + (c + 0.5) * cell, y: total - bottom + 15, "text-anchor": "middle" }, panel.columns[c]));
-  drawing.append(svg("text", { x: left + (width - left) / 2, y: total - 6, "text-anchor": "middle" }, panel.x.label));
+  // Of cells that are scrolled through, the middle may be out of sight.
+  drawing.append(svg("text", { x: leastCell ? left : left + (width - left) / 2, y: total - 6, "text-anchor": leastCell ? "start" : "middle" }, panel.x.label));
   labelRows(box, drawing, panel.y.label, top, top + rows * height);
   wireKeys(drawing);
   return drawing;
@@ -365,7 +367,7 @@ function grid(box, panel, values, texts, { leastCell = 0, tip = null } = {}) {
 
 function scaleBar(box, low, high, name, below) {
   const line = html("div", { class: "caption" }), bar = svg("svg", { class: "scale", viewBox: "0 0 144 13", "aria-hidden": "true" });
-  for (let i = 0; i < 48; i++) bar.append(svg("rect", { x: 3 * i, y: 0, width: 3.2, height: 13, fill: shade(i / 47) }));
+  for (let i = 0; i < 48; i++) bar.append(svg("rect", { x: 3 * i, y: 0, width: 6, height: 13, fill: shade(i / 47) }));
   line.append(`${low} `, bar, ` ${high} ${name}`);
   if (below) { const swatch = html("span", { class: "scale below" }); line.append(" ", swatch, ` below ${low}`); }
   box.append(line);
