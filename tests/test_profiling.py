@@ -147,7 +147,9 @@ def test_another_model_is_refused_and_nothing_changes(out, llama, text, tmp_path
     tokenizer.save_pretrained(other)
     before = (out / "profile.json").read_bytes()
     assert run(other, text, out) == 2
-    assert f"{out} holds the profile of {llama}, whose weights are others" in capsys.readouterr().err
+    assert (
+        f"{out} holds the profile of {llama}, whose weights are others" in capsys.readouterr().err
+    )
     assert (out / "profile.json").read_bytes() == before
     assert run(other, text, out, "--overwrite") == 0
     assert content(out)["model"] == str(other)
@@ -172,9 +174,7 @@ def test_an_interrupted_profile_goes_on(llama, text, tmp_path, capsys, monkeypat
     assert tuple(content(out)["stages"]) == STAGES
 
 
-def test_a_model_that_cannot_be_left_early_is_still_profiled(
-    out, llama, text, capsys, monkeypatch
-):
+def test_a_model_that_cannot_be_left_early_is_still_profiled(out, llama, text, capsys, monkeypatch):
     whole = profiling.Profile._candidate
 
     def refuse_exits(self: Any, settings: Any) -> Any:

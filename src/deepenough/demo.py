@@ -88,8 +88,8 @@ def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:
     language, execution = map(at, ("language", "execution"))
     steps = {
         "A real model: how early does it know, and what is that worth here?":
-            f"profile {shlex.quote(config.model)} --data python --lines {some(240, 10)} "
-            f"--eval_lines {some(40, 10)} --prompts 2 --new_tokens {some(24, 4)} --rounds 6 "
+            f"profile {shlex.quote(config.model)} --data python --lines {some(200, 10)} "
+            f"--eval_lines {some(30, 10)} --prompts 2 --new_tokens {some(16, 4)} --rounds 6 "
             f"--overwrite --out {profile}",
         "PAR: which blocks does a language model need?":
             "par search --data python --vocab_size 2000 --batch_size 16 --length 64 "

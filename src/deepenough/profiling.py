@@ -318,7 +318,8 @@ class Profile:
     def _r2_by_layer(self, shortcuts: Any) -> Record:
         """Return the r^2 of the map from each layer to the last, over parts of the text."""
         evaluate = SHORTCUT.load("evaluation", "evaluate")
-        parts = [self.valid[place::NUM_PARTS] for place in range(NUM_PARTS)]
+        num = min(NUM_PARTS, len(self.valid))
+        parts = [self.valid[place::num] for place in range(num)]
         options = {"positions": "all"}
         tables = [
             evaluate(self.model, self.tokenizer, shortcuts, part, **options).r2[shortcuts.mode]

@@ -26,15 +26,18 @@ def told(*points: FrontierPoint, kind: str = "writing") -> Any:
 def test_the_fastest_way_that_changes_nothing_is_told_with_its_interval():
     (said,) = told(point("full", 1.0, 0.8), point("speculative", 1.0, 0.5))
     assert said == (
-        "Lossless drafts give 2.00 (1.92 to 2.08) times the speed of generate() here, every token "
-        "the model's first choice: de.speculate(model)."
+        "Lossless decoding gives 2.00 (1.92 to 2.08) times the speed of generate() here, every "
+        "token the model's first choice: de.speculate(model). The drafts account for "
+        "1.6 (1.5 to 1.7) times of it."
     )
     assert said.command == "run speculative"
+    (said,) = told(point("full", 1.0, 0.51), point("speculative", 1.0, 0.5))
+    assert said.endswith("de.speculate(model). Without drafts it is not significantly slower.")
     (said,) = told(point("full", 1.0, 0.4), point("speculative", 1.0, 0.5))
-    assert said.startswith("Our decoding loop without drafts gives 2.5")
+    assert "gives 2.5" in said and said.endswith("de.speculate(model, 'none').")
     # What is faster but changes tokens is not lossless.
     (said,) = told(point("full", 1.0, 0.8), point("speculative", 0.9, 0.5))
-    assert said.startswith("Our decoding loop without drafts gives 1.25")
+    assert "gives 1.25" in said and said.endswith("de.speculate(model, 'none').")
 
 
 def test_what_does_not_pay_is_said():

@@ -91,7 +91,7 @@ def test_the_findings_stand_in_the_order_of_the_questions_with_their_commands(fo
     places = [summary[0].index(words) for words in order]
     assert places == sorted(places)
     assert "<code class=next><span>deepenough </span><span>shortcut " in summary[0]
-    assert "<a href=\"#run-0-0\">Shortcuts: " in summary[0]
+    assert '<a href="#run-0-0">Shortcuts: ' in summary[0]
 
 
 def test_a_run_whose_method_is_unknown_still_shows_its_curves(tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -274,7 +275,7 @@ def test_decided_and_saved_as_their_definitions_say(
 
     for record in (r.values for r in records if r.kind == "saved"):
         level = record["agreement"]
-        expected = resampled_interval(lambda chosen, level=level: saved(chosen, level), len(by_text))
+        expected = resampled_interval(partial(saved, level=level), len(by_text))
         assert record["saved"] == pytest.approx(expected.value)
         assert record["intervals"]["saved"] == pytest.approx(list(expected[1:]))
 

@@ -243,7 +243,9 @@ def decided(layer: float, low: float, high: float, mode: str = "mat") -> Record:
 
 def test_half_of_the_tokens_is_said_only_where_the_data_bears_it_out() -> None:
     (said,) = findings(decided(3, 3, 3, "id"), decided(2, 1, 3))
-    assert said == "Half of the tokens are decided by layer 2 of 3 (1 to 3), read with a linear map."
+    assert (
+        said == "Half of the tokens are decided by layer 2 of 3 (1 to 3), read with a linear map."
+    )
     assert said.command == "deepenough shortcut lens runs/mine --prompt 'Once upon a time'"
     assert findings(decided(3, 3, 3)) == ["Most tokens are decided by the last of 3 layers alone."]
     assert findings(Record(0, "decided", {"mode": "mat", "layer": 2, "shares": "x"}, 0.0)) == []

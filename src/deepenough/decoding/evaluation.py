@@ -354,6 +354,8 @@ class GenerationCandidate:
             return_dict_in_generate=True,
         )
         for prompt in self.prompts:
+            if model is not self.model:
+                model.free_cache()  # each prompt is read anew, as by the model itself
             output = model.generate(
                 prompt[None], attention_mask=torch.ones_like(prompt)[None], generation_config=config
             )

@@ -1,4 +1,4 @@
-"""What a comparison of ways to generate shows, in sentences; none is said that it does not bear out.
+"""What a comparison of ways to generate shows, in sentences that it bears out.
 
 A ratio of times is taken round by round and has an interval. Something is faster, or slower, only
 if its whole interval is; between the two nothing is claimed. Free of torch: a report reads files.
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from deepenough.figure import Finding
 from deepenough.measurement import Comparison, FrontierPoint, shown
 
-#: What is said of the ways whose tokens are the model's own, and what makes them from Python.
+#: Ways whose tokens are the model's own, and what makes them from Python.
 LOSSLESS = {
-    "full": ("Our decoding loop without drafts gives", "de.speculate(model, 'none')"),
-    "speculative": ("Lossless drafts give", "de.speculate(model)"),
-    "tuned": ("Lossless drafts of a trained head give", "de.speculate(model, draft_model=...)"),
+    "full": "de.speculate(model, 'none')",
+    "speculative": "de.speculate(model)",
+    "tuned": "de.speculate(model, draft_model=...)",
 }
 #: Share of the tokens that early exit has to leave as they are to be considered at all.
 KEPT = 0.9
@@ -25,23 +25,20 @@ def comparison_findings(found: Comparison) -> list[Finding] | None:
     if found.task.kind != "writing" or plain is None:
         return None
     same = [
-        row
-        for row in found.points
-        if row.mechanism in LOSSLESS and row.quality >= plain.quality
+        row for row in found.points if row.mechanism in LOSSLESS and row.quality >= plain.quality
     ]
     findings = []
     best = min(same, key=lambda row: row.milliseconds, default=None)
     if best is not None:
-        findings.append(_lossless(best))
+        findings.append(_lossless(best, next((r for r in same if r.mechanism == "full"), None)))
     exits = [row for row in found.points if row.mechanism == "exit"]
     if exits:
         findings.append(_early_exit(exits, best or plain))
     return findings
 
 
-def _lossless(row: FrontierPoint) -> Finding:
-    """Say how many times as fast as the model's own `generate` the fastest lossless way is."""
-    what, made_by = LOSSLESS[row.mechanism]
+def _lossless(row: FrontierPoint, full: FrontierPoint | None) -> Finding:
+    """Say how fast the fastest lossless way is, beside `generate` and the loop without drafts."""
     times = 1 / row.relative_time
     low, high = 1 / row.relative_time_high, 1 / row.relative_time_low
     if low <= 1:
@@ -50,11 +47,24 @@ def _lossless(row: FrontierPoint) -> Finding:
             f"Lossless decoding does not pay here: the fastest way, {row.name}, is {said} than "
             f"generate(), {shown(times, (low, high))} times its speed."
         )
-    own = "every token" if row.quality == 1 else f"{row.quality:.1%} of {row.units} tokens, as there"
-    return Finding(
-        f"{what} {shown(times, (low, high))} times the speed of generate() here, {own} the model's "
-        f"first choice: {made_by}.",
-        row.command,
+    own = "every token" if row.quality == 1 else f"{100 * row.quality:.1f} % of tokens, as there,"
+    told = f"Lossless decoding gives {shown(times, (low, high))} times the speed of generate() "
+    told += f"here, {own} the model's first choice: {LOSSLESS[row.mechanism]}."
+    if full is not None and full is not row:
+        times, low, high = _times_as_fast(row, full)
+        if low > 1:
+            told += f" The drafts account for {shown(times, (low, high))} times of it."
+        else:
+            told += " Without drafts it is not significantly slower."
+    return Finding(told, row.command)
+
+
+def _times_as_fast(row: FrontierPoint, other: FrontierPoint) -> tuple[float, float, float]:
+    """Return how many times as fast as another a point is, and the widest ends there can be."""
+    return (
+        other.relative_time / row.relative_time,
+        other.relative_time_low / row.relative_time_high,
+        other.relative_time_high / row.relative_time_low,
     )
 
 
@@ -65,14 +75,11 @@ def _early_exit(rows: Sequence[FrontierPoint], best: FrontierPoint) -> Finding:
         careful = max(rows, key=lambda row: row.quality)
         kept = _percent(careful.quality, careful.quality_low, careful.quality_high)
         return Finding(
-            f"Early exit does not pay on this model: no threshold tried keeps {KEPT:.0%} of the "
-            f"tokens, the best is {kept}."
+            f"Early exit does not pay on this model: no threshold tried keeps {100 * KEPT:g} % of "
+            f"the tokens, the best is {kept}."
         )
     row = min(enough, key=lambda row: row.relative_time)
-    times = best.relative_time / row.relative_time
-    # The widest that the two intervals allow.
-    low = best.relative_time_low / row.relative_time_high
-    high = best.relative_time_high / row.relative_time_low
+    times, low, high = _times_as_fast(row, best)
     kept = _percent(row.quality, row.quality_low, row.quality_high)
     against = "generate()" if best.mechanism == "transformers" else f"{best.name} decoding"
     told = f"with {kept} of the tokens unchanged its speed is {shown(times, (low, high))} times "

@@ -289,7 +289,9 @@ def decided_figure(run: fig.Run) -> fig.FigureSpec | None:
         return None
     x, y = fig.Axis("layer", whole=True), fig.Axis("tokens decided", percent=True, low=0, high=1.02)
     chart = fig.Chart(x, y, lines, rules=[fig.Rule(0.5, "half of the tokens")])
-    caption = "A token is decided at the layer from which on every layer predicts what the last does."
+    caption = (
+        "A token is decided at the layer from which on every layer predicts what the last does."
+    )
     return _figure(run, "decided", "Tokens decided by each layer", caption, [chart], wide=True)
 
 

@@ -146,7 +146,7 @@ function start() {
     const state = { number, off: new Set(), chosen: 0, names: [] };
     const figure = document.getElementById(`figure-${number}`);
     wireData(figure, spec, state);
-    wirePictures(figure, spec);
+    wirePictures(figure, spec, state);
     return drawFigure(figure, spec, state);
   });
   let width = innerWidth, timer = null;

@@ -98,7 +98,7 @@ function standalone(drawing) {
 }
 
 // A figure as one drawing: its title, and all that stands in it where it stands.
-function picture(figure, spec) {
+function picture(figure, title) {
   const chart = figure.querySelector(".chart"), origin = chart.getBoundingClientRect(), parts = [], margin = 12, head = 34;
   const base = getComputedStyle(chart);
   let right = 0, bottom = 0;
@@ -130,20 +130,21 @@ function picture(figure, spec) {
   const width = Math.ceil(right) + 2 * margin, height = Math.ceil(bottom) + 2 * margin;
   const whole = svg("svg", { xmlns: NS, width, height, viewBox: `${-margin} ${-margin} ${width} ${height}` });
   whole.append(svg("rect", { x: -margin, y: -margin, width, height, fill: getComputedStyle(figure).backgroundColor }));
-  whole.append(svg("text", { x: 0, y: 14, fill: base.color, "font-size": "16px", "font-weight": "bold", "font-family": base.fontFamily }, spec.title), ...parts);
+  whole.append(svg("text", { x: 0, y: 14, fill: base.color, "font-size": "16px", "font-weight": "bold", "font-family": base.fontFamily }, title), ...parts);
   const text = new XMLSerializer().serializeToString(whole).replace(/[\uD800-\uDFFF]/gu, "\uFFFD");
   return { width, height, url: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}` };
 }
 
 function saveAs(name, url) { html("a", { href: url, download: `${name.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}` + (url.startsWith("data:image/png") ? ".png" : ".svg") }).click(); }
 
-function wirePictures(figure, spec) {
-  figure.querySelector(".save-svg").addEventListener("click", () => saveAs(spec.title, picture(figure, spec).url));
+function wirePictures(figure, spec, state) {
+  const title = () => spec.choice ? `${spec.title}: ${spec.panels[state.chosen].title}` : spec.title;
+  figure.querySelector(".save-svg").addEventListener("click", () => saveAs(title(), picture(figure, title()).url));
   figure.querySelector(".save-png").addEventListener("click", async () => {
-    const { width, height, url } = picture(figure, spec), image = new Image(), canvas = html("canvas", { width: 2 * width, height: 2 * height });
+    const { width, height, url } = picture(figure, title()), image = new Image(), canvas = html("canvas", { width: 2 * width, height: 2 * height });
     image.src = url;
     await image.decode();
     canvas.getContext("2d").drawImage(image, 0, 0, 2 * width, 2 * height);
-    saveAs(spec.title, canvas.toDataURL("image/png"));
+    saveAs(title(), canvas.toDataURL("image/png"));
   });
 }
