@@ -11,11 +11,8 @@ does the stages that depend on it again. Another model is refused.
 
 from __future__ import annotations
 
-import json
-import logging
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +24,6 @@ from deepenough.errors import UserError
 from deepenough.measurement import content_of, median_interval
 from deepenough.registry import METHODS
 from deepenough.runs import Record, RunFolder, read_records, replace_records
-
-log = logging.getLogger("deepenough")
 
 SHORTCUT, DECODE = (next(m for m in METHODS if m.name == name) for name in ("shortcut", "decode"))
 Model: Any = SHORTCUT.load("config", "PretrainedModelConfig")
@@ -42,6 +37,7 @@ FEWEST_TEXTS = 10
 MOST_MAP_BYTES = 1_000_000_000
 #: Parts of the text in which the states of a model without a head are measured, for an interval.
 NUM_PARTS = 8
+RIDGE = 0.01
 PROMPT = "The capital of France is Paris, and the capital of Germany is"
 #: Ways to generate that are measured beside each other.
 WAYS = ("transformers", "full", "speculative", "exit")
@@ -72,9 +68,6 @@ class ProfileConfig:
     min_chars: int = bounded(40, ge=0)
     """Lines shorter than this, such as headings, are passed over."""
 
-    ridge: float = bounded(0.01, ge=0)
-    """Penalty of the maps; see deepenough shortcut fit."""
-
     prompt: str = PROMPT
     """Text that is looked at token by token."""
 
@@ -90,19 +83,9 @@ class ProfileConfig:
     rounds: int = bounded(7, ge=1)
     """How often every way is timed; fewer than 6 give intervals of less than 95 %."""
 
-    threads: int | None = bounded(None, ge=1)
-    """Threads of torch; by default its own choice."""
-
-    seed: int = 0
-    """Seed of the order in which the ways are timed."""
-
 
 def profile(
-    model: Any,
-    tokenizer: Any,
-    texts: Iterable[str],
-    out: str = "runs/profile",
-    **options: Any,
+    model: Any, tokenizer: Any, texts: Iterable[str], out: str = "runs/profile", **options: Any
 ) -> dict[str, Any]:
     """Measure how early a model knows its answer and what that is worth here; write a page.
 
@@ -127,26 +110,21 @@ def profile(
 
 def run_profile(config: ProfileConfig) -> None:
     """Run `deepenough profile`: print the verdict, and where the page is."""
+    from deepenough.training.logging import announce
+
     _check_folder(config)
     text = SHORTCUT.load("config", "TextConfig")
     data = config.data or OWN_TEXT
     if config.data is None:
-        _say("No --data: measured on the prose inside Python. Text of your own tells more.")
+        announce("No --data: measured on the prose inside Python. Text of your own tells more.")
     train = text("train", config.lines, config.min_chars).read(data)
     valid = text("valid", config.eval_lines, config.min_chars).read(data)
     model, tokenizer = config.model.load()
     found = Profile(replace(config, data=data), model, tokenizer, train, valid).run()
     print(f"\n{found['model']}, measured on {data}:")
     for verdict in found["verdict"]:
-        print(f"- {verdict['sentence']}")
-        if verdict["command"]:
-            print(f"    {verdict['command']}")
+        print("- " + "\n    ".join(filter(None, (verdict["sentence"], verdict["command"]))))
     print(f"\nfigures: {Path(config.out) / FILE}\npage: {Path(config.out) / PAGE}")
-
-
-def _say(text: str) -> None:
-    log.info(text)
-    print(text, file=sys.stderr, flush=True)
 
 
 def _check_folder(config: ProfileConfig) -> None:
@@ -172,170 +150,141 @@ class Profile:
         from deepenough.training.trainer import keep_freed_memory
 
         keep_freed_memory()
-        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.config, self.model, self.tokenizer = config, model.eval(), tokenizer
         self.train, self.valid = train, valid
-        if config.threads is not None:
-            import torch
-
-            torch.set_num_threads(config.threads)
-        model.eval()
         self.adapter = adapt(model)
         SHORTCUT.load("reading", "check_mask")(tokenizer, self.adapter.kind)
-        self.generates = self.adapter.kind == "causal" and model.can_generate()
-        self.num_prompts = self._num_prompts() if self.generates else 0
-        self.notes: list[str] = []
+        self.num_prompts = 0
+        if self.adapter.kind == "causal" and model.can_generate():
+            tokens = len(tokenizer("\n".join(valid), verbose=False)["input_ids"])
+            self.num_prompts = min(config.prompts, tokens // config.prompt_tokens)
+            if not self.num_prompts:
+                raise UserError(
+                    f"The text held out has {tokens} tokens, less than one prompt of "
+                    f"{config.prompt_tokens}: give a longer text or a lower prompt_tokens."
+                )
+        self.fingerprint = str(self.adapter.identity(with_head=True)["fingerprint"])
         self.folder = RunFolder(Path(config.out))
+        self.stages: dict[str, Any] = {}
         self.before = self._earlier()
-
-    def _num_prompts(self) -> int:
-        """Return for how many prompts there is text, at most as many as are wanted."""
-        ids = self.tokenizer("\n".join(self.valid), verbose=False)["input_ids"]
-        found = min(self.config.prompts, len(ids) // self.config.prompt_tokens)
-        if not found:
-            raise UserError(
-                f"The text held out has {len(ids)} tokens, less than one prompt of "
-                f"{self.config.prompt_tokens}: give a longer text or a lower prompt_tokens."
-            )
-        return found
+        self.notes: list[str] = []
 
     def _earlier(self) -> dict[str, Any]:
-        """Return what an earlier profile in the folder has left; another model's is refused."""
+        """Return the stages of an earlier profile in the folder; another model's is refused."""
         path = self.folder.path / FILE
         if self.config.overwrite or not path.is_file():
             return {}
         try:
             found = read_json(path)
-            stages, model = dict(found["stages"]), found["fingerprint"]
+            stages, fingerprint = dict(found["stages"]), found["fingerprint"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path} is damaged ({error!s:.100}): give --overwrite to begin anew."
             ) from error
-        if model != self._fingerprint():
+        if fingerprint != self.fingerprint:
             raise UserError(
                 f"{self.config.out} holds the profile of {found.get('model')}, whose weights are "
                 "others: choose another folder with --out, or give --overwrite to replace it."
             )
         return stages
 
-    def _fingerprint(self) -> str:
-        return str(self.adapter.identity(with_head=True)["fingerprint"])
-
     def run(self) -> dict[str, Any]:
         """Do the stages that are missing and return what `profile.json` then holds."""
-        options = {"resume": not self.config.overwrite, "overwrite": self.config.overwrite}
-        if not (self.folder.path / FILE).is_file():
-            options["resume"] = False
-        RunFolder.create(self.config.out, **options)
-        self.stages: dict[str, Any] = {}
+        import torch
+
+        from deepenough.training.logging import announce
+
+        config, is_profile = self.config, (self.folder.path / FILE).is_file()
+        RunFolder.create(config.out, is_profile and not config.overwrite, config.overwrite)
+        names = ("prompt_tokens", "new_tokens", "rounds")
+        timing = {name: getattr(config, name) for name in names}
+        timing |= {"prompts": self.num_prompts, "threads": torch.get_num_threads()}
+        fitted = {"text": content_of(self.train), "maps": {"targets": self._targets()}}
+        measured = fitted | {"text measured": content_of(self.valid)}
+        stages = [
+            ("maps between the layers", fitted, self._fit, "shortcuts"),
+            ("what every layer knows", measured, self._evaluate, ""),
+        ]
+        if self.adapter.kind != "encoder":
+            stages.append(("token by token", fitted | {"prompt": config.prompt}, self._look, ""))
+        if self.num_prompts:
+            decides = measured | {"timing": timing, "machine": processor()}
+            stages.append(("generation", decides, self._compare, "frontier.json"))
         with self.folder.lock():
             self._keep()
-            maps = {
-                "text": content_of(self.train),
-                "maps": {"ridge": self.config.ridge, "targets": self._targets()},
-            }
-            shortcuts = self._stage("maps between the layers", maps, self._fit, "shortcuts")
-            shortcuts = shortcuts or SHORTCUT.load("modeling", "Shortcuts").from_pretrained(
-                self.folder.path / "shortcuts"
-            )
-            known = maps | {"text measured": content_of(self.valid)}
-            self._stage("what every layer knows", known, lambda: self._evaluate(shortcuts))
-            if self.adapter.kind != "encoder":
-                looked = maps | {"prompt": self.config.prompt}
-                self._stage("token by token", looked, lambda: self._look(shortcuts))
-            if self.generates:
-                self._stage("generation", known | self._timing(), self._compare, "frontier.json")
+            for number, (name, decides, make, file) in enumerate(stages, start=1):
+                title, before = f"[{number}/{len(stages)}] {name}", self.before.get(name)
+                if before == decides and (self.folder.path / file).exists():
+                    announce(f"{title}: done before")
+                else:
+                    known = before if isinstance(before, dict) else decides
+                    changed = [key for key in decides if known.get(key) != decides[key]]
+                    again = f": again, since this has changed: {', '.join(changed)}"
+                    announce(title + again * bool(changed))
+                    make()
+                self.stages[name] = decides
+                self._keep()
             return self._finish()
 
     def _targets(self) -> str:
         pairs = self.adapter.num_layers * (self.adapter.num_layers + 1) // 2
         return "all" if pairs * self.adapter.width**2 * 4 <= MOST_MAP_BYTES else "last"
 
-    def _timing(self) -> dict[str, Any]:
-        import torch
-
-        names = ("prompt_tokens", "new_tokens", "rounds", "seed")
-        timing = {name: getattr(self.config, name) for name in names}
-        timing |= {"prompts": self.num_prompts, "threads": torch.get_num_threads()}
-        return {"machine": processor(), "timing": timing}
-
-    def _stage(
-        self, name: str, decides: Mapping[str, Any], make: Callable[[], Any], file: str = ""
-    ) -> Any:
-        """Return what `make` returns; None where the stage is done, as it would be done now."""
-        decides = json.loads(json.dumps(decides))
-        total = 2 + (self.adapter.kind != "encoder") + self.generates
-        number, before = f"[{len(self.stages) + 1}/{total}] {name}", self.before.get(name)
-        if before == decides and (self.folder.path / file).exists():
-            _say(f"{number}: done before")
-            self.stages[name] = decides
-            return None
-        changed = []
-        if isinstance(before, dict):
-            changed = [key for key, value in decides.items() if before.get(key) != value]
-        again = f": again, since this has changed: {', '.join(changed)}" if changed else ""
-        _say(f"{number}{again}")
-        found = make()
-        self.stages[name] = decides
-        self._keep()
-        return found
-
     def _keep(self, **found: Any) -> dict[str, Any]:
-        """Write `profile.json`, and return what it holds."""
-        later = {name: value for name, value in self.before.items() if name not in self.stages}
+        """Write `profile.json`, and return what it holds; until all is done, with older stages."""
         content = {
             "model": self.config.model.name,
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self.fingerprint,
             "kind": self.adapter.kind,
             "layers": self.adapter.num_layers,
             "data": self.config.data,
-            "stages": self.stages if found else self.stages | later,
+            "stages": self.stages if found else self.before | self.stages,
             **found,
         }
         write_json(self.folder.path / FILE, content)
         return content
 
-    def _fit(self) -> Any:
-        shutil.rmtree(self.folder.path / "shortcuts", ignore_errors=True)
+    def _fit(self) -> None:
+        shutil.rmtree(self._maps, ignore_errors=True)
         (self.folder.path / "frontier.json").unlink(missing_ok=True)  # it was about other maps
         config = SHORTCUT.load("config", "ShortcutFitConfig")(self.config.out)
         config.data, config.model = str(self.config.data), self.config.model
         config.dataset.lines, config.dataset.min_chars = self.config.lines, self.config.min_chars
-        config.fit.ridge, config.fit.targets = self.config.ridge, self._targets()
+        config.fit.ridge, config.fit.targets = RIDGE, self._targets()
         fit_run = SHORTCUT.load("commands", "fit_run")
-        return fit_run(config, self.folder, self.model, self.tokenizer, self.train)
+        fit_run(config, self.folder, self.model, self.tokenizer, self.train)
 
-    def _evaluate(self, shortcuts: Any) -> bool:
+    @property
+    def _maps(self) -> Path:
+        return self.folder.path / "shortcuts"
+
+    def _shortcuts(self) -> Any:
+        return SHORTCUT.load("modeling", "Shortcuts").from_pretrained(self._maps)
+
+    def _evaluate(self) -> None:
         config = SHORTCUT.load("config", "ShortcutEvalConfig")(self.config.out)
         config.data, config.positions = str(self.config.data), "all"
         config.dataset.lines = self.config.eval_lines
         config.dataset.min_chars = self.config.min_chars
-        given = (self.model, self.tokenizer, self.valid)
-        SHORTCUT.load("commands", "evaluate_run")(config, self.folder, [shortcuts], *given)
-        if self.adapter.kind == "encoder":
-            replace_records(self.folder.metrics, [self._r2_by_layer(shortcuts)])
-        return True
+        shortcuts, loaded = self._shortcuts(), (self.model, self.tokenizer)
+        evaluate_run = SHORTCUT.load("commands", "evaluate_run")
+        evaluate_run(config, self.folder, [shortcuts], *loaded, self.valid)
+        if self.adapter.kind == "encoder":  # which is told by its states, in parts for an interval
+            measure = SHORTCUT.load("evaluation", "evaluate")
+            num = min(NUM_PARTS, len(self.valid))
+            parts = (self.valid[place::num] for place in range(num))
+            found = (measure(*loaded, shortcuts, part, positions="all").r2 for part in parts)
+            columns = zip(*(r2[shortcuts.mode][:, -1].tolist() for r2 in found), strict=True)
+            rows = [median_interval(column)._asdict() for column in columns]
+            values = {"mode": shortcuts.mode, "layers": rows}
+            replace_records(self.folder.metrics, [Record(0, "r2_by_layer", values)])
 
-    def _r2_by_layer(self, shortcuts: Any) -> Record:
-        """Return the r^2 of the map from each layer to the last, over parts of the text."""
-        evaluate = SHORTCUT.load("evaluation", "evaluate")
-        num = min(NUM_PARTS, len(self.valid))
-        parts = [self.valid[place::num] for place in range(num)]
-        options = {"positions": "all"}
-        tables = [
-            evaluate(self.model, self.tokenizer, shortcuts, part, **options).r2[shortcuts.mode]
-            for part in parts
-        ]
-        columns = zip(*(table[:, -1].tolist() for table in tables), strict=True)
-        rows = [dict(zip(("r2", "low", "high"), median_interval(c), strict=True)) for c in columns]
-        return Record(0, "r2_by_layer", {"mode": shortcuts.mode, "layers": rows})
-
-    def _look(self, shortcuts: Any) -> bool:
+    def _look(self) -> None:
         look = SHORTCUT.load("lens", "lens")
-        record = look(self.model, self.tokenizer, shortcuts, self.config.prompt)
+        record = look(self.model, self.tokenizer, self._shortcuts(), self.config.prompt)
         replace_records(self.folder.metrics, [record])
-        return True
 
-    def _compare(self) -> bool:
+    def _compare(self) -> None:
         """Measure the ways to generate; early exit at the thresholds that the evaluation found."""
         from deepenough.compare.frontier import run_comparison
         from deepenough.training.logging import reading
@@ -343,16 +292,17 @@ class Profile:
         records = [r.values for r in read_records(self.folder.metrics)[0] if r.kind == "saved"]
         found = [r["lambda"] for r in records if r["mode"] != "id" and r["lambda"] is not None]
         exits = sorted({round(min(1.0, value), 3) for value in found}, reverse=True)
-        names = ("prompt_tokens", "new_tokens", "rounds", "threads", "seed")
         settings = CompareConfig(
             runs=[self.config.out],
             out=self.config.out,
             split="valid",
             limit=self.num_prompts,
+            prompt_tokens=self.config.prompt_tokens,
+            new_tokens=self.config.new_tokens,
+            rounds=self.config.rounds,
             mechanisms=list(WAYS if exits else WAYS[:-1]),
             grid=Grid(exit=exits or None),
             count_flops=False,
-            **{name: getattr(self.config, name) for name in names},
         )
         try:
             candidate = self._candidate(settings)
@@ -362,14 +312,11 @@ class Profile:
             candidate = self._candidate(settings)
         with reading("passes", "timing") as progress:
             run_comparison(settings, progress, [candidate])
-        return True
 
     def _candidate(self, settings: CompareConfig) -> Any:
-        name = self.folder.path.resolve().name
-        loaded = (self.model, self.tokenizer)
-        candidate = DECODE.load("evaluation", "open_candidate")(
-            self.config.out, name, settings, loaded, self.valid
-        )
+        open_candidate = DECODE.load("evaluation", "open_candidate")
+        name, loaded = self.folder.path.resolve().name, (self.model, self.tokenizer)
+        candidate = open_candidate(self.config.out, name, settings, loaded, self.valid)
         candidate.points()
         return candidate
 
@@ -391,7 +338,8 @@ class Profile:
         if (self.folder.path / FRONTIER).is_file():
             rows = read_frontier(self.folder.path).points
             points = [asdict(replace(row, sample=None)) for row in rows]
-        content = self._keep(
+        write_page(replace(report, notes=[*report.notes, *self.notes]), self.folder.path / PAGE)
+        return self._keep(
             verdict=[{"sentence": str(f), "command": getattr(f, "command", "")} for f in findings],
             notes=self.notes,
             decided=[record.values for record in records if record.kind == "decided"],
@@ -399,8 +347,6 @@ class Profile:
             generation=points,
             provenance=provenance(),
         )
-        write_page(replace(report, notes=[*report.notes, *self.notes]), self.folder.path / PAGE)
-        return content
 
 
 PROFILE = Command(

@@ -265,7 +265,7 @@ def test_layers_saved_are_told_with_their_intervals_and_none_where_that_is_not_s
 
 def test_a_model_without_a_head_is_told_by_its_states() -> None:
     def r2(*layers: tuple[float, float, float]) -> Record:
-        rows = [dict(zip(("r2", "low", "high"), row, strict=True)) for row in layers]
+        rows = [dict(zip(("value", "low", "high"), row, strict=True)) for row in layers]
         return Record(0, "r2_by_layer", {"mode": "mat", "layers": rows}, 0.0)
 
     (said,) = findings(r2((0.5, 0.4, 0.6), (0.95, 0.91, 0.97), (1, 1, 1)))

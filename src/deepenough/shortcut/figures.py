@@ -605,7 +605,7 @@ def _r2_findings(run: fig.Run) -> list[str]:
         rows, mode = record.values.get("layers"), _mode(record.values)
         if not isinstance(rows, list):
             continue
-        known = [fig.numbers(row, "r2", "low", "high") for row in rows if isinstance(row, dict)]
+        known = [fig.numbers(row, "value", "low", "high") for row in rows if isinstance(row, dict)]
         for layer, row in enumerate(known[:-1]):
             if row is not None and row[1] >= R2_LEVEL:
                 value, low, high = (100 * number for number in row)
