@@ -202,8 +202,6 @@ class LensTable:
     predictions: Sequence[Sequence[str]]
     """[layer][token]"""
     probability: Sequence[MaybeNumbers]
-    agrees: Sequence[Sequence[bool]]
-    """Whether the prediction is the last layer's."""
     top: Sequence[Sequence[Sequence[int]]] = ()
     """[layer][token]: the likeliest tokens, as places in `words`."""
     top_probability: Sequence[Sequence[MaybeNumbers]] = ()
@@ -264,8 +262,6 @@ class FigureSpec:
     and a picture is drawn of each."""
     wide: bool = False
     """The page gives it a whole line."""
-    question: str = ""
-    """One of `QUESTIONS`, where it is another than its section's."""
 
 
 class Finding(str):

@@ -103,28 +103,18 @@ def test_the_slider_moves_through_training(page):
     assert told().startswith("step 0, ")
 
 
-def test_tokens_are_shaded_and_open_their_lens(page):
-    tokens = figure(page, "Choose a token").find_elements("css selector", ".tokens button")
+def test_tokens_are_shaded_and_reached_by_arrows(page):
+    tokens = figure(page, "after every token").find_elements("css selector", ".tokens .token")
     shades = {token.value_of_css_property("background-color") for token in tokens}
     assert len(tokens) == 5 and len(shades) > 1
+    page.execute_script("arguments[0].focus()", tokens[0])
     tokens[0].send_keys(RIGHT, RIGHT, RIGHT)
     assert page.switch_to.active_element == tokens[3]
-    tokens[3].send_keys(ENTER)
-    dialog = page.find_element("id", "lens")
-    assert dialog.is_displayed() and "onerror" in dialog.text
-    rows = dialog.find_elements("css selector", "tr")
-    assert len(rows) == 1 + 4 and "w3" in rows[1].text
-    dialog.find_element("css selector", "button").click()
-    assert not dialog.is_displayed()
-    assert page.switch_to.active_element == tokens[3]
-    tokens[0].click()
-    assert dialog.is_displayed() and "after “The”" in dialog.text
-    page.switch_to.active_element.send_keys(ESCAPE)
-    assert not dialog.is_displayed()
+    assert "layer from which" in page.find_element("css selector", ".tip").text
 
 
 def test_a_cell_of_the_lens_tells_what_is_likeliest(page, evil):
-    lens = figure(page, "Choose a token")
+    lens = figure(page, "after every token")
     cells = lens.find_elements("css selector", ".scroll .mark")
     assert len(cells) == 4 * 5
     page.execute_script("arguments[0].focus()", cells[0])

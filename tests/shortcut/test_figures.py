@@ -222,10 +222,6 @@ def test_findings_follow_the_data() -> None:
         "agreement, 28.2 % at 95 % agreement, 20.2 % at 99 % agreement with the last layer, read "
         "with tuned maps.",
     ]
-    found = section(Run("r", [Record(0, "lens", lens_values(), 0.0)]))
-    assert found is not None and found.findings == [
-        "On “one two three” the next token is known after 3.0 of 4 layers on average."
-    ]
 
 
 def findings(*records: Record) -> list[str]:
@@ -257,7 +253,9 @@ def test_layers_saved_are_told_with_their_intervals_and_none_where_that_is_not_s
         return Record(0, "saved", {"mode": "mat", **values}, 0.0)
 
     (said,) = findings(saved(0.9, 0.2, 0.15, 0.25), saved(0.99, 0.01, 0.0, 0.02))
-    assert "20.0 % (15 to 25) at 90 % agreement with the last layer" in said and "99" not in said
+    assert (
+        "20.0 % (15.0 to 25.0) at 90 % agreement with the last layer" in said and "99" not in said
+    )
     assert "decode calibrate MODEL --shortcuts runs/mine/shortcuts --data TEXT" in said.command
     (said,) = findings(saved(0.9, 0.01, 0.0, 0.05))
     assert said == "No layer is saved for certain if 90 % of the tokens are to stay the same."
@@ -299,7 +297,22 @@ def test_a_lens_is_shown_as_recorded() -> None:
     (text,) = figure.panels
     assert text.tokens == values["tokens"] and text.depth == [2, 3, 4] and text.last == 4
     assert text.lens.predictions == values["words"]
-    assert text.lens.agrees == values["agrees"]
+    assert not text.lens.top and not text.lens.statistics
+
+
+def test_a_lens_has_the_likeliest_tokens_and_statistics_where_they_are_whole() -> None:
+    cells = [[["x", "y z"], ["y z", "q"], ["x", "q"]]] * 5
+    more = {"top": cells, "top_probability": [[[0.5, 0.25]] * 3] * 5, "kl": [[0.1, None, 0.3]] * 5}
+    panel = lens_panel(lens_values() | more | {"entropy": [[1.0]]})
+    assert panel is not None and panel.lens is not None
+    words = [[[panel.lens.words[i] for i in cell] for cell in row] for row in panel.lens.top]
+    assert words == [[["x", "y␣z"], ["y␣z", "q"], ["x", "q"]]] * 5
+    assert panel.lens.top_probability[4][2] == [0.5, 0.25]
+    (kl,) = panel.lens.statistics.values()
+    assert kl[0][0] == 0.1 and np.isnan(kl[0][1])
+    for broken in ({"top": 3}, {"top": [[["x"]]]}, {"top_probability": [[[0.5]] * 3] * 5}):
+        panel = lens_panel(lens_values() | more | broken)
+        assert panel is not None and panel.lens is not None and not panel.lens.top
 
 
 def test_a_token_is_known_where_the_agreement_no_longer_breaks() -> None:

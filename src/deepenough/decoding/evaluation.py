@@ -271,7 +271,8 @@ class GenerationCandidate:
         pretrained = resolve(PretrainedModelConfig, overrides=config.get("model"))
         self.model_name = pretrained.name
         with without_bars():
-            self.model, self.tokenizer = loaded or pretrained.load(data.trust)
+            opened: tuple[Any, Any] = loaded or pretrained.load(data.trust)
+        self.model, self.tokenizer = opened
         if not self.model.can_generate():
             raise UserError(
                 f"{self.model_name} does not write text, so its exits cannot be timed: measure "

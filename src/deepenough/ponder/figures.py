@@ -270,31 +270,26 @@ def _longer_findings(run: Run, bands: Sequence[ParityBand]) -> list[str]:
     Difficulty is a number of entries, or the pass at which the answer settles; the correlation with
     the passes made has to differ from 0 by twice its standard error.
     """
-    if bands and bands[0].mechanism != "fixed":
-        hard, passes = zip(*((band.lowest, band.passes) for band in bands), strict=True)
-        pairs, weights = np.array([hard, passes]), np.ones(len(bands))
-        of, unit = "vectors", "entries"
-    else:
-        tables = [v for v in _latest(run, PASSES) if v.get("by") == "difficulty"]
-        try:
-            counts = _array(tables[-1]["counts"])
-        except (LookupError, TypeError, ValueError):
-            return []
-        pairs = np.array([(row, column) for row, column in np.ndindex(counts.shape)]).T + 1.0
-        weights, of, unit = counts.ravel(), "examples", "passes"
-    covariance = np.cov(pairs, aweights=weights, bias=True)
-    spread = math.sqrt(covariance[0, 0] * covariance[1, 1])
-    total = weights.sum()
-    if not spread > 0 or total < 4:
+    pairs, weights = np.array([(band.lowest, band.passes) for band in bands]), np.ones(len(bands))
+    of, what = "vectors", "entries that are not zero"
+    if bands and bands[0].mechanism == "fixed":
         return []
-    correlation = covariance[0, 1] / spread
-    error = math.sqrt(max(1 - correlation**2, 1e-12) / (total - 2))
-    if abs(correlation) < 2 * error:
+    for values in _latest(run, PASSES):
+        with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError):
+            if values["by"] == "difficulty":
+                counts = _array(values["counts"])
+                pairs, weights = np.argwhere(np.ones(counts.shape)), counts.ravel()
+                of, what = "examples", "the pass that settles the answer"
+    if weights.sum() < 4:
         return []
-    more = "longer" if correlation > 0 else "shorter"
-    what = "entries that are not zero" if unit == "entries" else "the pass that settles the answer"
+    (hard, both), (_, passes) = np.cov(pairs.T, aweights=weights, bias=True)
+    if not hard * passes > 0:
+        return []
+    found = both / math.sqrt(hard * passes)
+    ends = found + 2 * math.sqrt(max(1 - found**2, 0.0) / (weights.sum() - 2)) * np.array([-1, 1])
+    if ends[0] <= 0 <= ends[1]:
+        return []
     return [
-        f"It computes {more} on harder {of}: the correlation of {what} with passes made is "
-        f"{correlation:.2f} ({max(-1.0, correlation - 2 * error):.2f} to "
-        f"{min(1.0, correlation + 2 * error):.2f})."
+        f"It computes {'longer' if found > 0 else 'shorter'} on harder {of}: the correlation of "
+        f"{what} with passes made is {found:.2f} ({max(-1, ends[0]):.2f} to {min(1, ends[1]):.2f})."
     ]

@@ -7,6 +7,7 @@ of per-batch perplexities is dominated by the worst batches and is no perplexity
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -168,51 +169,37 @@ def overview_figure(comparisons: Sequence[Comparison]) -> fig.FigureSpec | None:
     for cost, name in SHARES.items():
         points = [point for found in kept for point in _shares(found, cost, len(kept) > 1)]
         x = fig.Axis(f"share of full compute ({name})", percent=True, low=0.0)
-        y = fig.Axis("quality kept", percent=True)
-        panels.append(fig.Scatter(x, y, points, title=name, key=cost))
+        panels.append(
+            fig.Scatter(x, fig.Axis("quality kept", percent=True), points, title=name, key=cost)
+        )
     full = "; ".join(f"{found.task.kind}: “{found.name_of(found.points[0])}”" for found in kept)
     caption = f"100 % are the quality and the cost of the whole model ({full}). Further up is "
     caption += f"better, further left is cheaper; thin lines: intervals of {_sure(*kept)}."
     if any(not found.task.higher_is_better for found in kept):
         caption += " Of perplexities, the inverse is compared."
-    commands = dict.fromkeys(found.command for found in kept)
-    return fig.FigureSpec(
-        "overview",
-        "Quality kept against compute",
-        caption,
-        panels,
-        command=" && ".join(commands),
-        choice="compute",
-        wide=True,
-    )
+    command = " && ".join(dict.fromkeys(found.command for found in kept))
+    about = ("overview", "Quality kept against compute", caption, panels, "", command)
+    return fig.FigureSpec(*about, choice="compute", wide=True)
 
 
 def _shares(found: Comparison, cost: str, several: bool) -> list[fig.Point]:
     """Return the points of a comparison relative to its first."""
-    first = found.points[0]
-    points = []
+    first, points = found.points[0], []
     for row in found.points:
-        spent = row.relative_time if cost == "milliseconds" else row.flops / first.flops
-        timed = cost == "milliseconds"
-        ratios = [q / first.quality for q in (row.quality, row.quality_low, row.quality_high)]
+        qualities = (row.quality, row.quality_low, row.quality_high)
+        kept = [value / first.quality for value in qualities]
         if not found.task.higher_is_better:
-            value, low, high = (1 / ratio for ratio in ratios)
-            ratios = [value, high, low]
-        group = f"{found.task.kind}: {row.mechanism}" if several else row.mechanism
-        told = f"{found.task.quality} {row.quality:.4g} ({row.quality_low:.4g} to "
-        told += f"{row.quality_high:.4g})"
+            kept = [first.quality / qualities[place] for place in (0, 2, 1)]
+        spent: list[Any] = [row.flops / first.flops, None, None]
+        if cost == "milliseconds":
+            spent = [row.relative_time, row.relative_time_low, row.relative_time_high]
+        told = "{} {:.4g} ({:.4g} to {:.4g})".format(found.task.quality, *qualities)
         points.append(
             fig.Point(
-                name=found.name_of(row),
-                x=spent,
-                y=ratios[0],
-                x_low=row.relative_time_low if timed else None,
-                x_high=row.relative_time_high if timed else None,
-                y_low=ratios[1],
-                y_high=ratios[2],
-                group=group,
+                *(found.name_of(row), spent[0], kept[0], spent[1], spent[2], kept[1], kept[2]),
+                group=f"{found.task.kind}: {row.mechanism}" if several else row.mechanism,
                 optimal=None,
-                details=[told, f"{100 * spent:.3g} % of full compute ({SHARES[cost]})"],
+                details=[told, f"{100 * spent[0]:.3g} % of full compute ({SHARES[cost]})"],
                 command=row.command,
                 folder=row.folder,
             )

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -65,17 +66,11 @@ class Report:
     lead: fig.FigureSpec | None = None
     """Quality kept against compute, where anything was compared."""
 
-    def answers(self) -> Iterator[tuple[str, list[tuple[int, Entry, list[fig.FigureSpec]]]]]:
-        """Yield every question that has figures, with the entries that have some and these."""
-        for question in fig.QUESTIONS:
-            found = []
-            for number, entry in enumerate(self.entries):
-                own = entry.section.question
-                figures = [f for f in entry.section.figures if (f.question or own) == question]
-                if figures:
-                    found.append((number, entry, figures))
-            if found:
-                yield question, found
+    def answers(self) -> Iterator[tuple[str, list[tuple[int, Entry]]]]:
+        """Yield every question that there are entries for, with these and their numbers."""
+        numbered = enumerate(self.entries)
+        for question, entries in groupby(numbered, key=lambda pair: pair[1].section.question):
+            yield question, list(entries)
 
 
 def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
@@ -91,7 +86,8 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
             continue
         if (place / FRONTIER).is_file():
             compared.append(read_frontier(place))
-            found, made = frontier_section(compared[-1]), _made(compared[-1])
+            found = frontier_section(compared[-1])
+            made = _made(compared[-1].provenance, how=compared[-1].protocol)
             comparisons.append(Entry(f"{found.heading}: {place.resolve().name}", found, made=made))
             if not RunFolder(place).is_run():
                 continue
@@ -104,10 +100,11 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
             continue
         for run in own:
             notes += run.notes
-            section = run_section(run)
-            if section is not None:
-                name = "/".join(Path(run.path).resolve().parts[-2:])
-                runs.append(Entry(f"{section.heading}: {name}", section, run.path, _run_made(run)))
+            name = "/".join(Path(run.path).resolve().parts[-2:])
+            date = time.strftime("%Y-%m-%d", time.localtime(run.records[-1].time))
+            made = _made(run.config.get("provenance"), date, run.config.get("train"))
+            for section in run_sections(run):
+                runs.append(Entry(f"{section.heading}: {name}", section, run.path, made))
     order = fig.QUESTIONS.index
     entries = sorted([*comparisons, *runs], key=lambda entry: order(entry.section.question))
     if not entries:
@@ -120,38 +117,16 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
     return Report(title, entries, notes, overview_figure(compared))
 
 
-def _made(found: Comparison) -> str:
-    """Return when and on what a comparison was measured."""
-    about, how = found.provenance, found.protocol
-    threads = how.get("threads")
-    return ", ".join(
-        str(part)
-        for part in (
-            _version(about),
-            about.get("date"),
-            how.get("processor"),
-            None if threads is None else f"{threads} thread{'s' * (threads != 1)}",
-            None if how.get("seed") is None else f"seed {how['seed']}",
-        )
-        if part
-    )
-
-
-def _run_made(run: fig.Run) -> str:
-    """Return when and on what a run was made, as far as its files tell."""
-    about, train = run.config.get("provenance"), run.config.get("train")
-    about, train = (each if isinstance(each, dict) else {} for each in (about, train))
-    moment = max((record.time for record in run.records), default=0.0)
-    seed = train.get("seed")
-    found = [_version(about), time.strftime("%Y-%m-%d", time.localtime(moment)) if moment else ""]
-    found += [str(about.get("processor") or ""), "" if seed is None else f"seed {seed}"]
-    return ", ".join(filter(None, found))
-
-
-def _version(about: Mapping[str, Any]) -> str:
-    versions = about.get("versions")
+def _made(about: Any, date: Any = "", how: Any = None) -> str:
+    """Return by what, when and on what something was made, as far as its files tell."""
+    about, how = (each if isinstance(each, Mapping) else {} for each in (about, how))
+    versions, threads = about.get("versions"), how.get("threads")
     version = versions.get("deepenough") if isinstance(versions, Mapping) else None
-    return f"deepenough {version}" if version else ""
+    found = [f"deepenough {version}" if version else "", date or about.get("date")]
+    found += [how.get("processor") or about.get("processor")]
+    found += ["" if threads is None else f"{threads} thread{'s' * (threads != 1)}"]
+    found += ["" if how.get("seed") is None else f"seed {how['seed']}"]
+    return ", ".join(str(part) for part in found if part)
 
 
 def _derived(place: Path, paths: Sequence[Path | str]) -> list[fig.Run]:
@@ -164,7 +139,7 @@ def _derived(place: Path, paths: Sequence[Path | str]) -> list[fig.Run]:
     return []
 
 
-def run_section(run: fig.Run) -> fig.Section | None:
+def run_sections(run: fig.Run) -> list[fig.Section]:
     """Return all that the methods, and the training curves, have to show of a run."""
     found = [make(run) for m in METHODS if (make := m.load("figures", "section")) is not None]
     sections = [section for section in found if section is not None]
@@ -173,21 +148,8 @@ def run_section(run: fig.Run) -> fig.Section | None:
     training = training_figure(run, command=command(run) if command is not None else "")
     if training is not None:
         heading = own.load("figures", "HEADING", own.name) if own is not None else "Training"
-        training = replace(training, question=fig.TRAINED)
-        sections.append(fig.Section(heading, figures=[training]))
-    if not sections:
-        return None
-    return fig.Section(
-        sections[0].heading,
-        " ".join(section.about for section in sections if section.about),
-        [finding for section in sections for finding in section.findings],
-        [
-            replace(figure, question=figure.question or section.question)
-            for section in sections
-            for figure in section.figures
-        ],
-        sections[0].question,
-    )
+        sections.append(fig.Section(heading, figures=[training], question=fig.TRAINED))
+    return sections
 
 
 MAX_FRAMES = 150
@@ -249,24 +211,20 @@ def compose(report: Report) -> str:
         return _figure(len(data) - 1, thinned(figure))
 
     first = "" if report.lead is None else f'<div class="figures">{add(report.lead)}</div>'
-    places: dict[str, str] = {}  # of a folder: where its run first stands on the page
-    anchors: dict[int, str] = {}
+    places: dict[str, int] = {}  # of a folder: the number of its first entry
     links, sections = [], []
-    for place, (question, answers) in enumerate(report.answers()):
+    for place, (question, entries) in enumerate(report.answers()):
         links.append(f'<a href="#question-{place}">{html.escape(question)}</a>')
-        parts = []
-        for number, entry, figures in answers:
-            anchor = f"run-{number}-{place}"
-            about = ""
-            if anchors.setdefault(number, anchor) == anchor and entry.section.about:
-                about = f"<p>{html.escape(entry.section.about)}</p>"
+        sections.append(f'<h2 id="question-{place}">{html.escape(question)}</h2>')
+        for number, entry in entries:
             if entry.folder:
-                places.setdefault(str(Path(entry.folder).resolve()), anchor)
-            drawn = "\n".join(map(add, figures))
-            heading = f'<h3 id="{anchor}">{html.escape(entry.title)}</h3>'
-            parts.append(f'{heading}{about}<div class="figures">{drawn}</div>')
-        heading = f'<h2 id="question-{place}">{html.escape(question)}</h2>'
-        sections.append(f"<section>{heading}{''.join(parts)}</section>")
+                places.setdefault(str(Path(entry.folder).resolve()), number)
+            about = f"<p>{html.escape(entry.section.about)}</p>" if entry.section.about else ""
+            drawn = "\n".join(map(add, entry.section.figures))
+            heading = f'<h3 id="run-{number}">{html.escape(entry.title)}</h3>'
+            sections.append(
+                f'<section>{heading}{about}<div class="figures">{drawn}</div></section>'
+            )
     for point in (p for each in data for panel in each["panels"] for p in panel.get("points", ())):
         point["section"] = places.get(str(Path(point["folder"]).resolve()))
     # Within a script element only `</` and `<!--` would be read by the browser itself.
@@ -279,7 +237,7 @@ def compose(report: Report) -> str:
         figures=spelt,
         links="".join(links),
         notes=f'<div class="notes" role="note">{notes}</div>' if notes else "",
-        summary="".join(_verdicts(report.entries, anchors)) or "<li>Figures only.</li>",
+        summary="".join(_verdicts(report.entries)) or "<li>Figures only.</li>",
         first=first,
         sections="\n".join(sections),
         made="".join(f"<li>{html.escape(line)}</li>" for line in _origins(report)),
@@ -287,20 +245,18 @@ def compose(report: Report) -> str:
     return _valid(page)
 
 
-def _verdicts(entries: Sequence[Entry], anchors: Mapping[int, str]) -> Iterator[str]:
+def _verdicts(entries: Sequence[Entry]) -> Iterator[str]:
     """Yield what every entry found, a line a sentence, with the command to go on."""
     several = sum(bool(entry.section.findings) for entry in entries) > 1
     for number, entry in enumerate(entries):
-        for place, finding in enumerate(entry.section.findings):
-            said = html.escape(finding)
-            if several and not place:
-                name = html.escape(entry.title)
-                link = anchors.get(number)
-                said = f'<a href="#{link}">{name}</a>: {said}' if link else f"{name}: {said}"
-            command = getattr(finding, "command", "")
+        link = f'<a href="#run-{number}">{html.escape(entry.title)}</a>: ' if several else ""
+        for finding in entry.section.findings:
             # Word by word, so that a line ends between two of them.
-            words = "".join(f"<span>{html.escape(word)} </span>" for word in command.split())
-            yield f"<li>{said}{f' <code class=next>{words}</code>' if words else ''}</li>"
+            command = getattr(finding, "command", "").split()
+            words = "".join(f"<span>{html.escape(word)} </span>" for word in command)
+            code = f"<code class=next>{words}</code>" if words else ""
+            yield f"<li>{link}{html.escape(finding)}{code}</li>"
+            link = ""
 
 
 def _origins(report: Report) -> list[str]:
@@ -310,7 +266,7 @@ def _origins(report: Report) -> list[str]:
         if entry.made:
             found.setdefault(entry.made, []).append(entry.title)
     lines = [f"{', '.join(names)}: {made}." for made, names in found.items()]
-    return [f"This page: {_version(provenance())}, {time.strftime('%Y-%m-%d')}.", *lines]
+    return [f"This page: {_made(provenance(), time.strftime('%Y-%m-%d'))}.", *lines]
 
 
 def _figure(number: int, figure: fig.FigureSpec) -> str:
@@ -355,11 +311,11 @@ def write_markdown(report: Report, file: Path) -> list[Path]:
 
     if report.lead is not None:
         add(0, [report.lead])
-    for question, answers in report.answers():
+    for question, entries in report.answers():
         lines += [f"## {question}", ""]
-        for number, entry, figures in answers:
+        for number, entry in entries:
             lines += [f"### {_escaped(entry.title)}", "", _escaped(entry.section.about), ""]
-            add(number + 1, figures)
+            add(number + 1, entry.section.figures)
     lines += [*(f"- {_escaped(line)}" for line in _origins(report)), ""]
     _write(file, "\n".join(lines))
     return [file, *written]

@@ -142,16 +142,24 @@ def lens_panel(values: Mapping[str, Any]) -> fig.TokenText | None:
     """
     try:
         tokens, layers = list(map(str, values["tokens"])), list(map(int, values["layers"]))
-        predictions = np.array(values["words"], dtype=str)
-        probability = np.array(values["probability"], dtype=float)
-        agrees = np.array(values["agrees"], dtype=bool)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     shape = (len(layers), len(tokens))
-    if 0 in shape or any(grid.shape != shape for grid in (predictions, probability, agrees)):
+    predictions, agrees = _grid(values, "words", shape, str), _grid(values, "agrees", shape, bool)
+    probability = _grid(values, "probability", shape)
+    if 0 in shape or predictions is None or agrees is None or probability is None:
         return None
     num_agreeing = np.logical_and.accumulate(agrees[::-1], axis=0).sum(axis=0)
     first_rows = np.minimum(len(layers) - num_agreeing, len(layers) - 1)
+    more: dict[str, Any] = {}
+    top, shares = _grid(values, "top", shape, str), _grid(values, "top_probability", shape)
+    if top is not None and shares is not None and top.shape == shares.shape:
+        num = max(1, min(10, MAX_LIKELIEST // predictions.size))
+        words, places = np.unique(top[..., :num], return_inverse=True)
+        more = {"words": [fig.visible(word) for word in words.tolist()]}
+        more["top"] = places.reshape(*shape, -1).tolist()
+        more["top_probability"] = shares[..., :num].round(4).tolist()
+    tables = {title: _grid(values, name, shape) for name, title in LENS_STATISTICS.items()}
     return fig.TokenText(
         [fig.readable(token) for token in tokens],
         [layers[row] for row in first_rows],
@@ -161,42 +169,23 @@ def lens_panel(values: Mapping[str, Any]) -> fig.TokenText | None:
             layers,
             [[fig.visible(text) for text in row] for row in predictions.tolist()],
             [[fig.share(value) for value in row] for row in probability.tolist()],
-            agrees.tolist(),
-            *_likeliest(values, shape),
-            _lens_statistics(values, shape),
+            statistics={name: t.tolist() for name, t in tables.items() if t is not None},
+            **more,
         ),
         title=f"{_prompt(values)} · {mode_name(_mode(values))}",
     )
 
 
-def _likeliest(
-    values: Mapping[str, Any], shape: tuple[int, int]
-) -> tuple[list[Any], list[Any], list[str]]:
-    """Return the likeliest tokens of every cell of a lens: their places, probabilities and words.
-
-    Of a long prompt there are fewer than ten, so that a page stays small.
-    """
-    num = max(1, min(10, MAX_LIKELIEST // (shape[0] * shape[1])))
+def _grid(
+    values: Mapping[str, Any], name: str, shape: tuple[int, int], kind: type = float
+) -> np.ndarray | None:
+    """Return a table by layer and token, NaN where a number is missing; None if it is none."""
     try:
-        words = np.array(values["top"], dtype=str)[..., :num]
-        probability = np.array(values["top_probability"], dtype=float)[..., :num]
+        table: np.ndarray = np.array(values[name], dtype=kind)
     except (KeyError, TypeError, ValueError, OverflowError):
-        return [], [], []
-    if words.ndim != 3 or words.shape[:2] != shape or probability.shape != words.shape:
-        return [], [], []
-    names, places = np.unique(words, return_inverse=True)
-    shares = [[[fig.share(round(p, 4)) for p in c] for c in row] for row in probability.tolist()]
-    return places.reshape(words.shape).tolist(), shares, [fig.visible(str(n)) for n in names]
-
-
-def _lens_statistics(values: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, Any]:
-    found = {}
-    for name, title in LENS_STATISTICS.items():
-        table = values.get(name)
-        rows = table if isinstance(table, list) else []
-        if len(rows) == shape[0] and all(isinstance(r, list) and len(r) == shape[1] for r in rows):
-            found[title] = [[fig.number(value) for value in row] for row in rows]
-    return found
+        return None
+    ndim = 3 if name.startswith("top") else 2
+    return table if table.shape[:2] == shape and table.ndim == ndim else None
 
 
 def _prompt(values: Mapping[str, Any]) -> str:
@@ -298,16 +287,12 @@ def decided_figure(run: fig.Run) -> fig.FigureSpec | None:
 def _decided(run: fig.Run) -> dict[str, tuple[list[float], list[float]]]:
     """Return by mode the shares decided by layer, and the layer of half of them with its ends."""
     found = {}
-    for record in run.of_kind("decided"):
-        values, intervals = record.values, record.values.get("intervals")
-        try:
-            ends = [values["layer"], *(intervals or {})["layer"]]
-            shares = [fig.share(value) for value in values["shares"]]
-        except (KeyError, TypeError):
-            continue
-        known = [value for value in map(fig.number, ends) if value is not None]
-        if len(known) == 3 and len(shares) > 1 and None not in shares:
-            found[_mode(values)] = ([share or 0.0 for share in shares], known)
+    for values in (record.values for record in run.of_kind("decided")):
+        given, layer = values.get("shares"), fig.number(values.get("layer"))
+        ends = _ends(values, "layer")
+        shares = [fig.share(value) for value in given] if isinstance(given, list) else []
+        if layer is not None and ends and len(shares) > 1 and None not in shares:
+            found[_mode(values)] = ([share or 0.0 for share in shares], [layer, *ends])
     return found
 
 
@@ -319,7 +304,7 @@ def submodules_figure(run: fig.Run) -> fig.FigureSpec | None:
     caption = "From a layer on, attention, feed-forward or norms are replaced by linear maps; "
     caption += "for comparison, all blocks are replaced by one map (mat) or left out (id)."
     title = "Parts of the blocks made linear"
-    return _figure(run, "submodules", title, caption, panels, wide=True, question=fig.BLOCKS)
+    return _figure(run, "submodules", title, caption, panels, wide=True)
 
 
 def _layer_panels(run: fig.Run, left_out: Sequence[str], label: str) -> list[fig.Panel]:
@@ -438,7 +423,7 @@ def lens_figure(run: fig.Run) -> fig.FigureSpec | None:
     words = [run.path, "--prompt", str(values.get("prompt")), "--mode", _mode(values)]
     caption = (
         "The prompt. A token's shade: the layer from which on every layer predicts the same next "
-        "token as the last one. Choose a token to see what every layer predicts, or look at a cell."
+        "token as the last one. Below: what every layer predicts after every token."
     )
     figure = _figure(run, "lens", "Token by token", caption, [panel], wide=True)
     return replace(figure, command=f"deepenough shortcut lens {shlex.join(words)}")
@@ -477,8 +462,7 @@ def pruned_figure(run: fig.Run) -> fig.FigureSpec | None:
         "layers that one map of the states stands for (M)."
     )
     command = f"deepenough shortcut prune --config {shlex.quote(f'{run.path}/config.yaml')}"
-    about = ("What was kept", caption, [panel], run.name, command)
-    return fig.FigureSpec("pruned", *about, wide=True, question=fig.BLOCKS)
+    return fig.FigureSpec("pruned", "What was kept", caption, [panel], run.name, command, wide=True)
 
 
 FIGURES: tuple[fig.FigureBuilder, ...] = (
@@ -528,7 +512,8 @@ def section(run: fig.Run) -> fig.Section | None:
     if data and isinstance(tokens, int):
         about += f" Measured on {tokens:,} tokens of {data}."
     findings = [*_decided_findings(run), *_saved_findings(run), *_r2_findings(run)]
-    return fig.Section(HEADING, about, findings or _lens_findings(run), figures, fig.EARLY)
+    question = fig.BLOCKS if run.of_kind("pruned") else fig.EARLY
+    return fig.Section(HEADING, about, findings, figures, question)
 
 
 def _decided_findings(run: fig.Run) -> list[str]:
@@ -538,16 +523,12 @@ def _decided_findings(run: fig.Run) -> list[str]:
         return []
     mode, (shares, (layer, *ends)) = min(found.items(), key=lambda item: item[1][1])
     last = len(shares) - 1
-    command = f"deepenough shortcut lens {shlex.quote(run.path)} --prompt 'Once upon a time'"
     if ends[0] >= last:
         return [f"Most tokens are decided by the last of {last} layers alone."]
-    return [
-        fig.Finding(
-            f"Half of the tokens are decided by layer {layer:.0f} of {last} "
-            f"({ends[0]:.0f} to {ends[1]:.0f}), read with {IN_WORDS.get(mode, mode)}.",
-            command,
-        )
-    ]
+    said = f"Half of the tokens are decided by layer {layer:.0f} of {last} ({ends[0]:.0f} to "
+    said += f"{ends[1]:.0f}), read with {IN_WORDS.get(mode, mode)}."
+    command = f"deepenough shortcut lens {shlex.quote(run.path)} --prompt 'Once upon a time'"
+    return [fig.Finding(said, command)]
 
 
 def _saved_findings(run: fig.Run) -> list[str]:
@@ -561,7 +542,7 @@ def _saved_findings(run: fig.Run) -> list[str]:
             if not saved or (ends is not None and ends[0] <= 0):
                 continue
             total += saved
-            interval = "" if ends is None else f" ({100 * ends[0]:.0f} to {100 * ends[1]:.0f})"
+            interval = "" if ends is None else f" ({100 * ends[0]:.1f} to {100 * ends[1]:.1f})"
             parts.append(f"{100 * saved:.1f} %{interval} at {100 * level:g} % agreement")
         told.append((total, mode, parts))
     if not told:
@@ -574,13 +555,9 @@ def _saved_findings(run: fig.Run) -> list[str]:
     model = own.get("name") if isinstance(own, dict) else None
     words = [str(model or fitted_model(run) or "MODEL"), "--shortcuts", f"{run.path}/shortcuts"]
     words += ["--data", _measured_on(run) or "TEXT"]
-    return [
-        fig.Finding(
-            "Layers that could be saved if each token stopped as soon as it is sure: "
-            f"{', '.join(parts)} with the last layer, read with {IN_WORDS.get(mode, mode)}.",
-            f"deepenough decode calibrate {shlex.join(words)}" if run.path else "",
-        )
-    ]
+    said = "Layers that could be saved if each token stopped as soon as it is sure: "
+    said += f"{', '.join(parts)} with the last layer, read with {IN_WORDS.get(mode, mode)}."
+    return [fig.Finding(said, f"deepenough decode calibrate {shlex.join(words)}")]
 
 
 def _measured_on(run: fig.Run) -> str:
@@ -601,30 +578,15 @@ def _r2_findings(run: fig.Run) -> list[str]:
 
     The interval is of the parts that the text was measured in.
     """
-    for record in run.of_kind("r2_by_layer"):
-        rows, mode = record.values.get("layers"), _mode(record.values)
-        if not isinstance(rows, list):
-            continue
-        known = [fig.numbers(row, "value", "low", "high") for row in rows if isinstance(row, dict)]
-        for layer, row in enumerate(known[:-1]):
-            if row is not None and row[1] >= R2_LEVEL:
-                value, low, high = (100 * number for number in row)
-                return [
-                    f"Layer {layer} of {len(known) - 1} explains {value:.0f} % ({low:.0f} to "
-                    f"{high:.0f}) of the last layer's states with {IN_WORDS.get(mode, mode)}."
-                ]
-        if known and None not in known:
-            return [f"No layer but the last explains {100 * R2_LEVEL:g} % of its states."]
-    return []
-
-
-def _lens_findings(run: fig.Run) -> list[str]:
-    values = _latest(run, "lens")
-    panel = lens_panel(values)
-    if panel is None:
+    values = _latest(run, "r2_by_layer")
+    rows = values.get("layers")
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    known = [fig.numbers(row, "value", "low", "high") for row in rows]
+    if not known or None in known:
         return []
-    mean = float(np.mean([depth for depth in panel.depth if depth is not None]))
-    return [
-        f"On “{_prompt(values)}” the next token is known after {mean:.1f} of {panel.last} layers "
-        "on average."
-    ]
+    for layer, (value, low, high) in enumerate(filter(None, known[:-1])):
+        if low >= R2_LEVEL:
+            told = f"Layer {layer} of {len(known) - 1} explains {100 * value:.0f} % "
+            told += f"({100 * low:.0f} to {100 * high:.0f}) of the last layer's states with "
+            return [f"{told}{IN_WORDS.get(_mode(values), 'a map')}."]
+    return [f"No layer but the last explains {100 * R2_LEVEL:g} % of its states."]

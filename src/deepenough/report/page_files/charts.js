@@ -314,7 +314,7 @@ function showPoint(place, p) {
   place.replaceChildren(html("strong", {}, p.name), html("p", {}, p.details.join("; ")));
   if (p.folder) {
     const run = html("p", {}, "run: ");
-    run.append(p.section === null ? html("code", {}, p.folder) : html("a", { href: `#${p.section}` }, p.folder));
+    run.append(p.section === null ? html("code", {}, p.folder) : html("a", { href: `#run-${p.section}` }, p.folder));
     place.append(run);
   }
   if (p.command) place.append(command(p.command));
@@ -417,15 +417,10 @@ function drawTokens(box, panel, state) {
   panel.tokens.forEach((token, i) => {
     const depth = panel.depth[i], share = depth === null ? null : depth / panel.last;
     const told = depth === null ? "part of the prompt" : `${panel.depth_name}: ${show(depth)} of ${show(panel.last)}`;
-    const button = html(panel.lens ? "button" : "span", { ...(panel.lens ? { type: "button" } : { role: "img" }), class: "token", "aria-label": `${token}: ${told}` }, token);
-    button.dataset.tip = told;
-    if (share !== null) { button.style.background = shade(share); button.style.color = inkOn(share); }
-    if (panel.lens) {
-      button.setAttribute("aria-haspopup", "dialog");
-      button.setAttribute("aria-expanded", "false");
-      button.addEventListener("click", () => openLens(panel, i, button));
-    }
-    text.append(button);
+    const mark = html("span", { role: "img", class: "token", "aria-label": `${token}: ${told}` }, token);
+    mark.dataset.tip = told;
+    if (share !== null) { mark.style.background = shade(share); mark.style.color = inkOn(share); }
+    text.append(mark);
   });
   wireKeys(text);
   box.append(text);
@@ -462,32 +457,6 @@ function drawLens(box, panel, state) {
   }
   select.addEventListener("change", update);
   update();
-}
-
-function openLens(panel, token, button) {
-  const dialog = document.getElementById("lens"), lens = panel.lens, last = lens.layers.length - 1;
-  const head = html("div", { class: "tools" }), close = html("button", { type: "button" }, "Close");
-  close.addEventListener("click", () => dialog.close());
-  head.append(html("h3", {}, `after “${panel.tokens[token]}”`), close);
-  const table = html("table"), title = html("tr");
-  for (const name of ["layer", "predicts", "probability", ""]) title.append(html("th", { scope: "col" }, name));
-  table.append(title);
-  for (let row = last; row >= 0; row--) {
-    const line = html("tr", lens.agrees[row][token] ? { class: "last" } : {}), p = lens.probability[row][token];
-    line.append(html("td", {}, String(lens.layers[row])), html("td", {}, lens.predictions[row][token]), html("td", {}, show(p)));
-    const cell = html("td"), bar = html("div", { class: "bar" });
-    bar.style.width = `${Math.round(100 * (p || 0))}%`;
-    cell.append(bar);
-    line.append(cell);
-    table.append(line);
-  }
-  const from = panel.depth[token];
-  const note = html("p", { class: "caption" }, "Bold: the last layer’s prediction. " + (from >= lens.layers[last] ? "The layer before it still differs." : `From layer ${from} on every layer makes it.`));
-  dialog.replaceChildren(head, note, table);
-  dialog.setAttribute("aria-label", `what every layer predicts after ${panel.tokens[token]}`);
-  button.setAttribute("aria-expanded", "true");
-  dialog.addEventListener("close", () => { button.setAttribute("aria-expanded", "false"); button.focus(); }, { once: true });
-  dialog.showModal();
 }
 
 function drawDiagram(box, panel) {
