@@ -39,6 +39,7 @@ class DemoConfig:
 def run_demo(config: DemoConfig) -> None:
     """Run every step, printing its command and the time; then what was found, and the page."""
     from deepenough.cli import run
+    from deepenough.report.page import read_report
 
     began = time.perf_counter()
     steps = demo_steps(config)
@@ -60,14 +61,8 @@ def run_demo(config: DemoConfig) -> None:
             # Unless an interrupted demo has done it.
             parts.get(str(number), partial(make, line, words))
             print(f"  {time.perf_counter() - began:.0f} s so far", file=sys.stderr, flush=True)
-        _tell([word for word in steps[-1][1][1:] if word.startswith(str(Path(config.out)))])
-
-
-def _tell(reported: list[str]) -> None:
-    """Print what the runs found, and where the page is, which is the last of what is reported."""
-    from deepenough.report.page import read_report
-
-    *folders, page = reported
+    words = steps[-1][1]
+    *folders, page = (word for word in words if word.startswith(str(Path(config.out))))
     print("\nWhat it found:")
     for entry in read_report(folders).entries:
         for finding in entry.section.findings:

@@ -28,12 +28,9 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = range(7)
 GREY = -1
 """The colour of what stands behind the others."""
 
-EARLY, BLOCKS, LONG = (
-    "How early does it know?",
-    "Which blocks does it need?",
-    "How long does it think?",
-)
-CHANGES, COST, TRAINED = "What still changes?", "What does it cost?", "How was it trained?"
+EARLY, BLOCKS = "How early does it know?", "Which blocks does it need?"
+LONG, CHANGES = "How long does it think?", "What still changes?"
+COST, TRAINED = "What does it cost?", "How was it trained?"
 QUESTIONS = (EARLY, BLOCKS, LONG, CHANGES, COST, TRAINED)
 """What the figures of a report answer, in its order."""
 

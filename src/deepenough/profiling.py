@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +130,10 @@ def run_profile(config: ProfileConfig) -> None:
 def _check_folder(config: ProfileConfig) -> None:
     """Refuse a folder that holds anything but an earlier profile, and change nothing."""
     validate(config)
-    is_profile = (Path(config.out) / FILE).is_file()
-    if not is_profile and RunFolder(Path(config.out)).is_run() and not config.overwrite:
-        raise UserError(
-            f"{config.out} holds another run: choose another folder with --out, or give "
-            "--overwrite to replace it."
-        )
-    RunFolder.check(config.out, is_profile and not config.overwrite, config.overwrite)
+    is_profile, out = (Path(config.out) / FILE).is_file(), config.out
+    if not is_profile and RunFolder(Path(out)).is_run() and not config.overwrite:
+        raise UserError(f"{out} holds another run: choose another folder, or give --overwrite.")
+    RunFolder.check(out, is_profile and not config.overwrite, config.overwrite)
 
 
 class Profile:
@@ -178,9 +175,7 @@ class Profile:
             found = read_json(path)
             stages, fingerprint = dict(found["stages"]), found["fingerprint"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path} is damaged ({error!s:.100}): give --overwrite to begin anew."
-            ) from error
+            raise UserError(f"{path} is damaged ({error!s:.99}): give --overwrite.") from error
         if fingerprint != self.fingerprint:
             raise UserError(
                 f"{self.config.out} holds the profile of {found.get('model')}, whose weights are "
@@ -245,7 +240,7 @@ class Profile:
         return content
 
     def _fit(self) -> None:
-        shutil.rmtree(self._maps, ignore_errors=True)
+        shutil.rmtree(self.folder.path / "shortcuts", ignore_errors=True)
         (self.folder.path / "frontier.json").unlink(missing_ok=True)  # it was about other maps
         config = SHORTCUT.load("config", "ShortcutFitConfig")(self.config.out)
         config.data, config.model = str(self.config.data), self.config.model
@@ -254,12 +249,9 @@ class Profile:
         fit_run = SHORTCUT.load("commands", "fit_run")
         fit_run(config, self.folder, self.model, self.tokenizer, self.train)
 
-    @property
-    def _maps(self) -> Path:
-        return self.folder.path / "shortcuts"
-
     def _shortcuts(self) -> Any:
-        return SHORTCUT.load("modeling", "Shortcuts").from_pretrained(self._maps)
+        shortcuts = SHORTCUT.load("modeling", "Shortcuts")
+        return shortcuts.from_pretrained(self.folder.path / "shortcuts")
 
     def _evaluate(self) -> None:
         config = SHORTCUT.load("config", "ShortcutEvalConfig")(self.config.out)
@@ -322,29 +314,22 @@ class Profile:
 
     def _finish(self) -> dict[str, Any]:
         """Write the page and the JSON file from what the stages left."""
-        from deepenough.report.figures import FRONTIER, read_frontier
         from deepenough.report.page import read_report, write_page
 
         if self.config.data == OWN_TEXT:
-            self.notes.append(
-                "Measured on the prose inside Python; your own text (--data) tells more about what "
-                "you use the model for."
-            )
+            self.notes.append("Measured on the prose inside Python; text of your own tells more.")
         title = f"{self.config.model.name}: how deep does it need to go?"
         report = read_report([self.folder.path], title)
         findings = [finding for entry in report.entries for finding in entry.section.findings]
         records = read_records(self.folder.metrics)[0]
-        points: list[dict[str, Any]] = []
-        if (self.folder.path / FRONTIER).is_file():
-            rows = read_frontier(self.folder.path).points
-            points = [asdict(replace(row, sample=None)) for row in rows]
+        points = read_json(self.folder.path / "frontier.json")["points"] if self.num_prompts else []
         write_page(replace(report, notes=[*report.notes, *self.notes]), self.folder.path / PAGE)
         return self._keep(
             verdict=[{"sentence": str(f), "command": getattr(f, "command", "")} for f in findings],
             notes=self.notes,
             decided=[record.values for record in records if record.kind == "decided"],
             saved=[record.values for record in records if record.kind == "saved"],
-            generation=points,
+            generation=[{**point, "sample": None} for point in points],
             provenance=provenance(),
         )
 

@@ -15,12 +15,7 @@ def _compare(config: CompareConfig) -> None:
     """Measure, print a table, and write frontier.json with its pictures."""
     from deepenough.compare.frontier import run_comparison
     from deepenough.report.drawing import save_figures
-    from deepenough.report.figures import (
-        FRONTIER,
-        frontier_figure,
-        frontier_section,
-        read_frontier,
-    )
+    from deepenough.report.figures import FRONTIER, frontier_section, read_frontier
     from deepenough.training.logging import reading
 
     with reading("passes") as progress:
@@ -33,13 +28,13 @@ def _compare(config: CompareConfig) -> None:
             f"{point['layers']:9.2f}{point['flops'] / 1e6:10.4g}{point['milliseconds']:10.4g}  "
             + ", ".join(point["optimal"])
         )
-    found = read_frontier(config.out)
-    print(*frontier_section(found).findings, sep="\n")
+    section = frontier_section(read_frontier(config.out))
+    print(*section.findings, sep="\n")
     print(
         f"costs are of one {content['task']['unit']}; bookkeeping took "
         f"{content['bookkeeping']:.2%} of the measured time"
     )
-    written = save_figures([frontier_figure(found)], config.out)
+    written = save_figures(section.figures[:1], config.out)
     print(Path(config.out) / FRONTIER, *written, sep="\n")
 
 

@@ -24,9 +24,8 @@ def comparison_findings(found: Comparison) -> list[Finding] | None:
     plain = next((row for row in found.points if row.mechanism == "transformers"), None)
     if found.task.kind != "writing" or plain is None:
         return None
-    same = [
-        row for row in found.points if row.mechanism in LOSSLESS and row.quality >= plain.quality
-    ]
+    rows = [row for row in found.points if row.mechanism in LOSSLESS]
+    same = [row for row in rows if row.quality >= plain.quality]
     findings = []
     best = min(same, key=lambda row: row.milliseconds, default=None)
     if best is not None:

@@ -216,7 +216,8 @@ def frontier_figure(found: Comparison) -> fig.FigureSpec:
         "in random order. Choose a point to see its command."
     )
     title = f"{found.task.quality} against cost"
-    return _comparison_figure(found, "frontier", title, caption, panels, choice="cost")
+    about = (str(found.task), found.command)
+    return fig.FigureSpec("frontier", title, caption, panels, *about, choice="cost", wide=True)
 
 
 def _sure(*comparisons: Comparison) -> str:
@@ -225,13 +226,6 @@ def _sure(*comparisons: Comparison) -> str:
     # Of five rounds or fewer not even the slowest and the fastest enclose the median so surely.
     few = any(isinstance(number, int) and number < 6 for number in rounds)
     return f"95 %{', of times the fastest and the slowest round' if few else ''}"
-
-
-def _comparison_figure(
-    found: Comparison, name: str, title: str, caption: str, panels: Sequence[fig.Panel], choice: str
-) -> fig.FigureSpec:
-    about = str(found.task), found.command
-    return fig.FigureSpec(name, title, caption, panels, *about, choice=choice, wide=True)
 
 
 def _cost_panel(found: Comparison, cost: str) -> fig.Scatter:
@@ -280,7 +274,8 @@ def sample_figure(found: Comparison) -> fig.FigureSpec | None:
         return None
     title = "How deep each token went"
     caption = "What was generated; the prompt is not shaded. Bright: all layers ran."
-    return _comparison_figure(found, "sample", title, caption, panels, choice="setting")
+    about = (str(found.task), found.command)
+    return fig.FigureSpec("sample", title, caption, panels, *about, choice="setting", wide=True)
 
 
 def frontier_section(found: Comparison) -> fig.Section:

@@ -28,13 +28,7 @@ from deepenough.config import provenance
 from deepenough.errors import UserError
 from deepenough.measurement import Comparison
 from deepenough.registry import METHODS
-from deepenough.report.figures import (
-    FRONTIER,
-    frontier_section,
-    overview_figure,
-    read_frontier,
-    training_figure,
-)
+from deepenough.report import figures
 from deepenough.runs import RunFolder
 
 SCRIPTS = ("charts.js", "tables.js", "page.js")
@@ -49,11 +43,6 @@ class Entry:
     folder: str = ""
     made: str = ""
     """Version, date, processor, threads and seed, as far as the files tell."""
-
-    @property
-    def short_title(self) -> str:
-        """The title without the method and the folders, for a link among others."""
-        return self.title.partition(": ")[2].rpartition("/")[2]
 
 
 @dataclass(frozen=True)
@@ -84,9 +73,9 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
         if place.is_file():
             notes.append(f"{path} is a file, no run, and was left out: give the folder of a run.")
             continue
-        if (place / FRONTIER).is_file():
-            compared.append(read_frontier(place))
-            found = frontier_section(compared[-1])
+        if (place / figures.FRONTIER).is_file():
+            compared.append(figures.read_frontier(place))
+            found = figures.frontier_section(compared[-1])
             made = _made(compared[-1].provenance, how=compared[-1].protocol)
             comparisons.append(Entry(f"{found.heading}: {place.resolve().name}", found, made=made))
             if not RunFolder(place).is_run():
@@ -111,10 +100,9 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
         nothing = "The runs have recorded nothing that is shown: train or measure first."
         raise UserError(" ".join(notes) or nothing)
     if not title:
-        names = [entry.short_title for entry in entries]
-        names = list(dict.fromkeys(names))
+        names = list(dict.fromkeys(re.split("[:/] ?", entry.title)[-1] for entry in entries))
         title = f"Report: {', '.join(names[:4])}{' and more' if len(names) > 4 else ''}"
-    return Report(title, entries, notes, overview_figure(compared))
+    return Report(title, entries, notes, figures.overview_figure(compared))
 
 
 def _made(about: Any, date: Any = "", how: Any = None) -> str:
@@ -145,7 +133,7 @@ def run_sections(run: fig.Run) -> list[fig.Section]:
     sections = [section for section in found if section is not None]
     own = next((method for method in METHODS if method.name == run.method), None)
     command = own.load("figures", "training_command") if own is not None else None
-    training = training_figure(run, command=command(run) if command is not None else "")
+    training = figures.training_figure(run, command=command(run) if command is not None else "")
     if training is not None:
         heading = own.load("figures", "HEADING", own.name) if own is not None else "Training"
         sections.append(fig.Section(heading, figures=[training], question=fig.TRAINED))
@@ -260,12 +248,8 @@ def _verdicts(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def _origins(report: Report) -> list[str]:
-    """Return what the figures were made by and on, a line for all entries that share it."""
-    found: dict[str, list[str]] = {}
-    for entry in report.entries:
-        if entry.made:
-            found.setdefault(entry.made, []).append(entry.title)
-    lines = [f"{', '.join(names)}: {made}." for made, names in found.items()]
+    """Return what the figures were made by and on, a line for each entry."""
+    lines = dict.fromkeys(f"{entry.title}: {entry.made}." for entry in report.entries if entry.made)
     return [f"This page: {_made(provenance(), time.strftime('%Y-%m-%d'))}.", *lines]
 
 

@@ -508,9 +508,8 @@ def section(run: fig.Run) -> fig.Section | None:
         return None
     model = fitted_model(run)
     about = f"What each layer{f' of {model}' if model else ''} already knows of the last one."
-    tokens, data = _latest(run, "evaluation").get("positions"), _measured_on(run)
-    if data and isinstance(tokens, int):
-        about += f" Measured on {tokens:,} tokens of {data}."
+    if data := _measured_on(run):
+        about += f" Measured on {data}."
     findings = [*_decided_findings(run), *_saved_findings(run), *_r2_findings(run)]
     question = fig.BLOCKS if run.of_kind("pruned") else fig.EARLY
     return fig.Section(HEADING, about, findings, figures, question)

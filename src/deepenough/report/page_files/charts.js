@@ -437,8 +437,7 @@ function drawLens(box, panel, state) {
   select.value = state.statistic ?? "probability";
   label.append(select);
   controls.append(label);
-  if (Object.keys(tables).length > 1) box.append(controls);
-  box.append(place);
+  box.append(controls, place);
   const tip = (r, c) => [
     `layer ${lens.layers[r]}, after “${panel.tokens[c]}”`,
     ...(lens.top.length ? lens.top[r][c].map((word, i) => `${i + 1}. ${lens.words[word]}  ${show(lens.top_probability[r][c][i], true)}`) : [`${lens.predictions[r][c]}  ${show(lens.probability[r][c], true)}`]),
