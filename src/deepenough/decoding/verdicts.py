@@ -51,20 +51,16 @@ def _lossless(row: FrontierPoint, full: FrontierPoint | None) -> Finding:
     told += f"here, {own} the model's first choice: {LOSSLESS[row.mechanism]}."
     if full is not None and full is not row:
         times, low, high = _times_as_fast(row, full)
-        if low > 1:
-            told += f" The drafts account for {shown(times, (low, high))} times of it."
-        else:
-            told += " Without drafts it is not significantly slower."
+        drafts = f"The drafts account for {shown(times, (low, high))} times of it."
+        told += f" {drafts if low > 1 else 'Without drafts it is not significantly slower.'}"
     return Finding(told, row.command)
 
 
 def _times_as_fast(row: FrontierPoint, other: FrontierPoint) -> tuple[float, float, float]:
     """Return how many times as fast as another a point is, and the widest ends there can be."""
-    return (
-        other.relative_time / row.relative_time,
-        other.relative_time_low / row.relative_time_high,
-        other.relative_time_high / row.relative_time_low,
-    )
+    low = other.relative_time_low / row.relative_time_high
+    high = other.relative_time_high / row.relative_time_low
+    return other.relative_time / row.relative_time, low, high
 
 
 def _early_exit(rows: Sequence[FrontierPoint], best: FrontierPoint) -> Finding:
