@@ -5,6 +5,7 @@ A method is a package of `deepenough` with the same files in each:
 - `commands.py`: `COMMANDS`, its verbs on the command line (must not import torch);
 - `evaluation.py`: `open_candidate(run, name, data)`, a finished run as a comparison measures it;
 - `figures.py`: `FIGURES` and `section(run)`, its pictures and its part of the report;
+- `verdicts.py`: `comparison_findings(found)`, what a comparison of its runs shows, in sentences;
 - `config.py`: `GRID`, the operating points that `deepenough compare` can be asked for.
 
 A file or name that a method lacks is simply not offered. `docs/add-a-method.md` adds one.

@@ -235,7 +235,15 @@ class GenerationCandidate:
 
     mechanism = EXIT
 
-    def __init__(self, run: str, name: str, data: ComparedData) -> None:
+    def __init__(
+        self,
+        run: str,
+        name: str,
+        data: ComparedData,
+        loaded: tuple[Any, Any] | None = None,
+        texts: Sequence[str] | None = None,
+    ) -> None:
+        """Open a run; its model and tokenizer, and texts for prompts, may be in memory already."""
         self.name, self.path, self.grid = name, run, data.grid
         self.asked = data.mechanisms or list(MECHANISMS)
         if unknown := [each for each in self.asked if each not in MECHANISMS]:
@@ -267,7 +275,8 @@ class GenerationCandidate:
         pretrained = resolve(PretrainedModelConfig, overrides=config.get("model"))
         self.model_name = pretrained.name
         with without_bars():
-            self.model, self.tokenizer = pretrained.load(data.trust)
+            opened: tuple[Any, Any] = loaded or pretrained.load(data.trust)
+        self.model, self.tokenizer = opened
         if not self.model.can_generate():
             raise UserError(
                 f"{self.model_name} does not write text, so its exits cannot be timed: measure "
@@ -279,7 +288,9 @@ class GenerationCandidate:
         self.num_prompt, self.num_new = data.prompt_tokens, data.new_tokens
         text, split = data.data or config.get("data", "python"), data.split or "valid"
         number = data.limit or _NUM_PROMPTS
-        self.prompts = _prompts(self.tokenizer, text, split, number, self.num_prompt)
+        if texts is None:
+            texts = TextConfig(split, lines=None).read(text)
+        self.prompts = _prompts(self.tokenizer, texts, f"{text} ({split})", number, self.num_prompt)
         self.models: dict[str, Any] = {}
         sizes = {"prompt_tokens": self.num_prompt, "new_tokens": self.num_new}
         detail = {"model": self.model_name, "prompts": len(self.prompts), **sizes}
@@ -355,6 +366,8 @@ class GenerationCandidate:
             return_dict_in_generate=True,
         )
         for prompt in self.prompts:
+            if model is not self.model:
+                model.free_cache()  # each prompt is read anew, as by the model itself
             output = model.generate(
                 prompt[None], attention_mask=torch.ones_like(prompt)[None], generation_config=config
             )
@@ -401,15 +414,17 @@ class GenerationCandidate:
 open_candidate = GenerationCandidate
 
 
-def _prompts(tokenizer: Any, text: str, split: str, num: int, length: int) -> list[Tensor]:
+def _prompts(
+    tokenizer: Any, texts: Sequence[str], source: str, num: int, length: int
+) -> list[Tensor]:
     """Return prompts taken evenly from the beginning of a running text."""
-    running = "\n".join(line.rstrip("\n") for line in TextConfig(split, lines=None).read(text))
+    running = "\n".join(line.rstrip("\n") for line in texts)
     # More characters than so many prompts can have.
     ids = tokenizer(running[: num * max(400, 40 * length)])["input_ids"]
     windows = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
     if len(windows) < num:
         raise UserError(
-            f"{text} ({split}) has text for {len(windows)} prompts of {length} tokens, not for "
-            f"{num}: give a longer text, a lower limit or a lower prompt_tokens."
+            f"{source} has text for {len(windows)} prompts of {length} tokens, not for {num}: give "
+            "a longer text, a lower limit or a lower prompt_tokens."
         )
     return [torch.tensor(windows[place * len(windows) // num]) for place in range(num)]
