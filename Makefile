@@ -33,7 +33,7 @@ NUMERIC_TESTS := tests/golden tests/nn tests/hf tests/training tests/par tests/p
   tests/shortcut tests/decoding tests/test_contract.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-full test-kernels test-sanitizers test-slow test-oldest test-wheel test-serving bench \
+.PHONY: help setup demo lint test test-full test-kernels test-sanitizers test-slow test-oldest test-wheel test-serving bench docs dist \
   faults fuzz
 
 help:
@@ -42,6 +42,8 @@ help:
 	@echo "make test       lint, check types and run the tests, with line coverage; under ten minutes"
 	@echo "make test-full  the rest: another instruction set, notebook, browser, wheel, oldest transformers"
 	@echo "make test-serving  vLLM and llama.cpp run a draft head as predicted; 4 GB of packages, some twenty minutes"
+	@echo "make docs       build the documentation site into build/site, with warnings as errors"
+	@echo "make dist       build wheel and source distribution into dist"
 	@echo "make lint       lint and check types only"
 	@echo "make fuzz       bad input of eleven kinds, half a million cases; some twenty minutes"
 	@echo "make faults     kill, damage, fill the disk: what is saved is whole, or a sentence says what is wrong; minutes to an hour"
@@ -135,6 +137,14 @@ $(SERVING)/head/model: $(STAMP)
 test-serving: $(SERVING)/vllm/.installed $(SERVING)/llama.cpp/.installed $(HEAD)/model
 	$(BIN)/python -m benchmarks decode_served strict=True tuned=$(HEAD) \
 	  vllm=$(SERVING)/vllm llama_cpp=$(SERVING)/llama.cpp
+
+# Everything a page links to exists, and every public name is documented: tests/test_site.py.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+	@echo "build/site/index.html"
+
+dist: $(STAMP)
+	$(BIN)/python -m build --outdir dist .
 
 faults: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m tests.faults

@@ -56,7 +56,7 @@ const Kernels* find_kernels(const char* name) {
 }
 
 Matrix* find_matrix(Model* model, int layer, int which) {
-    if (layer < 0) return which == 0 ? &model->embedding : &model->head;
+    if (layer < 0) return which == 0 ? &model->embedding : which == 1 ? &model->head : &model->fusion;
     Layer& own = model->layers.at(layer);
     Matrix* const all[] = {&own.query, &own.key, &own.value, &own.output, &own.gate, &own.up, &own.down};
     return which < 0 || which > 6 ? nullptr : all[which];
@@ -66,8 +66,9 @@ std::vector<float>* find_vector(Model* model, int layer, int which) {
     if (layer < 0) return &model->final_norm;
     Layer& own = model->layers.at(layer);
     std::vector<float>* const all[] = {&own.input_norm, &own.inner_norm, &own.query_norm, &own.key_norm,
-                                       &own.query_bias, &own.key_bias, &own.value_bias};
-    return which < 0 || which > 6 ? nullptr : all[which];
+                                       &own.query_bias, &own.key_bias, &own.value_bias,
+                                       &own.hidden_norm};
+    return which < 0 || which > 7 ? nullptr : all[which];
 }
 
 // Tokens that a pass takes at most: tasks of a phase, one for each head of a token, have 20 bits.
@@ -80,7 +81,7 @@ Pass make_pass(Cache* cache, const int* rows, const int* starts, int sequences, 
         if (rows[s] < 0 || rows[s] >= cache->sequences || starts[s] < 0 ||
             starts[s] + tokens > cache->capacity)
             throw std::out_of_range("a sequence or position is not in the cache");
-    return {cache, rows, starts, sequences, tokens};
+    return {cache, rows, starts, sequences, tokens, nullptr};
 }
 
 }  // namespace
@@ -102,9 +103,17 @@ DE_PUBLIC void* de_model_new(const Config* config, const char* kernels, int thre
     guarded([&] {
         const Kernels* found = find_kernels(kernels);
         if (found == nullptr) throw std::invalid_argument("this CPU lacks the instructions");
-        model = new Model(*config, *found, threads);
+        model = new Model(*config, *found, std::make_shared<Threads>(threads));
     });
     return model;
+}
+
+// A draft head for a model, or maps between its layers: with its kernels, and its threads.
+DE_PUBLIC void* de_head_new(const Config* config, void* model) {
+    const Model* own = static_cast<Model*>(model);
+    Model* head = nullptr;
+    guarded([&] { head = new Model(*config, own->kernels(), own->threads()); });
+    return head;
 }
 
 DE_PUBLIC void de_model_free(void* model) { delete static_cast<Model*>(model); }
@@ -171,24 +180,56 @@ DE_PUBLIC int de_embed(void* model, const int64_t* tokens, int count, float* hid
 }
 
 DE_PUBLIC int de_layers(void* model, void* cache, const int* rows, const int* starts, int sequences, int tokens,
-              int first, int last, float* hidden, float* normed, float* logits) {
+              int first, int last, float* hidden, float* normed, float* logits, int64_t* best) {
     return guarded([&] {
         const Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
-        static_cast<Model*>(model)->run_layers(pass, first, last, hidden, normed, logits);
+        static_cast<Model*>(model)->run_layers(pass, first, last, hidden, normed, logits, best);
     });
 }
 
+// `maps`, from `de_head_new`, may be null; see `Model::write_kv`.
 DE_PUBLIC int de_write_kv(void* model, void* cache, const int* rows, const int* starts, int sequences, int tokens,
-                int layer, const float* hidden) {
+                int first, int last, void* maps, const int* which, const float* hidden) {
     return guarded([&] {
         const Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
-        static_cast<Model*>(model)->write_kv(pass, layer, hidden);
+        if (first < 0 || last > static_cast<Model*>(model)->config.layers)
+            throw std::out_of_range("no such layers");
+        static_cast<Model*>(model)->write_kv(pass, first, last, static_cast<Model*>(maps), which, hidden);
+    });
+}
+
+// Let `maps` have a head of some rows of the model's.
+DE_PUBLIC int de_take_rows(void* maps, void* model, const int64_t* rows, int count) {
+    return guarded([&] {
+        Model* own = static_cast<Model*>(maps);
+        const Matrix& from = static_cast<Model*>(model)->output_matrix();
+        for (int i = 0; i < count; i++)
+            if (rows[i] < 0 || rows[i] >= from.rows) throw std::out_of_range("no such token");
+        own->head.pack_rows(from, rows, count, own->slabs);
     });
 }
 
 DE_PUBLIC int de_finish(void* model, const float* hidden, int count, int is_normed, float* normed, float* logits) {
     return guarded([&] {
         static_cast<Model*>(model)->finish(hidden, count, is_normed != 0, normed, logits);
+    });
+}
+
+// What a draft head makes of states and embeddings in place of the states; see `de_layers`.
+DE_PUBLIC int de_head_layer(void* head, void* cache, const int* rows, const int* starts, int sequences,
+                  int tokens, const float* embeddings, float* hidden) {
+    return guarded([&] {
+        Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
+        pass.embeddings = embeddings;
+        static_cast<Model*>(head)->run_layers(pass, 0, 1, hidden, nullptr, nullptr, nullptr);
+    });
+}
+
+// The products of some rows with one matrix.
+DE_PUBLIC int de_multiply(void* model, int layer, int which, const float* values, int count, float* out) {
+    return guarded([&] {
+        Model* own = static_cast<Model*>(model);
+        own->multiply_rows(*find_matrix(own, layer, which), values, count, out);
     });
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import sysconfig
@@ -29,6 +30,10 @@ class NativeBuildHook(BuildHookInterface):
         except subprocess.CalledProcessError as error:
             done = False
             print(f"The native decoder was not compiled: {error}", file=sys.stderr)
+        if not done and os.environ.get("DEEPENOUGH_REQUIRE_NATIVE") == "1":
+            raise RuntimeError(
+                "DEEPENOUGH_REQUIRE_NATIVE=1, and the native decoder did not compile."
+            )
         if done:
             # Called through ctypes, so that any version of Python can load it.
             system = sysconfig.get_platform().replace("-", "_").replace(".", "_")

@@ -44,6 +44,7 @@ struct Kernels {
     void (*products)(const Tiles&, bool exact, int first, int last, const Rows&, float* out,
                      size_t stride, bool add);
     void (*rms_norm)(const float* values, const float* weight, int count, float eps, float* out);
+    float (*largest)(const float* values, int count);
     void (*silu_times)(const float* gate, const float* up, int count, float* out);
     void (*attend)(const Attention&);
 };

@@ -3,5 +3,5 @@
 #include "kernels.inc"
 
 namespace deepenough {
-const Kernels kAvx512Vnni{"avx512vnni", quantise, products, rms_norm, silu_times, attend};
+const Kernels kAvx512Vnni{"avx512vnni", quantise, products, rms_norm, largest, silu_times, attend};
 }  // namespace deepenough

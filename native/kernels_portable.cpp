@@ -1,5 +1,5 @@
 #include "kernels.inc"
 
 namespace deepenough {
-const Kernels kPortable{"portable", quantise, products, rms_norm, silu_times, attend};
+const Kernels kPortable{"portable", quantise, products, rms_norm, largest, silu_times, attend};
 }  // namespace deepenough

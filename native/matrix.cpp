@@ -129,6 +129,33 @@ bool Matrix::pack(Format new_format, const uint8_t* stored, int new_rows, int ne
     return true;
 }
 
+void Matrix::stored_row(int index, uint8_t* out) const {
+    const uint8_t *weights = data + weights_at(index), *scales = data + scales_at(index);
+    const size_t record = record_bytes(format), element = element_bytes(format);
+    const int lane = index % kTile;
+    if (!is_quantised(format)) {
+        for (int col = 0; col < cols; col++)
+            std::memcpy(out + col * element, weights + col * record + lane * element, element);
+        return;
+    }
+    for (int block = 0; block < blocks(); block++, weights += record, scales += record) {
+        std::memcpy(out, scales + 2 * lane, 2);
+        if (format == Q4_1) std::memcpy(out + 2, scales + 32 + 2 * lane, 2);
+        uint8_t* bytes = out + (format == Q4_1 ? 4 : 2);
+        const int count = format == Q8_0 ? 32 : 16;
+        for (int col = 0; col < count; col++)
+            bytes[col] = weights[(col / 4) * 64 + lane * 4 + col % 4];
+        out += gguf_block_bytes(format);
+    }
+}
+
+void Matrix::pack_rows(const Matrix& from, const int64_t* chosen, int count, Slabs& slabs) {
+    const size_t row_bytes = stored_row_bytes(from.format, from.cols);
+    std::vector<uint8_t> stored(row_bytes * count);
+    for (int i = 0; i < count; i++) from.stored_row(int(chosen[i]), stored.data() + row_bytes * i);
+    pack(from.format, stored.data(), count, from.cols, nullptr, slabs);
+}
+
 void Matrix::row(int index, float* out) const {
     const uint8_t *weights = data + weights_at(index), *scales = data + scales_at(index);
     const size_t record = record_bytes(format), element = element_bytes(format);

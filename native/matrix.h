@@ -43,10 +43,13 @@ struct Matrix : Tiles {
     // Pack rows that are stored one after the other in a format, in the order given (or as they
     // are); returns false if the columns do not fill blocks.
     bool pack(Format format, const uint8_t* stored, int rows, int cols, const int* order, Slabs&);
+    // Pack some rows of another matrix.
+    void pack_rows(const Matrix& from, const int64_t* rows, int count, Slabs&);
     // Write one row as floats, exactly as stored.
     void row(int index, float* out) const;
 
 private:
+    void stored_row(int index, uint8_t* out) const;  // as it was packed
     // Where the weights of a row's tile begin, in its first block or column, and its scales.
     size_t weights_at(int index) const;
     size_t scales_at(int index) const;

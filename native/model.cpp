@@ -11,6 +11,9 @@ constexpr int kChunkTiles = kBand;  // weights that a thread claims at once
 constexpr int kPrivateRows = 4;    // up to so many rows every thread prepares for itself
 constexpr int kPiece = 1024;       // positions of a long context that one task attends to
 constexpr int kTokensInTask = 8;   // of a long prompt
+constexpr int kShared = 32;        // positions that are worth a task of their own, to keep all threads busy
+// Bytes of weights, and of keys and of values, that a thread asks for before the others have come.
+constexpr size_t kFetched = 16384, kFetchedCache = 8192;
 
 // -- cache ---------------------------------------------------------------------------------------
 
@@ -93,8 +96,13 @@ void Cache::store(int layer, int sequence, int head, int position, const float* 
 
 // -- scratch memory --------------------------------------------------------------------------------
 
-Model::Model(const Config& config, const Kernels& kernels, int threads)
-    : config(config), layers(config.layers), kernels_(kernels), threads_(threads), scratch_(threads) {}
+Model::Model(const Config& config, const Kernels& kernels, std::shared_ptr<Threads> threads)
+    : config(config),
+      layers(config.layers),
+      kernels_(kernels),
+      shared_threads_(std::move(threads)),
+      threads_(*shared_threads_),
+      scratch_(threads_.count()) {}
 
 void Model::RowsBuffer::reserve(int new_count, int new_cols) {
     if (size_t(new_count) * new_cols > size_t(count) * cols) {
@@ -116,6 +124,8 @@ void Model::reserve(const Pass& pass) {
     const bool is_prompt = pass.tokens > kPrivateRows;
     tokens_in_task_ = is_prompt ? kTokensInTask : pass.tokens;
     pieces_ = is_prompt ? 1 : std::max(1, longest / kPiece);
+    const int heads = pass.sequences * config.kv_heads;
+    while (!is_prompt && heads * pieces_ % threads_.count() && (pieces_ + 1) * kShared <= longest) pieces_++;
     piece_length_ = (longest / pieces_ + kTile) / kTile * kTile;
     const size_t queries = size_t(pass.count()) * config.heads * pieces_;
     const size_t wanted = std::max(queries, size_t(pass.count()));
@@ -126,6 +136,7 @@ void Model::reserve(const Pass& pass) {
     keys_ = make_buffer<float>(count * config.kv_width());
     values_ = make_buffer<float>(count * config.kv_width());
     inner_ = make_buffer<float>(count * config.inner);
+    if (config.paired) pairs_ = make_buffer<float>(count * 2 * config.width);
     largest_ = make_buffer<float>(wanted);
     sums_ = make_buffer<float>(wanted);
     mixed_ = make_buffer<float>(wanted * config.head_width);
@@ -198,6 +209,36 @@ void Model::multiply(int thread, const Rows& rows, const Part* parts, int num_pa
     }
 }
 
+static void fetch(const uint8_t* from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
+}
+
+// Ask for the weights that a thread begins with when some matrices come next, one behind the other.
+void Model::fetch_tiles(int thread, std::initializer_list<const Matrix*> matrices) const {
+    int tiles = 0;
+    for (const Matrix* matrix : matrices) tiles += matrix->tiles();
+    int first = threads_.first_task(thread, tiles);
+    for (const Matrix* matrix : matrices) {
+        if (first >= 0 && first < matrix->tiles())
+            fetch(matrix->data + matrix->band_bytes * (first / kBand), kFetched / matrices.size());
+        first -= matrix->tiles();
+    }
+}
+
+// Ask for the keys and values that a task attends to first.
+void Model::fetch_cache(const Pass& pass, int index, int task) const {
+    const int piece = task % pieces_, head = task / pieces_ % config.kv_heads;
+    const int s = task / pieces_ / config.kv_heads;
+    if (s >= pass.sequences) return;
+    const size_t tile = size_t(kTile) * config.head_width * (pass.cache->bf16 ? 2 : 4);
+    const size_t from = piece * piece_length_ / kTile * tile;
+    const size_t bytes = std::min(kFetchedCache, size_t(piece_length_ / kTile) * tile);
+    const uint8_t* keys = pass.cache->keys(index, pass.rows[s], head);
+    fetch(keys + from, bytes);
+    if (piece == pieces_ - 1) fetch(keys + pass.starts[s] / kTile * tile, tile);  // of the new key
+    fetch(pass.cache->values(index, pass.rows[s], head) + from, bytes);
+}
+
 int Model::query_tiles(const Layer& layer) const {
     return layer.query.tiles() + layer.key.tiles() + layer.value.tiles();
 }
@@ -253,7 +294,10 @@ void Model::attention_work(int thread, const Pass& pass, const Layer& layer, int
         }
         threads_.meet(thread, attention_tasks(pass));
     }
-    while (threads_.claim(thread, 1, &task, &end)) attend(thread, pass, layer, index, task);
+    while (threads_.claim(thread, 1, &task, &end)) {
+        if (pass.count() <= kPrivateRows) fetch_cache(pass, index, task + 1);
+        attend(thread, pass, layer, index, task);
+    }
 }
 
 void Model::attend(int thread, const Pass& pass, const Layer& layer, int index, int task) {
@@ -346,6 +390,25 @@ Rows Model::attended_rows(int thread, const Pass& pass, int next_tasks) {
                    [&](int row) { attended(pass, row, found + size_t(row) * cols); });
 }
 
+// An embedding and a state side by side, each with a norm of its own.
+Rows Model::paired_rows(int thread, const Pass& pass, const Layer& layer, const float* hidden,
+                        int next_tasks) {
+    const int count = pass.count(), width = config.width, cols = 2 * width;
+    std::vector<float>& own = scratch_[thread].gate;
+    float* pairs = pairs_.get();
+    if (count <= kPrivateRows) {
+        own.resize(std::max(own.size(), size_t(count) * cols));
+        pairs = own.data();
+    }
+    return prepare(thread, count, cols, pairs, nullptr, next_tasks, [&](int row) {
+        float* to = pairs + size_t(row) * cols;
+        kernels_.rms_norm(pass.embeddings + size_t(row) * width, layer.input_norm.data(), width,
+                          config.eps, to);
+        kernels_.rms_norm(hidden + size_t(row) * width, layer.hidden_norm.data(), width, config.eps,
+                          to + width);
+    });
+}
+
 // Tasks of the phase that begins products: rows to be prepared if they are many, else tiles.
 static int first_tasks(int count, int tiles) { return count <= kPrivateRows ? tiles : count; }
 
@@ -355,23 +418,29 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
     const size_t kv_width = config.kv_width(), inner_width = config.inner;
     for (int index = first; index < last; index++) {
         const Layer& layer = layers[index];
-        const bool is_prompt = pass.tokens > kPrivateRows;
-        const Rows input = prepare(thread, count, width, hidden, layer.input_norm.data(), query_tiles(layer));
+        const bool is_prompt = pass.tokens > kPrivateRows, is_short = count <= kPrivateRows;
+        const int tiles = query_tiles(layer);
+        const Rows input =
+            config.paired ? paired_rows(thread, pass, layer, hidden, tiles)
+                          : prepare(thread, count, width, hidden, layer.input_norm.data(), tiles);
         const Part parts[] = {{&layer.query, queries_.get(), size_t(config.query_width())},
                               {&layer.key, keys_.get(), kv_width},
                               {&layer.value, values_.get(), kv_width}};
         multiply(thread, input, parts, 3, false);
+        if (is_short) fetch_cache(pass, index, threads_.first_task(thread, attention_tasks(pass)));
         threads_.meet(thread, is_prompt ? count : attention_tasks(pass));
         attention_work(thread, pass, layer, index);
+        if (is_short) fetch_tiles(thread, {&layer.output});
         threads_.meet(thread, first_tasks(count, layer.output.tiles()));
         const Part output = {&layer.output, hidden, size_t(width)};
         multiply(thread, attended_rows(thread, pass, layer.output.tiles()), &output, 1, true);
+        if (is_short) fetch_tiles(thread, {&layer.gate}), fetch_tiles(thread, {&layer.up});
         threads_.meet(thread, first_tasks(count, layer.gate.tiles()));
         const Rows inner = prepare(thread, count, width, hidden, layer.inner_norm.data(), layer.gate.tiles());
         Scratch& scratch = scratch_[thread];
         constexpr int most = kChunkTiles * kTile;
         scratch.gate.resize(std::max(scratch.gate.size(), size_t(count) * most));
-        scratch.up.resize(size_t(count) * most);
+        scratch.up.resize(std::max(scratch.up.size(), size_t(count) * most));
         int tile, end;
         while (threads_.claim(thread, kChunkTiles, &tile, &end)) {
             const int from = tile * kTile, rows = std::min(end * kTile, config.inner) - from;
@@ -382,11 +451,17 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
                 kernels_.silu_times(gate + row * most, up + row * most, rows,
                                     inner_.get() + row * inner_width + from);
         }
+        if (is_short) fetch_tiles(thread, {&layer.down});
         threads_.meet(thread, first_tasks(count, layer.down.tiles()));
         const Part down = {&layer.down, hidden, size_t(width)};
         multiply(thread, prepare(thread, count, config.inner, inner_.get(), nullptr, layer.down.tiles()),
                  &down, 1, true);
         const bool goes_on = index + 1 < last;
+        if (is_short && goes_on) {
+            const Layer& next = layers[index + 1];
+            fetch_tiles(thread, {&next.query, &next.key, &next.value});
+        }
+        if (is_short && !goes_on && tasks_afterwards) fetch_tiles(thread, {&output_matrix()});
         threads_.meet(thread, goes_on ? first_tasks(count, query_tiles(layers[index + 1])) : tasks_afterwards);
     }
 }
@@ -404,8 +479,35 @@ void Model::head_work(int thread, int count, const float* hidden, const float* n
                               normed + size_t(row) * width);
     if (logits == nullptr) return;
     const Matrix& matrix = output_matrix();
-    const Part part = {&matrix, logits, size_t(config.vocab)};
-    multiply(thread, prepare(thread, count, width, hidden, norm, matrix.tiles()), &part, 1, false);
+    const size_t vocab = config.vocab;
+    std::vector<std::pair<float, int>>& best = scratch_[thread].best;
+    best.assign(count, {-INFINITY, config.vocab});
+    const Rows rows = prepare(thread, count, width, hidden, norm, matrix.tiles());
+    int tile, end;
+    while (threads_.claim(thread, kChunkTiles, &tile, &end)) {
+        const int from = tile * kTile, to = std::min(end * kTile, config.vocab);
+        kernels_.products(matrix, config.exact, tile, end, rows, logits + from, vocab, false);
+        for (int row = 0; row < count; row++) {
+            const float* own = logits + row * vocab;
+            const float largest = kernels_.largest(own + from, to - from);
+            if (largest > best[row].first)
+                best[row] = {largest, int(std::find(own + from, own + to, largest) - own)};
+        }
+    }
+}
+
+// The place of each row's largest logit, the first of equal ones, from what the threads have found.
+void Model::find_best(int count, int64_t* best) const {
+    for (int row = 0; row < count; row++) {
+        std::pair<float, int> found{-INFINITY, config.vocab - 1};
+        for (const Scratch& scratch : scratch_) {
+            if (scratch.best.size() <= size_t(row)) continue;
+            const auto& own = scratch.best[row];
+            if (own.first > found.first || (own.first == found.first && own.second < found.second))
+                found = own;
+        }
+        best[row] = found.second;
+    }
 }
 
 // -- what callers ask for --------------------------------------------------------------------------
@@ -419,43 +521,72 @@ void Model::embed(const int64_t* tokens, int count, float* hidden) const {
 }
 
 void Model::run_layers(const Pass& pass, int first, int last, float* hidden, float* normed,
-                       float* logits) {
+                       float* logits, int64_t* best) {
     if (first >= last) return;
     reserve(pass);
-    shared_.reserve(pass.count(), std::max({config.width, config.inner, config.query_width()}));
+    for (Scratch& scratch : scratch_) scratch.best.clear();
+    shared_.reserve(pass.count(), std::max({config.width * (1 + config.paired), config.inner, config.query_width()}));
     threads_.run(
         [&](int thread) {
             layers_work(thread, pass, first, last, hidden, head_tasks(pass.count(), logits));
             head_work(thread, pass.count(), hidden, final_norm.data(), normed, logits);
         },
         first_tasks(pass.count(), query_tiles(layers[first])));
+    if (best != nullptr) find_best(pass.count(), best);
 }
 
-void Model::write_kv(const Pass& pass, int index, const float* hidden) {
-    reserve(pass);
-    shared_.reserve(pass.count(), config.width);
+void Model::write_layer_kv(int thread, const Pass& pass, int index, const Layer* map,
+                           const float* hidden) {
     const Layer& layer = layers[index];
-    const int count = pass.count(), tiles = layer.key.tiles() + layer.value.tiles();
+    Scratch& scratch = scratch_[thread];
+    const int count = pass.count(), width = config.width;
     const size_t kv_width = config.kv_width();
-    const Part parts[] = {{&layer.key, keys_.get(), kv_width}, {&layer.value, values_.get(), kv_width}};
-    threads_.run(
-        [&](int thread) {
-            const Rows rows =
-                prepare(thread, count, config.width, hidden, layer.input_norm.data(), tiles);
-            multiply(thread, rows, parts, 2, false);
-        },
-        first_tasks(count, tiles));
-    std::vector<float> key(2 * config.head_width);
+    scratch.rows.reserve(count, width);
+    const Rows rows{count,
+                    width,
+                    scratch.rows.values.get(),
+                    scratch.rows.digits.get(),
+                    scratch.rows.sums.get(),
+                    scratch.rows.scales.get(),
+                    scratch.rows.totals.get()};
+    if (map != nullptr) {
+        scratch.gate.resize(std::max(scratch.gate.size(), size_t(count) * width));
+        float* mapped = scratch.gate.data();
+        for (int row = 0; row < count; row++)
+            prepare_row(scratch.rows, row, width, hidden + size_t(row) * width, nullptr);
+        kernels_.products(map->query, config.exact, 0, map->query.tiles(), rows, mapped, width, false);
+        for (int row = 0; row < count; row++) add_bias(mapped + size_t(row) * width, map->query_bias, 0, width);
+        hidden = mapped;
+    }
+    for (int row = 0; row < count; row++)
+        prepare_row(scratch.rows, row, width, hidden + size_t(row) * width, layer.input_norm.data());
+    scratch.up.resize(std::max(scratch.up.size(), 2 * count * kv_width));
+    scratch.key.resize(2 * config.head_width);
+    float *keys = scratch.up.data(), *values = keys + count * kv_width, *key = scratch.key.data();
+    kernels_.products(layer.key, config.exact, 0, layer.key.tiles(), rows, keys, kv_width, false);
+    kernels_.products(layer.value, config.exact, 0, layer.value.tiles(), rows, values, kv_width, false);
     for (int row = 0; row < count; row++) {
         const int s = row / pass.tokens, position = pass.starts[s] + row % pass.tokens;
         for (int head = 0; head < config.kv_heads; head++) {
-            new_key(config, kernels_, layer, head, keys_.get() + row * kv_width,
-                    values_.get() + row * kv_width, key.data(), key.data() + config.head_width);
-            rotate(key.data(), position);
-            pass.cache->store(index, pass.rows[s], head, position, key.data(),
-                              key.data() + config.head_width);
+            new_key(config, kernels_, layer, head, keys + row * kv_width, values + row * kv_width, key,
+                    key + config.head_width);
+            rotate(key, position);
+            pass.cache->store(index, pass.rows[s], head, position, key, key + config.head_width);
         }
     }
+}
+
+void Model::write_kv(const Pass& pass, int first, int last, const Model* maps, const int* which,
+                     const float* hidden) {
+    threads_.run(
+        [&](int thread) {
+            int task, end;
+            while (threads_.claim(thread, 1, &task, &end)) {
+                const Layer* map = maps && which[task] >= 0 ? &maps->layers.at(which[task]) : nullptr;
+                write_layer_kv(thread, pass, first + task, map, hidden);
+            }
+        },
+        last - first);
 }
 
 void Model::finish(const float* hidden, int count, bool is_normed, float* normed, float* logits) {
@@ -469,8 +600,19 @@ void Model::finish(const float* hidden, int count, bool is_normed, float* normed
                  head_tasks(count, logits));
 }
 
+void Model::multiply_rows(const Matrix& matrix, const float* values, int count, float* out) {
+    shared_.reserve(count, matrix.cols);
+    const Part part = {&matrix, out, size_t(matrix.rows)};
+    threads_.run(
+        [&](int thread) {
+            multiply(thread, prepare(thread, count, matrix.cols, values, nullptr, matrix.tiles()), &part,
+                     1, false);
+        },
+        first_tasks(count, matrix.tiles()));
+}
+
 size_t Model::weight_bytes() const {
-    size_t bytes = embedding.bytes() + head.bytes();
+    size_t bytes = embedding.bytes() + head.bytes() + fusion.bytes();
     for (const Layer& layer : layers)
         for (const Matrix* matrix : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate,
                                      &layer.up, &layer.down})

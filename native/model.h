@@ -3,6 +3,9 @@
 #pragma once
 
 #include <functional>
+#include <initializer_list>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -15,7 +18,8 @@ struct Config {
     int layers, width, heads, kv_heads, head_width, inner, vocab;
     int rotary;  // channels of a head that are rotated
     float eps, attention_scale;
-    bool exact;  // arithmetic of products with quantised weights
+    bool exact;   // arithmetic of products with quantised weights
+    bool paired;  // whether the layers are a draft head's, which read an embedding beside a state
 
     int query_width() const { return heads * head_width; }
     int kv_width() const { return kv_heads * head_width; }
@@ -24,6 +28,7 @@ struct Config {
 struct Layer {
     Matrix query, key, value, output, gate, up, down;
     std::vector<float> input_norm, inner_norm, query_norm, key_norm;
+    std::vector<float> hidden_norm;  // of a draft head, whose `input_norm` is that of embeddings
     std::vector<float> query_bias, key_bias, value_bias;
 };
 
@@ -52,29 +57,41 @@ struct Pass {
     Cache* cache;
     const int *rows, *starts;
     int sequences, tokens;
+    const float* embeddings;  // what a draft head reads beside the states
 
     int count() const { return sequences * tokens; }
 };
 
 class Model {
 public:
-    Model(const Config&, const Kernels&, int threads);
+    Model(const Config&, const Kernels&, std::shared_ptr<Threads>);
 
     const Config config;
     Slabs slabs;  // of all matrices
     std::vector<Layer> layers;
     Matrix embedding, head;  // a tied head has no rows of its own
+    Matrix fusion;           // of a draft head: what makes a state of those of three layers
     std::vector<float> final_norm, cosines, sines;  // the latter [position][rotary / 2]
 
     void embed(const int64_t* tokens, int count, float* hidden) const;
-    // Replace the states before layer `first` by those before layer `last`; write these normed and
-    // their logits, too, unless null.
-    void run_layers(const Pass&, int first, int last, float* hidden, float* normed, float* logits);
-    // Write the keys and values that a layer makes of states.
-    void write_kv(const Pass&, int layer, const float* hidden);
+    // Replace the states before layer `first` by those before layer `last`; write these normed, their
+    // logits and the places of the largest, too, unless null.
+    void run_layers(const Pass&, int first, int last, float* hidden, float* normed, float* logits,
+                    int64_t* best);
+    // Write the keys and values that the layers `first` to `last` make of what they are taken to have
+    // read: the states as they are or, where `which` is not negative, as the query matrix and bias
+    // of that layer of `maps` take them there.
+    void write_kv(const Pass&, int first, int last, const Model* maps, const int* which,
+                  const float* hidden);
     // Write normed states and, unless null, their logits.
     void finish(const float* hidden, int count, bool is_normed, float* normed, float* logits);
 
+    // Write the products of some rows with a matrix.
+    void multiply_rows(const Matrix&, const float* values, int count, float* out);
+
+    const std::shared_ptr<Threads>& threads() const { return shared_threads_; }
+    const Kernels& kernels() const { return kernels_; }
+    const Matrix& output_matrix() const { return head.rows ? head : embedding; }
     size_t weight_bytes() const;
 
 private:
@@ -94,6 +111,7 @@ private:
         RowsBuffer rows;
         std::vector<float> scores, query, key, gate, up;
         std::vector<int> limits;
+        std::vector<std::pair<float, int>> best;  // largest logit of each row, and its place
     };
 
     void reserve(const Pass&);
@@ -103,8 +121,11 @@ private:
                  Make make);
     Rows prepare(int thread, int count, int cols, const float* from, const float* norm, int next_tasks);
     Rows attended_rows(int thread, const Pass&, int next_tasks);
+    Rows paired_rows(int thread, const Pass&, const Layer&, const float* hidden, int next_tasks);
     void attended(const Pass&, int row, float* out) const;
     void multiply(int thread, const Rows&, const Part* parts, int num_parts, bool add);
+    void fetch_tiles(int thread, std::initializer_list<const Matrix*> matrices) const;
+    void fetch_cache(const Pass&, int index, int task) const;
     void layers_work(int thread, const Pass&, int first, int last, float* hidden, int tasks_afterwards);
     int head_tasks(int count, const float* logits) const;
     void attention_work(int thread, const Pass&, const Layer&, int index);
@@ -112,15 +133,17 @@ private:
     void rotate(float* head, int position) const;
     void head_work(int thread, int count, const float* hidden, const float* norm, float* normed,
                    float* logits);
+    void find_best(int count, int64_t* best) const;
     int query_tiles(const Layer&) const;
     int attention_tasks(const Pass&) const;
-    const Matrix& output_matrix() const { return head.rows ? head : embedding; }
+    void write_layer_kv(int thread, const Pass&, int index, const Layer* map, const float* hidden);
 
     const Kernels& kernels_;
-    Threads threads_;
+    const std::shared_ptr<Threads> shared_threads_;
+    Threads& threads_;
     RowsBuffer shared_;
     std::vector<Scratch> scratch_;
-    Buffer<float> queries_, keys_, values_, inner_, largest_, sums_, mixed_;
+    Buffer<float> queries_, keys_, values_, inner_, pairs_, largest_, sums_, mixed_;
     size_t reserved_ = 0;
     int pieces_ = 1, piece_length_ = 0, tokens_in_task_ = 1;
 };

@@ -45,62 +45,51 @@ Threads::~Threads() {
 
 static constexpr uint64_t kMask = (uint64_t(1) << 20) - 1;
 
-void Threads::open_phase(uint32_t phase, int tasks) {
-    for (int thread = 0; thread < count_; thread++) {
-        const uint64_t first = uint64_t(tasks) * thread / count_;
-        const uint64_t end = uint64_t(tasks) * (thread + 1) / count_;
-        shares_[thread].state.store(packed(phase, first, end));
-    }
-    total_.store(tasks);
-    done_.store(0);
-    phase_.store(phase, std::memory_order_release);
-}
+void Threads::begin(int thread) { own_[thread] = {1, first_tasks_, 0, first_tasks_}; }
 
 bool Threads::is_late(int thread) const {
-    return phase_.load(std::memory_order_acquire) != own_[thread].phase;
+    return done_.load(std::memory_order_acquire) >= own_[thread].goal;
 }
 
 bool Threads::claim(int thread, int most, int* first, int* last) {
     Own& own = own_[thread];
-    if (own.claimed) done_.fetch_add(own.claimed, std::memory_order_acq_rel);
-    own.claimed = 0;
     for (int i = 0; i < count_; i++) {
-        Share& share = shares_[(thread + i) % count_];
-        uint64_t state = share.state.load(std::memory_order_acquire);
+        const int owner = (thread + i) % count_;
+        std::atomic<uint64_t>& share = shares_[owner].state;
+        uint64_t state = share.load(std::memory_order_acquire);
         while (true) {
-            if (state >> (2 * kBits) != (own.phase & 0xffffff)) return false;
-            const int begin = int(state >> kBits & kMask), end = int(state & kMask);
+            const uint64_t phase = state >> (2 * kBits);
+            if (phase > own.phase) return false;
+            const bool is_open = phase == own.phase;
+            const int begin = is_open ? int(state >> kBits & kMask) : first_task(owner, own.tasks);
+            const int end = is_open ? int(state & kMask) : first_task(owner + 1, own.tasks);
             if (begin >= end) break;
             const int count = std::min(most - begin % most, end - begin);
-            if (!share.state.compare_exchange_weak(state, packed(own.phase, begin + count, end),
-                                                   std::memory_order_acq_rel))
+            if (!share.compare_exchange_weak(state, packed(own.phase, begin + count, end),
+                                             std::memory_order_acq_rel))
                 continue;
-            *first = begin, *last = begin + count, own.claimed = count;
+            *first = begin, *last = begin + count, own.claimed += count;
             return true;
         }
     }
+    // One report a phase: the others wait for its end, and for nothing before.
+    if (own.claimed) done_.fetch_add(own.claimed, std::memory_order_acq_rel);
+    own.claimed = 0;
     return false;
 }
 
 void Threads::meet(int thread, int tasks) {
     Own& own = own_[thread];
-    Patience patience;
-    while (phase_.load(std::memory_order_acquire) == own.phase) {
-        uint32_t expected = own.phase;
-        if (done_.load(std::memory_order_acquire) == total_.load(std::memory_order_relaxed) &&
-            opening_.compare_exchange_strong(expected, own.phase + 1)) {
-            open_phase(own.phase + 1, tasks);
-            break;
-        }
-        patience.wait();
-    }
-    own.phase++;
+    for (Patience patience; done_.load(std::memory_order_acquire) < own.goal;) patience.wait();
+    own.phase++, own.tasks = tasks, own.goal += tasks;
 }
 
 void Threads::run(const std::function<void(int)>& work, int tasks) {
     work_ = &work;
-    first_phase_ = own_[0].phase = opening_ = phase_.load() + 1;
-    open_phase(first_phase_, tasks);
+    first_tasks_ = tasks;
+    for (Share& share : shares_) share.state.store(0, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    begin(0);
     if (count_ > 1) {
         is_open_.store(true);
         generation_.fetch_add(1);
@@ -134,7 +123,7 @@ void Threads::follow(int thread) {
         if (ends_) return;
         inside_.fetch_add(1);
         if (is_open_.load()) {
-            own_[thread].phase = first_phase_;
+            begin(thread);
             (*work_)(thread);
         }
         inside_.fetch_sub(1);

@@ -27,12 +27,15 @@ public:
     void run(const std::function<void(int)>& work, int tasks);
 
     // Claim up to `most` neighbouring tasks of the thread's phase, up to a multiple of that, of its own
-    // share first and then of the others'; those it claimed before are done. Returns false when there
-    // are none left.
+    // share first and then of the others'. Returns false when there are none left: then those it has
+    // claimed are done.
     bool claim(int thread, int most, int* first, int* last);
 
     // Wait until all tasks of the thread's phase are done; the next phase has so many.
     void meet(int thread, int tasks);
+
+    // The first task of a thread's own share of so many.
+    int first_task(int thread, int tasks) const { return int(int64_t(tasks) * thread / count_); }
 
     // Whether the others have left the thread's phase behind, so that it need not prepare for it.
     bool is_late(int thread) const;
@@ -40,19 +43,21 @@ public:
 private:
     struct alignas(64) Share {
         // Phase, next task and end in one number, as a thread that is late must never see the end of
-        // one phase beside the next task of another.
+        // one phase beside the next task of another. Whoever comes first in a phase opens it.
         std::atomic<uint64_t> state{0};
     };
     static constexpr int kBits = 20;  // of a task's number
-    static uint64_t packed(uint32_t phase, uint64_t next, uint64_t end) {
-        return uint64_t(phase & 0xffffff) << (2 * kBits) | next << kBits | end;
+    static uint64_t packed(uint64_t phase, uint64_t next, uint64_t end) {
+        return phase << (2 * kBits) | next << kBits | end;
     }
     struct alignas(64) Own {
-        uint32_t phase = 0;
-        int claimed = 0;
+        uint64_t phase = 0;
+        int tasks = 0;      // of the phase
+        int claimed = 0;    // and not yet reported as done
+        int64_t goal = 0;   // tasks of all phases up to this one
     };
 
-    void open_phase(uint32_t phase, int tasks);
+    void begin(int thread);
     void follow(int thread);
     void wait_for_work(unsigned seen);
 
@@ -60,14 +65,11 @@ private:
     std::vector<Share> shares_;
     std::vector<Own> own_;
     std::vector<std::thread> others_;
-    alignas(64) std::atomic<uint32_t> phase_{0};
-    std::atomic<uint32_t> opening_{0};
-    alignas(64) std::atomic<int> done_{0};
-    std::atomic<int> total_{0};
+    alignas(64) std::atomic<int64_t> done_{0};  // tasks of all phases
     // Work that others may join while it is open.
-    const std::function<void(int)>* work_ = nullptr;
-    uint32_t first_phase_ = 0;
-    alignas(64) std::atomic<unsigned> generation_{0};
+    alignas(64) const std::function<void(int)>* work_ = nullptr;
+    int first_tasks_ = 0;
+    std::atomic<unsigned> generation_{0};
     std::atomic<bool> is_open_{false}, ends_{false};
     std::atomic<int> inside_{0}, asleep_{0};
     std::mutex mutex_;

@@ -216,6 +216,15 @@ def test_tensors_are_checked_with_their_metadata(tmp_path):
             load_tensors(path)
 
 
+def test_tensors_are_readable_as_the_umask_says(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save_tensors(tmp_path / "a.safetensors", {"a": torch.ones(2)})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o640
+
+
 def test_a_sealed_folder_tells_what_was_changed(tmp_path):
     assert not verify(tmp_path)
     fill_folder(tmp_path / "x", "1")

@@ -667,33 +667,15 @@ def test_the_trace_counts_what_torch_counts(name: str, setting: str) -> None:
     assert sum(trace.total_flops for trace in answer.traces) == pytest.approx(counted, rel=1e-9)
 
 
-ONE_MAP_TOO_MANY = pytest.mark.xfail(
-    strict=True,
-    reason="DecodingCosts.filling charges a map for the first layer that a token skips, which "
-    "takes the state as it is; the engine's costs are rebuilt with its backends",
-)
-CHARGED_TO_NOBODY = pytest.mark.xfail(
-    strict=True,
-    reason="layers that run later for a token whose keys and values were deferred are charged to "
-    "no token; the engine's costs are rebuilt with its backends",
-)
-
-
 @pytest.mark.parametrize(
     "make",
     [
         pytest.param(lambda: Speculate().decoder("none"), id="speculate none"),
         pytest.param(lambda: Speculate().decoder("linear"), id="speculate linear"),
         pytest.param(lambda: EarlyExit().decoder(EarlyExit.deepest), id="early_exit deepest"),
-        pytest.param(
-            lambda: EarlyExit().decoder(EarlyExit.shallowest),
-            id="early_exit shortcut",
-            marks=ONE_MAP_TOO_MANY,
-        ),
+        pytest.param(lambda: EarlyExit().decoder(EarlyExit.shallowest), id="early_exit shortcut"),
         pytest.param(lambda: exit_with("copy"), id="early_exit copy"),
-        pytest.param(
-            lambda: exit_with("deferred"), id="early_exit deferred", marks=CHARGED_TO_NOBODY
-        ),
+        pytest.param(lambda: exit_with("deferred"), id="early_exit deferred"),
     ],
 )
 @torch.no_grad()

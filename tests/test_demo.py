@@ -9,6 +9,7 @@ from deepenough.__main__ import main
 from deepenough.cli import commands, parse_command
 from deepenough.config import validate
 from deepenough.demo import DemoConfig, demo_steps
+from deepenough.runs import Record, append_record
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.001])
@@ -19,7 +20,7 @@ def test_every_step_is_a_command_that_parses(tmp_path, scale):
         name = " ".join(words[:2]) if " ".join(words[:2]) in table else words[0]
         validate(parse_command(table[name], name, words[len(name.split()) :]))
         seen.add(name)
-    expected = {"shortcut fit", "compare", "par search", "ponder parity", "lazy train", "report"}
+    expected = {"profile", "compare", "par search", "ponder parity", "lazy train", "report"}
     assert expected <= seen
     assert not (tmp_path / "my demo").exists()
 
@@ -30,6 +31,29 @@ def test_the_last_step_reports_all_that_was_made(tmp_path):
     reported = {Path(word).name for word in steps[-1] if word.startswith(str(tmp_path))}
     made = {Path(words[words.index("--out") + 1]).name for words in steps[:-1] if "--out" in words}
     assert reported == made | {"report.html"}
+
+
+def test_steps_on_models_that_ship_are_run_where_they_are_installed(monkeypatch):
+    added = {"the model that ships": "par eval par-wikitext2"}
+    monkeypatch.setattr(demo, "SHIPPED_STEPS", added)
+    for place, shown in ((None, False), (Path("installed"), True)):
+        monkeypatch.setattr(demo, "package_folder", lambda _, place=place: place)
+        steps = dict(demo_steps(DemoConfig()))
+        assert ("the model that ships" in steps) == shown
+
+
+def test_the_end_says_what_was_found_and_where_the_page_is(monkeypatch, tmp_path, capsys):
+    run = tmp_path / "out" / "programs"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("method: lazy\n")
+    append_record(run / "metrics.jsonl", Record(5, "programs", {"exact": 0.5}))
+    page = tmp_path / "out" / "report.html"
+    steps = [("page", ["report", str(run), "--out", str(page)])]
+    monkeypatch.setattr(demo, "demo_steps", lambda _: steps)
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "50.0 % of programs never trained on" in told
+    assert told.rstrip().endswith(f"page: {page}") and page.is_file()
 
 
 def test_a_step_that_fails_ends_the_demo(monkeypatch, capsys):

@@ -20,7 +20,7 @@ from deepenough.errors import UserError
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "deepenough"
 PAGES = [page for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if page.exists()]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

@@ -14,7 +14,17 @@ CORE = {
     *("hf", "data", "nn", "training"),
 }
 PARTS = {method.package for method in METHODS}
-ABOVE = {"compare", "report", "explorer", "demo", "cli", "registry", "__init__", "__main__"}
+ABOVE = {
+    "compare",
+    "report",
+    "profiling",
+    "explorer",
+    "demo",
+    "cli",
+    "registry",
+    "__init__",
+    "__main__",
+}
 
 FINDS_CLASSES = "hf/loading.py"
 """Looks up the class of a saved model of our own among the public names, by its name."""

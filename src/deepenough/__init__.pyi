@@ -37,6 +37,7 @@ from .ponder.modeling import (
 from .ponder.modeling import (
     PonderEncoderForSequenceClassification as PonderEncoderForSequenceClassification,
 )
+from .profiling import profile as profile
 from .runs import Record as Record
 from .runs import RunFolder as RunFolder
 from .shortcut.modeling import Shortcuts as Shortcuts

@@ -213,10 +213,13 @@ def save_tensors(
     if metadata is not None:
         metadata = {**metadata, CHECKSUM: _tensor_digest(whole, metadata)}
     with atomic_path(path) as partial:
+        partial.touch()
+        usual = partial.stat().st_mode  # as the umask says; safetensors lets nobody else read
         try:
             save_file(whole, partial, metadata)
         except SafetensorError as error:  # a full disk, for all that is given here can be saved
             raise OSError(str(error)) from error
+        partial.chmod(usual)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

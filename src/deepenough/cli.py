@@ -1,8 +1,8 @@
 """The command line: one tree of commands, built from the registry.
 
-`deepenough METHOD VERB TARGET --data TEXT --out FOLDER`, with `compare`, `report`, `demo` and
-`cutoffs` beside the methods. Settings come from defaults, then `--config FILE`, then flags. Beyond
-what `jsonargparse` does, a few conveniences are settled here:
+`deepenough METHOD VERB TARGET --data TEXT --out FOLDER`, with `profile`, `compare`, `report`,
+`demo` and `cutoffs` beside the methods. Settings come from defaults, then `--config FILE`, then
+flags. Beyond what `jsonargparse` does, a few conveniences are settled here:
 
 - `--overwrite` alone means `--overwrite true`;
 - the last part of a name is enough where it is unique: `--vocab_size` for `--dataset.vocab_size`;
@@ -63,6 +63,7 @@ SECONDS_OF_SILENCE = 4.0
 
 #: Commands that belong to no method, by the module that declares them.
 OTHERS = {
+    "profile": "deepenough.profiling:PROFILE",
     "compare": "deepenough.compare.commands:COMPARE",
     "report": "deepenough.report.commands:REPORT",
     "explore": "deepenough.explorer.commands:EXPLORE",

@@ -566,7 +566,17 @@ def provenance() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    return {"versions": versions, "commit": _commit()}
+    return {"versions": versions, "commit": _commit(), "processor": processor()}
+
+
+def processor() -> str:
+    """Return the name of this machine's processor, or of its architecture."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

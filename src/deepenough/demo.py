@@ -1,4 +1,4 @@
-"""`deepenough demo`: every method in small, on a machine with nothing, into one report.
+"""`deepenough demo`: a real model profiled, every other method in small beside it, into one page.
 
 Needs no data and no network: the text is the prose inside Python, the real model is the one that a
 package carries. Each step is a command that anyone can type; it is printed before it runs.
@@ -15,8 +15,11 @@ from typing import Any
 from deepenough.artifacts import FinishedParts
 from deepenough.config import Command, bounded, provenance
 from deepenough.errors import UserError
+from deepenough.runs import package_folder
 
-PROMPT = "The capital of France is Paris, and the capital of Germany is"
+#: Of trained models that ship: what is shown of each, and the command that shows it. These steps
+#: are run where the package deepenough-models is installed.
+SHIPPED_STEPS: dict[str, str] = {}
 
 
 @dataclass
@@ -34,8 +37,9 @@ class DemoConfig:
 
 
 def run_demo(config: DemoConfig) -> None:
-    """Run every step, printing its command and the time; the last prints where the page is."""
+    """Run every step, printing its command and the time; then what was found, and the page."""
     from deepenough.cli import run
+    from deepenough.report.page import read_report
 
     began = time.perf_counter()
     steps = demo_steps(config)
@@ -56,8 +60,14 @@ def run_demo(config: DemoConfig) -> None:
             print(f"\n[{number}/{len(steps)}] {what}\n$ {line}", file=sys.stderr, flush=True)
             # Unless an interrupted demo has done it.
             parts.get(str(number), partial(make, line, words))
-            if number < len(steps):  # the report's path is to stand last
-                print(f"  {time.perf_counter() - began:.0f} s so far", file=sys.stderr, flush=True)
+            print(f"  {time.perf_counter() - began:.0f} s so far", file=sys.stderr, flush=True)
+    words = steps[-1][1]
+    *folders, page = (word for word in words if word.startswith(str(Path(config.out))))
+    print("\nWhat it found:")
+    for entry in read_report(folders).entries:
+        for finding in entry.section.findings:
+            print(f"- {entry.title}: {finding}")
+    print(f"\npage: {page}")
 
 
 def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:
@@ -69,19 +79,13 @@ def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:
     def some(number: int, least: int = 1) -> int:
         return max(least, round(number * config.scale))
 
-    shortcut, par, parity, programs = map(at, ("shortcut", "par", "parity", "programs"))
-    generation, language, execution = map(at, ("generation", "language", "execution"))
+    profile, par, parity, programs = map(at, ("profile", "par", "parity", "programs"))
+    language, execution = map(at, ("language", "execution"))
     steps = {
-        "Shortcuts: how early does a real model know its answer?":
-            f"shortcut fit {shlex.quote(config.model)} --data python --lines {some(240, 8)} "
-            f"--ridge 0.01 --out {shortcut} --overwrite",
-        "what each of its layers knows, on text it was not fitted on":
-            f"shortcut eval {shortcut} --lines {some(60, 4)}",
-        "the same token by token":
-            f"shortcut lens {shortcut} --prompt {shlex.quote(PROMPT)}",
-        "Decoding: its own generate(), the same text faster, and with early exit":
-            f"compare {shortcut} --limit 2 --new_tokens {some(16, 4)} --exit [0.6,0.3] --rounds 6 "
-            f"--out {generation}",
+        "A real model: how early does it know, and what is that worth here?":
+            f"profile {shlex.quote(config.model)} --data python --lines {some(200, 10)} "
+            f"--eval_lines {some(30, 10)} --prompts 2 --new_tokens {some(16, 4)} --rounds 6 "
+            f"--overwrite --out {profile}",
         "PAR: which blocks does a language model need?":
             "par search --data python --vocab_size 2000 --batch_size 16 --length 64 "
             "--num_blocks 6 --d_model 96 --num_heads 4 --d_ff 384 --mem_len 64 --alpha_lr 10 "
@@ -90,7 +94,7 @@ def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:
             "--overwrite",
         "the model it led to, with more and less memory":
             f"compare {par} --limit {some(16, 2)} --rounds 6 --out {language}",
-        "Ponder: a network that computes longer on harder inputs":
+        "Ponder: a network that decides itself how long it computes":
             "ponder parity --size 8 --train_nonzero 5 --max_passes 8 --eval_size 500 "
             f"--steps {some(1200, 4)} --warmup {some(100)} --valid_every {some(600, 2)} "
             f"--out {parity} --overwrite",
@@ -106,8 +110,9 @@ def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:
             f"lazy plot {programs} --sentence 1 --epsilon 0.15",
         "programs with fewer steps, and with tokens that stop being updated":
             f"compare {programs} --limit {some(48, 8)} --rounds 6 --out {execution}",
+        **(SHIPPED_STEPS if package_folder("deepenough_models") else {}),
         "Report: all of it on one page":
-            f"report {generation} {shortcut} {language} {par} {parity} {execution} {programs} "
+            f"report {profile} {language} {par} {parity} {execution} {programs} "
             f"--title 'deepenough: a demonstration' --out {at('report.html')}",
     }  # fmt: skip
     return [(what, shlex.split(line)) for what, line in steps.items()]
@@ -115,12 +120,12 @@ def demo_steps(config: DemoConfig) -> list[tuple[str, list[str]]]:
 
 DEMO = Command(
     name="demo",
-    help="show every method in a few minutes, without data or network",
+    help="profile a real model and show every method, in a few minutes, without data or network",
     config=DemoConfig,
     run=run_demo,
-    description="Every method in small, in a few minutes, without data or network, into one\n"
-    "report: shortcuts and lossless speed on a real model, a search for blocks, pondering\n"
-    "on parity, a lazy transformer on programs.",
+    description="A real model profiled and every other method in small, in a few minutes,\n"
+    "without data or network, into one page: how early layers know, lossless speed, a search\n"
+    "for blocks, pondering on parity, a lazy transformer on programs.",
     goes_on=True,
     example="deepenough demo --out runs/demo",
 )

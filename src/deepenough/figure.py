@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 from deepenough.errors import UserError
 from deepenough.runs import Record, RunFolder, read_config, read_records
@@ -27,6 +27,12 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = range(7)
 """Places in the palette."""
 GREY = -1
 """The colour of what stands behind the others."""
+
+EARLY, BLOCKS = "How early does it know?", "Which blocks does it need?"
+LONG, CHANGES = "How long does it think?", "What still changes?"
+COST, TRAINED = "What does it cost?", "How was it trained?"
+QUESTIONS = (EARLY, BLOCKS, LONG, CHANGES, COST, TRAINED)
+"""What the figures of a report answer, in its order."""
 
 Numbers: TypeAlias = Sequence[float]
 MaybeNumbers: TypeAlias = Sequence[float | None]
@@ -168,8 +174,8 @@ class Point:
     y_low: float | None = None
     y_high: float | None = None
     group: str = ""
-    optimal: bool = False
-    """No other point is at least as good in both and better in one."""
+    optimal: bool | None = False
+    """No other point is at least as good in both and better in one; None if that is not asked."""
     details: Sequence[str] = ()
     command: str = ""
     folder: str = ""
@@ -195,8 +201,12 @@ class LensTable:
     predictions: Sequence[Sequence[str]]
     """[layer][token]"""
     probability: Sequence[MaybeNumbers]
-    agrees: Sequence[Sequence[bool]]
-    """Whether the prediction is the last layer's."""
+    top: Sequence[Sequence[Sequence[int]]] = ()
+    """[layer][token]: the likeliest tokens, as places in `words`."""
+    top_probability: Sequence[Sequence[MaybeNumbers]] = ()
+    words: Sequence[str] = ()
+    statistics: Mapping[str, Sequence[MaybeNumbers]] = field(default_factory=dict)
+    """By name, such as entropy: [layer][token]."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +263,18 @@ class FigureSpec:
     """The page gives it a whole line."""
 
 
+class Finding(str):
+    """A result in a plain sentence that the data bears out, and the command to go on with."""
+
+    command: str
+
+    def __new__(cls, text: str, command: str = "") -> Self:
+        """Make a sentence with a command."""
+        found = super().__new__(cls, text)
+        found.command = command
+        return found
+
+
 @dataclass(frozen=True)
 class Section:
     """What a method has to say about a run."""
@@ -260,8 +282,10 @@ class Section:
     heading: str
     about: str = ""
     findings: Sequence[str] = ()
-    """Results in plain sentences, each one borne out by the data."""
+    """Results in plain sentences, each one borne out by the data; a `Finding` has a command."""
     figures: Sequence[FigureSpec] = ()
+    question: str = COST
+    """The one of `QUESTIONS` that its figures answer."""
 
 
 @dataclass(frozen=True)
@@ -299,6 +323,8 @@ def as_json(value: Any) -> Any:
         return content | {"kind": kind} if kind else content
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {name: as_json(item) for name, item in value.items()}
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     return value

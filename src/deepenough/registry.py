@@ -6,6 +6,7 @@ A method is a package of `deepenough` with the same files in each:
 - `evaluation.py`: `open_candidate(run, name, data)`, a finished run as a comparison measures it;
 - `figures.py`: `FIGURES` and `section(run)`, its pictures and its part of the report;
 - `inspection.py`: `open_inspector(run)`, a finished run to be tried on texts in the explorer;
+- `verdicts.py`: `comparison_findings(found)`, what a comparison of its runs shows, in sentences;
 - `config.py`: `GRID`, the operating points that `deepenough compare` can be asked for.
 
 A file or name that a method lacks is simply not offered. `docs/add-a-method.md` adds one.

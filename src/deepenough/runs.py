@@ -38,7 +38,7 @@ _CHECK = ', "crc": "'
 #: Everything that a command of ours writes into a run folder.
 _WRITTEN = re.compile(
     r"((derived|tuning)/)*(config\.yaml|metrics\.(jsonl|part)|training\.log|\.lock"
-    r"|hypotheses\.txt|sweep\.csv|bench\.json"
+    r"|hypotheses\.txt|sweep\.csv|bench\.json|profile\.json|report\.html"
     r"|frontier\w*(\.data)?\.(json|png|pdf|svg)|events/events\.out\.tfevents\.[^/]+"
     r"|(checkpoints|model|shortcuts|affine)/.*\.(safetensors|json|txt|model|jinja)"
     r"|plots/[^/]+\.(png|pdf|svg|gif|json)|results\.(safetensors|csv)|sentences\.txt"

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from deepenough import UserError
 from deepenough.__main__ import main
 from deepenough.cli import parse_command
-from deepenough.compare.commands import COMPARE, slower
+from deepenough.compare.commands import COMPARE
 from deepenough.compare.config import CompareConfig
 from deepenough.compare.frontier import compare
 from deepenough.config import dump, resolve
@@ -376,17 +376,3 @@ def test_points_that_are_none_are_refused(tmp_path, labels):
         compared(tmp_path, labels, **{"grid.passes": [99]})
     with pytest.raises(UserError, match="chosen for runs that generate text"):
         compared(tmp_path, labels, mechanisms=["confidence"])
-
-
-def test_a_run_whose_shallower_points_save_no_time_does_not_pay_here() -> None:
-    def point(run: str, name: str, layers: float, middle: float) -> dict[str, Any]:
-        ends = {"milliseconds_low": middle - 0.2, "milliseconds_high": middle + 0.2}
-        return {"run": run, "name": name, "layers": layers, "milliseconds": middle, **ends}
-
-    faster = [point("a", "12 passes", 12.0, 3.0), point("a", "halt 0.5", 4.0, 1.5)]
-    alike = [point("b", "12 passes", 12.0, 3.0), point("b", "halt 0.5", 4.0, 2.9)]
-    alone = [point("c", "memory 8", 4.0, 1.0)]
-    (said,) = slower([*faster, *alike, *alone])
-    assert said == (
-        "b does not pay here: halt 0.5 takes 2.9 ms with 4.0 layers, 12 passes 3 ms with 12.0"
-    )

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from deepenough import UserError
+from deepenough.decoding import native_backend
 from deepenough.decoding.api import speculate
 from deepenough.decoding.draft_model import DraftModel
 from deepenough.decoding.drafters import FallbackDrafter, LinearDrafter, LookupDrafter
@@ -14,6 +15,7 @@ from deepenough.decoding.eagle3 import (
     Eagle3Config,
     Eagle3Drafter,
     Eagle3Head,
+    TorchHead,
     count_accepted,
     layers_read,
 )
@@ -23,6 +25,9 @@ from deepenough.decoding.self_generated import continue_prompts
 from deepenough.hf.adapter import adapt
 from tests.decoding.eagle3_ref import HeadRef, drafts_ref
 
+needs_native = pytest.mark.skipif(
+    native_backend.load_library() is None, reason="compiled where there is a C++ compiler"
+)
 WORDS = torch.tensor([3, 4, 5, 7, 8, *range(11, 39)])
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 
@@ -69,6 +74,39 @@ def test_every_step_of_training_is_that_of_the_equations(small) -> None:
             torch.testing.assert_close(got, v, rtol=1e-4, atol=1e-4)
             logits = head.logits(found[number][0, last]).double()
             torch.testing.assert_close(logits, ref.logits(v), rtol=1e-4, atol=1e-4)
+
+
+@needs_native
+def test_native_steps_are_those_of_torch(small) -> None:
+    """Prompts of two lengths, then single tokens of one sequence, through fc, layer and logits."""
+    head, engine = make_head(small), make_engine(small, "native")
+    own = engine.draft_head(head)
+    assert own.formats == {"F32"} and engine.draft_head(head) is own
+    torch.manual_seed(3)
+    ways = [own, TorchHead(head, engine)]
+    for way in ways:
+        way.begin(2, 700)
+    for tokens, starts, rows in ((600, [0, 0], [0, 1]), (2, [600, 300], [0, 1]), (1, [301], [1])):
+        ids = torch.randint(40, (len(rows), tokens))
+        inputs = torch.randn(len(rows), tokens, 96)
+        features = [way.fuse(inputs) for way in ways]
+        torch.testing.assert_close(*features, rtol=1e-5, atol=1e-5)
+        hidden = [way.step(ids, features[0], starts, rows) for way in ways]
+        torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-4)
+        logits = [way.logits(hidden[0]) for way in ways]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@needs_native
+def test_a_head_that_was_trained_on_is_packed_anew(small) -> None:
+    head, engine = make_head(small), make_engine(small, "native")
+    before = engine.draft_head(head)
+    with torch.no_grad():
+        head.fc.weight.mul_(2)
+    after = engine.draft_head(head)
+    inputs = torch.randn(1, 3, 96)
+    assert after is not before
+    torch.testing.assert_close(after.fuse(inputs), head.fuse(inputs), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

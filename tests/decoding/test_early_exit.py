@@ -244,6 +244,8 @@ def test_bad_settings_are_refused(small, make_model, shortcuts) -> None:
     for value in (None, 0.5, float("inf")):
         with pytest.raises(UserError, match="layer needs to know which"):
             make_policy("layer", value)
+    with pytest.raises(UserError, match=r"a number, not FixedLayer.*policy=\.\.\."):
+        early_exit(small, shortcuts, FixedLayer(2))
     with pytest.raises(UserError, match="no policy 'guess'"):
         make_policy("guess", 0.5)
     with pytest.raises(UserError, match="got 'guess'"):

@@ -145,6 +145,22 @@ def test_generates_what_the_model_generates(kernels, config_class, options, padd
     assert output.backend == "native"
 
 
+def test_a_pass_knows_the_best_tokens(kernels) -> None:
+    """They are the first of the largest logits, whichever threads have found them."""
+    model = make(LlamaConfig)
+    with torch.no_grad():
+        model.lm_head.weight[70:] = model.lm_head.weight[:27]  # ties
+    engine = NativeEngine(adapt(model), kernels=kernels, threads=2)
+    for seed in range(20):
+        ids = torch.randint(2, 97, (2, 7), generator=torch.Generator().manual_seed(seed))
+        engine.prefill(ids[:, :4], None, 8)
+        step = engine.start_step(ids[:, 4:])
+        logits = engine.head(engine.norm(engine.run_through(step, step.hidden)))
+        first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+        assert torch.equal(engine.best(logits), first)
+        assert engine.best(logits.clone()) is None
+
+
 @pytest.mark.parametrize("length", [3, 40, 1100, 2300])
 def test_long_contexts_are_attended_to_in_pieces(kernels, length) -> None:
     model = make(LlamaConfig, num_hidden_layers=1)

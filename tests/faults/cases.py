@@ -123,11 +123,18 @@ CASES: dict[str, Case] = {
         ("shortcut fit",),
         resume=False,
     ),
+    "profile": Case(
+        "profile {inputs}/llama --data {inputs}/words.txt --min_chars 10 --prompt 'w4 w5' "
+        "--prompts 2 --prompt_tokens 4 --new_tokens 4 --rounds 2 --out profile",
+        resume=False,
+        timed=("profile/profile.json", "profile/frontier.json"),
+    ),
     "report": Case("report parity --out page.html", ("ponder parity",), resume=False),
     "demo": Case(
         "demo --model {inputs}/llama --scale 0.005 --out demo",
         resume=False,
-        timed=("demo/par", "demo/language"),  # the search weighs what blocks take on this machine
+        # The search weighs what blocks take on this machine.
+        timed=("demo/par", "demo/language", "demo/profile/profile.json"),
     ),
 }
 

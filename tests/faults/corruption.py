@@ -225,6 +225,11 @@ def report(*runs: str) -> Reader:
     return read
 
 
+def profile_again(folder: Path) -> Any:
+    command(CASES["profile"].words, folder)
+    return Path("profile/profile.json").read_text()
+
+
 def derive(folder: Path) -> Any:
     return command("par derive par-search --json", folder)
 
@@ -319,6 +324,7 @@ ARTIFACTS = [
     Artifact("draft model", ("draft",), ("draft/model/*",), load_drafts, ("draft/", "draft2/")),
     Artifact("calibration", ("guarantee",), ("guarantee/*.json",), load_calibration),
     Artifact("comparison", ("compared",), ("compared/frontier.json",), report("compared")),
+    Artifact("profile", ("profile",), ("profile/profile.json",), profile_again),
     Artifact(
         "records", ("parity",), ("parity/metrics.jsonl", "parity/config.yaml"), report("parity")
     ),
@@ -342,6 +348,7 @@ MADE = [
     ("decode tune", "--out draft2 --train.seed 1"),
     ("decode calibrate", ""),
     ("compare", ""),
+    ("profile", ""),
 ]
 
 
@@ -598,6 +605,7 @@ WRITING: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "shortcut lens": ("shortcut lens shortcut --prompt w4", "shortcut", ("shortcut",)),
     "decode calibrate": (CASES["decode calibrate"].words, "guarantee", ("shortcut",)),
     "compare": (CASES["compare"].words, "compared", ("ponder",)),
+    "profile": (CASES["profile"].words, "profile", ()),
     "report": ("report parity --out pages/page.html", "pages", ("parity",)),
     "report, Markdown": ("report parity --out pages/page.md", "pages", ("parity",)),
 }

@@ -414,7 +414,26 @@ decode calibrate {gpt2} --shortcuts {maps} --data {text} --policy luck
 decode calibrate {gpt2} --shortcuts {maps} --data {text} --texts 0
 decode calibrate {missing} --shortcuts {maps} --data {text}
 
-# -- compare, report, demo, cutoffs
+# -- profile, compare, report, demo, cutoffs
+profile {gpt2} --data {text} --out {out}
++ --lines 0
++ --eval_lines few
++ --rounds 0
++ --prompt_tokens 0
++ --new_tokens many
++ --ridge -1
++ --prompt_tokens 1000000
++ --kind decoder
++ --resume
+profile {missing} --data {text} --out {out}
+profile no/such-model --data {text} --out {out}
+profile {gpt2} --data {missing} --out {out}
+profile {gpt2} --data {image} --out {out}
+profile {no_tokenizer} --data {text} --out {out}
+profile {gpt2} --data {text} --out {shortcut}
+profile {gpt2} --data {text} --out {own_work}
+profile {gpt2} --data {text} --out {own_work} --overwrite
+profile {gpt2} --data {text} --out {text}
 compare
 compare {missing}
 compare {text} --out {out}

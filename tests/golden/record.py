@@ -762,6 +762,7 @@ KEPT_FIGURES = {
     "layer": {"mode", "layer", "surprisal", "kl", "positions"}
     | {f"precision_{k}" for k in (1, 5, 10)},
     "exit": {"mode", "lambda", "layers_mean", "saved", "agreement"},
+    "saved": {"mode", "lambda", "fixed_layer_saved", "saved", "agreement"},
 }
 
 

@@ -127,6 +127,26 @@ def test_findings_follow_the_data() -> None:
     assert found is not None
     assert "decides" not in found.about
     assert found.findings[1].startswith("Parity of vectors harder than any in training: 82.5 %")
+    assert len(found.findings) == 2  # what decides nothing does not compute longer
+
+
+def test_longer_on_harder_inputs_is_said_only_where_it_is_so() -> None:
+    def told(run: Run) -> list[str]:
+        found = section(run)
+        return [] if found is None else [f for f in found.findings if "computes" in f]
+
+    rising = parity("ponder", 50)
+    assert told(rising)[0].startswith("It computes longer on harder vectors: the correlation")
+    for change, words in ((lambda p: 40 - p, ["shorter"]), (lambda p: 4.0, [])):
+        records = [
+            Record(5, "parity", r.values | {"passes": change(r.values["passes"])})
+            for r in rising.records
+        ]
+        assert [word for word in words if word in told(Run("r", records))[0]] == words
+        assert len(told(Run("r", records))) == len(words)
+    assert "longer on harder examples" in told(Run("r", tables()))[0]
+    flat = {"by": "difficulty", "groups": ["1", "2"], "counts": [[9, 8], [8, 9]]}
+    assert told(Run("r", [Record(9, "ponder_passes", flat)])) == []
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,10 @@ def write_shortcut(folder: Path, word: str = " Paris") -> Path:
         "prompt": "".join(tokens), "mode": "mat", "tokens": tokens, "layers": [0, 1, 2, 3],
         "words": words, "probability": [[0.2 * (layer + 1)] * 5 for layer in range(4)],
         "agrees": [[word == "w3" for word in row] for row in words],
+        "top": [[[word, EVIL, "third"] for word in row] for row in words],
+        "top_probability": [[[0.2 * (n + 1), 0.1, 0.05]] * 5 for n in range(4)],
+        "kl": [[0.5 * (3 - n)] * 5 for n in range(4)], "entropy": [[1.5] * 5] * 4,
+        "target_rank": [[9 - n, 7, 5, 2, None] for n in range(4)],
     }  # fmt: skip
     records = [Record(0, "fit", {"model": "tiny", "mode": "mat"})]
     records += [
@@ -132,7 +136,10 @@ def write_shortcut(folder: Path, word: str = " Paris") -> Path:
         Record(0, "exit", {"mode": "mat", "lambda": v, "saved": 1 - v, "agreement": v})
         for v in (0.2, 0.6, 1.0)
     ]
-    records.append(Record(0, "saved", {"mode": "mat", "agreement": 0.99, "saved": 0.25}))
+    saved = {"agreement": 0.99, "saved": 0.25, "intervals": {"saved": [0.2, 0.3]}}
+    records.append(Record(0, "saved", {"mode": "mat", **saved}))
+    decided = {"layer": 2, "shares": [0.1, 0.4, 0.6, 1.0], "intervals": {"layer": [1, 2]}}
+    records.append(Record(0, "decided", {"mode": "mat", **decided}))
     table = [[1.0 - 0.1 * abs(a - b) for b in range(4)] for a in range(4)]
     records.append(Record(0, "r2", {"mode": "mat", "table": table}))
     records.append(Record(0, "lens", lens))
@@ -189,7 +196,7 @@ def write_comparison(folder: Path, about: Path) -> Path:
     ]  # fmt: skip
     task = {"kind": "writing", "data": "python", "split": "valid", "unit": "token",
             "quality": "agreement", "higher_is_better": True}  # fmt: skip
-    protocol = {"rounds": 7, "threads": 1, "seed": 0, "processor": ""}
+    protocol = {"rounds": 7, "threads": 1, "seed": 0, "processor": "My CPU"}
     content = {"task": task, "protocol": protocol, "points": points, "bookkeeping": 0.01,
                "provenance": {}}  # fmt: skip
     content["command"] = "deepenough compare 'runs/my own' --out=runs/both"

@@ -125,7 +125,7 @@ def test_a_run_has_the_figures_of_its_records(folders: list[Path]) -> None:
     names = [[figure.name for figure in run_figures(read_run(path))] for path in folders[1:]]
     assert names == [
         ["blocks", "architecture", "training"],
-        ["layers", "early_exit", "r2", "lens"],
+        ["decided", "layers", "early_exit", "r2", "lens"],
         ["ponder_frontier", "passes", "parity"],
         ["lazy_tokens", "lazy_sentence"],
     ]

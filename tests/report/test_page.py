@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from deepenough.__main__ import main
-from deepenough.figure import Axis, Chart, FigureSpec, Frame, HeatMap, Line, as_json, thin
+from deepenough.figure import (
+    QUESTIONS,
+    Axis,
+    Chart,
+    FigureSpec,
+    Frame,
+    HeatMap,
+    Line,
+    as_json,
+    thin,
+)
 from deepenough.report import page
 from deepenough.report.page import compose, read_report, thinned
 from deepenough.runs import Metrics, Record
@@ -41,19 +51,47 @@ def test_every_section_is_there_with_its_figures_and_commands(folders, tmp_path,
         f"deepenough lazy plot {folders[4]} --source",
     ):
         assert command in content
-    titles = re.findall(r"<h2 id=.section-\d+.>(.*?)</h2>", content)
+    assert re.findall(r"<h2 id=.question-\d+.>(.*?)</h2>", content) == list(QUESTIONS)
+    titles = re.findall(r"<h3 id=.run-\d+.>(.*?)</h3>", content)
     assert [title.partition(":")[0] for title in titles] == [
-        "Frontier", "PAR search", "PAR model", "Shortcuts", "Ponder", "Lazy",
+        "Shortcuts", "PAR search", "PAR model", "Ponder", "Lazy", "Comparison", "PAR", "PAR",
     ]  # fmt: skip
     for sentence in (
         "“early” is not significantly worse (agreement 0.94) and 2.00x as fast",
         "The search chose ad (1 attention, 1 dense)",
-        "saves 25.0 % of the layers",
+        "25.0 % (20.0 to 30.0) at 99 % agreement with the last layer, read with a linear map",
+        "Half of the tokens are decided by layer 2 of 3 (1 to 2), read with a linear map.",
         "Parity of vectors harder than any in training: 90.0 % correct",
         "Perplexity on the test text: 42",
         "50.0 % of programs never trained on are executed",
     ):
         assert sentence in content
+
+
+def test_the_first_chart_and_the_footer(folders):
+    report = read_report(folders)
+    content = compose(report)
+    overview = data_of(content)[0]
+    assert overview["name"] == "overview" and overview["choice"] == "compute"
+    time, flops = overview["panels"]
+    assert [point["x"] for point in flops["points"]] == [1.0, 0.5, 0.83333]
+    assert [point["x"] for point in time["points"]] == [1.0, 0.5, 0.83333]
+    assert [point["y"] for point in time["points"]] == [1.0, 0.98947, 0.73684]
+    assert time["points"][0]["x_low"] is not None and flops["points"][0]["x_low"] is None
+    assert {point["optimal"] for point in time["points"]} == {None}
+    footer = content.partition("<footer>")[2]
+    assert "This page: deepenough 0." in footer and "My CPU, 1 thread, seed 0." in footer
+
+
+def test_the_findings_stand_in_the_order_of_the_questions_with_their_commands(folders):
+    content = compose(read_report(folders))
+    summary = re.search(r'<ul class="summary".*?</ul>', content, re.S)
+    assert summary is not None
+    order = ["Half of the tokens", "The search chose", "Parity of", "of programs never", "early”"]
+    places = [summary[0].index(words) for words in order]
+    assert places == sorted(places)
+    assert "<code class=next><span>deepenough </span><span>shortcut " in summary[0]
+    assert '<a href="#run-0">Shortcuts: ' in summary[0]
 
 
 def test_a_run_whose_method_is_unknown_still_shows_its_curves(tmp_path):
@@ -73,15 +111,15 @@ def test_numbers_are_rounded_and_what_is_no_number_is_null():
 def test_points_are_linked_to_the_section_of_their_run(folders):
     both = (folders[::2], folders[:1])
     linked, alone = (panel_of(compose(read_report(some)), "frontier") for some in both)
-    assert {point["section"] for point in linked["points"]} == {1}
+    assert {point["section"] for point in linked["points"]} == {0}
     assert {point["section"] for point in alone["points"]} == {None}
     assert {point["folder"] for point in alone["points"]} == {str(folders[2])}
 
 
 def test_what_a_search_led_to_is_shown_once(folders):
     named = [folders[1], folders[1] / "derived"]
-    paths = [entry.folder for entry in read_report(named).entries]
-    assert paths == [str(path) for path in named]
+    titles = [entry.title for entry in read_report(named).entries]
+    assert len(titles) == len(set(titles)) == 4  # blocks, and training, of each
 
 
 def test_nothing_is_loaded_and_markup_stays_text(folders, evil):
@@ -91,6 +129,7 @@ def test_nothing_is_loaded_and_markup_stays_text(folders, evil):
     assert not re.search(r'(src|href)="?https?:', content)
     assert "default-src 'none'" in content
     assert any("onerror" in token for token in panel_of(content, "lens")["tokens"])
+    assert len(content) < 1_000_000
 
 
 def test_long_lines_and_sliders_are_thinned_and_that_is_said(monkeypatch):
@@ -159,12 +198,13 @@ def test_markdown_with_pictures(folders, tmp_path):
     content = file.read_text()
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", content)
     drawn = (
-        "1-frontier_layers",
+        "0-overview_flops",
+        "1-r2",
         "2-blocks",
-        "4-r2",
-        "5-passes",
-        "6-lazy_tokens",
-        "6-lazy_sentence",
+        "4-passes",
+        "5-lazy_tokens",
+        "5-lazy_sentence",
+        "6-frontier_layers",
     )
     assert {f"report-figures/{name}.png" for name in drawn} <= set(pictures)
     assert all((tmp_path / picture).stat().st_size > 1000 for picture in pictures)

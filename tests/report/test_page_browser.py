@@ -1,13 +1,17 @@
 """The report in a real browser: Chromium, from a file, without a network."""
 
+import base64
+import io
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 from deepenough.report.page import compose, read_report
 
@@ -99,24 +103,84 @@ def test_the_slider_moves_through_training(page):
     assert told().startswith("step 0, ")
 
 
-def test_tokens_are_shaded_and_open_their_lens(page):
-    tokens = figure(page, "Choose a token").find_elements("css selector", ".tokens button")
+def test_tokens_are_shaded_and_reached_by_arrows(page):
+    tokens = figure(page, "after every token").find_elements("css selector", ".tokens .token")
     shades = {token.value_of_css_property("background-color") for token in tokens}
     assert len(tokens) == 5 and len(shades) > 1
+    page.execute_script("arguments[0].focus()", tokens[0])
     tokens[0].send_keys(RIGHT, RIGHT, RIGHT)
     assert page.switch_to.active_element == tokens[3]
-    tokens[3].send_keys(ENTER)
-    dialog = page.find_element("id", "lens")
-    assert dialog.is_displayed() and "onerror" in dialog.text
-    rows = dialog.find_elements("css selector", "tr")
-    assert len(rows) == 1 + 4 and "w3" in rows[1].text
-    dialog.find_element("css selector", "button").click()
-    assert not dialog.is_displayed()
-    assert page.switch_to.active_element == tokens[3]
-    tokens[0].click()
-    assert dialog.is_displayed() and "after “The”" in dialog.text
-    page.switch_to.active_element.send_keys(ESCAPE)
-    assert not dialog.is_displayed()
+    assert "layer from which" in page.find_element("css selector", ".tip").text
+
+
+def test_a_cell_of_the_lens_tells_what_is_likeliest(page, evil):
+    lens = figure(page, "after every token")
+    cells = lens.find_elements("css selector", ".scroll .mark")
+    assert len(cells) == 4 * 5
+    page.execute_script("arguments[0].focus()", cells[0])
+    tip = page.find_element("css selector", ".tip")
+    lines = tip.text.split("\n")
+    assert lines[:2] == ["layer 0, after “The”", "1. w0 20%"]
+    assert lines[2] == f"2. {evil.replace(' ', '␣')} 10%"
+    assert lines[-3:] == [
+        "entropy (nats): 1.5", "KL to the last layer (nats): 1.5", "rank of the real next token: 9"
+    ]  # fmt: skip
+    colors = (
+        "return [...arguments[0].querySelectorAll('.scroll rect')].map(r => r.getAttribute('fill'))"
+    )
+    before = page.execute_script(colors, lens)
+    shade = lens.find_element("css selector", "select")
+    assert shade.get_attribute("value") == "probability"
+    shade.send_keys("KL")
+    assert page.execute_script(colors, lens) != before
+    assert "1.5 KL to the last layer (nats)" in lens.text
+
+
+def test_the_first_screen_has_verdicts_and_one_chart_of_all_methods(page):
+    first = page.find_element("css selector", ".first")
+    chart = first.find_element("css selector", "figure")
+    assert "Quality kept against compute" in chart.text and "Half of the tokens" in first.text
+    top = page.execute_script("return arguments[0].getBoundingClientRect().top", chart)
+    assert top < 500  # beside the verdicts, without scrolling
+    assert "share of full compute (measured time)" in chart.text
+    assert len(chart.find_elements("css selector", ".panels .mark")) == 3
+    chart.find_element("css selector", "select").send_keys("FLOPs")
+    assert "share of full compute (FLOPs)" in chart.text
+    footer = page.find_element("tag name", "footer").text
+    assert "My CPU, 1 thread, seed 0" in footer and "This page: deepenough" in footer
+
+
+#: Keeps what a press on a link would save, in the place of saving it.
+SAVED = """
+window.saved = [];
+HTMLAnchorElement.prototype.click = function () { window.saved.push([this.download, this.href]); };
+"""
+
+
+def test_every_figure_is_saved_as_a_picture(page):
+    page.execute_script(SAVED)
+    figures = all_of(page, "figure")
+    for kind in ("svg", "png"):
+        for each in figures:
+            page.execute_script(
+                "arguments[0].click()", each.find_element("class name", f"save-{kind}")
+            )
+    until = time.monotonic() + 30
+    while len(saved := page.execute_script("return window.saved")) < 2 * len(figures):
+        assert time.monotonic() < until, f"{len(saved)} of {2 * len(figures)} pictures"
+        time.sleep(0.1)
+    drawings = [unquote(url.partition(",")[2]) for name, url in saved if name.endswith(".svg")]
+    assert len(drawings) == len(figures)
+    for drawing in drawings:
+        root = ElementTree.fromstring(drawing)  # well formed, and with nothing but shapes and text
+        assert root.tag.endswith("svg") and float(root.get("width")) > 200
+        assert "var(" not in drawing and "<script" not in drawing and "onclick" not in drawing
+        assert sum(1 for _ in root.iter("{http://www.w3.org/2000/svg}text")) > 1
+    pictures = [url for name, url in saved if name.endswith(".png")]
+    assert len(pictures) == len(figures)
+    for url in pictures:
+        image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+        assert image.width > 400 and len(image.convert("RGB").getcolors(1 << 24) or ()) > 20
 
 
 def test_written_tokens_are_shaded_by_depth(page):

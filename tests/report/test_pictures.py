@@ -34,7 +34,6 @@ def lens_text(num_layers: int, tokens: list[str], words: list[str]) -> TokenText
         list(range(num_layers + 1)),
         [[visible(words[i]) for i in row] for row in picks],
         np.broadcast_to(layers / num_layers, agrees.shape).tolist(),
-        agrees.tolist(),
     )
     return TokenText([visible(t) for t in tokens], depth.tolist(), num_layers, "layer", lens)
 

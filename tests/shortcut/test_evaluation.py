@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from transformers import (
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
+from deepenough.measurement import resampled_interval
 from deepenough.runs import Record
 from deepenough.shortcut import evaluation
 from deepenough.shortcut.config import PAPER_LAMBDAS, ExitSweep
@@ -208,6 +210,7 @@ def test_records(make_model: Make, words: Any, texts: list[str], iterate_states:
         "r2": 2,
         "cka": 1,
         "layer": 2 * 4,
+        "decided": 2,
         "exit": 2 * 35,
         "saved": 2 * 3,
     }
@@ -237,6 +240,44 @@ def test_records(make_model: Make, words: Any, texts: list[str], iterate_states:
     exits = [r.values for r in records if r.kind == "exit" and r.values["mode"] == "mat"]
     assert [e["lambda"] for e in exits] == sorted(e["lambda"] for e in exits)
     assert all(e["saved"] == pytest.approx(1 - e["layers_mean"] / 3) for e in exits)
+
+
+def test_decided_and_saved_as_their_definitions_say(
+    make_model: Make, words: Any, texts: list[str]
+) -> None:
+    """Slowly: token by token, and with the whole procedure repeated on texts drawn anew."""
+    model = make_model("gpt2")
+    evaluation = evaluate(model, words, fit(model, words, texts), texts[:30], positions="all")
+    agrees = torch.stack([evaluation.scores["mat", layer].rank == 0 for layer in range(4)])
+    depths = []
+    for token in range(evaluation.positions):
+        layer = 3
+        while layer > 0 and agrees[layer - 1, token]:
+            layer -= 1
+        depths.append(layer)
+    records = [r for r in evaluation.records() if r.values.get("mode") == "mat"]
+    found = next(r.values for r in records if r.kind == "decided")
+    shares = [sum(depth <= layer for depth in depths) / len(depths) for layer in range(4)]
+    assert found["shares"] == pytest.approx(shares)
+    assert found["layer"] == next(layer for layer in range(4) if shares[layer] >= 0.5)
+
+    by_text = [(evaluation.text == number).nonzero()[:, 0] for number in evaluation.text.unique()]
+    exits = [layers for _, layers in evaluation.exits("mat")]
+
+    def saved(chosen: Any, level: float) -> float:
+        tokens = torch.cat([by_text[number] for number in chosen])
+        best = 0.0
+        for layers in exits:
+            agreement = agrees[layers[tokens], tokens].double().mean().item()
+            if agreement >= level:
+                best = max(best, 1 - layers[tokens].double().mean().item() / 3)
+        return best
+
+    for record in (r.values for r in records if r.kind == "saved"):
+        level = record["agreement"]
+        expected = resampled_interval(partial(saved, level=level), len(by_text))
+        assert record["saved"] == pytest.approx(expected.value)
+        assert record["intervals"]["saved"] == pytest.approx(list(expected[1:]))
 
 
 def test_a_model_without_a_head_has_tables(make_model: Make, words: Any, texts: list[str]) -> None:
@@ -300,6 +341,17 @@ def test_lens(name: str, make_model: Make, words: Any, texts: list[str]) -> None
     for layer in range(4):
         same = [a == b for a, b in zip(found["words"][layer], found["words"][3], strict=True)]
         assert found["agrees"][layer] == same
+        state = model(ids, output_hidden_states=True).hidden_states[layer][0]
+        if layer == 3:  # of which transformers gives the state behind the norm
+            own = logits
+        else:
+            own = adapt(model).logits(shortcuts.apply(state, layer, 3)).double()
+        top = own.softmax(-1).topk(10)
+        assert found["top"][layer] == [[words.decode([i]) for i in row] for row in top.indices]
+        for token, row in enumerate(top.values.tolist()):
+            assert found["top_probability"][layer][token] == pytest.approx(row, abs=1e-5)
+        kl = (logits.softmax(-1) * (logits.log_softmax(-1) - own.log_softmax(-1))).sum(-1)
+        assert found["kl"][layer] == pytest.approx(kl.tolist(), abs=1e-5)
     plain = lens(model, words, shortcuts, "w5 w9 [MASK] w7", "id").values
     assert plain["mode"] == "id"
     assert plain["probability"][0] != found["probability"][0]

@@ -88,7 +88,7 @@ def test_the_tables_are_shown_as_recorded_mat_beside_id() -> None:
     recorded = {r.values["mode"]: r.values["table"] for r in run.records if r.kind == "r2"}
     for panel, mode in zip(figure.panels, ("mat", "id", "affine"), strict=True):
         assert panel.values == recorded[mode]
-    assert "Below 0 (hatched)" in figure.caption
+    assert "Grey: below 0" in figure.caption
     positive = [r for r in run.records if r.values.get("mode") == "mat"]
     figure = r2_figure(Run("r", positive))
     assert figure is not None and "hatched" not in figure.caption
@@ -218,10 +218,58 @@ def test_findings_follow_the_data() -> None:
     found = section(Run("r", [*shortcut_run(12).records, Record(0, "lens", lens_values(), 0.0)]))
     assert found is not None and found.about.startswith("What each layer of smollm2")
     assert found.findings == [
-        "Early exit by confidence saves 20.2 % of the layers while 99 % of the tokens stay the "
-        "last layer's (KL-tuned map).",
-        "On “one two three” the next token is known after 3.0 of 4 layers on average.",
+        "Layers that could be saved if each token stopped as soon as it is sure: 38.2 % at 90 % "
+        "agreement, 28.2 % at 95 % agreement, 20.2 % at 99 % agreement with the last layer, read "
+        "with tuned maps.",
     ]
+
+
+def findings(*records: Record) -> list[str]:
+    """Return what is said of a run with a figure and these records."""
+    layer = Record(0, "layer", {"mode": "mat", "layer": 1, "precision_1": 0.5}, 0.0)
+    found = section(Run("r", [layer, *records], path="runs/mine"))
+    assert found is not None
+    return list(found.findings)
+
+
+def decided(layer: float, low: float, high: float, mode: str = "mat") -> Record:
+    values = {"layer": layer, "shares": [0.1, 0.4, 0.6, 1.0], "intervals": {"layer": [low, high]}}
+    return Record(0, "decided", {"mode": mode, **values}, 0.0)
+
+
+def test_half_of_the_tokens_is_said_only_where_the_data_bears_it_out() -> None:
+    (said,) = findings(decided(3, 3, 3, "id"), decided(2, 1, 3))
+    assert (
+        said == "Half of the tokens are decided by layer 2 of 3 (1 to 3), read with a linear map."
+    )
+    assert said.command == "deepenough shortcut lens runs/mine --prompt 'Once upon a time'"
+    assert findings(decided(3, 3, 3)) == ["Most tokens are decided by the last of 3 layers alone."]
+    assert findings(Record(0, "decided", {"mode": "mat", "layer": 2, "shares": "x"}, 0.0)) == []
+
+
+def test_layers_saved_are_told_with_their_intervals_and_none_where_that_is_not_sure() -> None:
+    def saved(level: float, value: float, *ends: float) -> Record:
+        values = {"agreement": level, "saved": value, "intervals": {"saved": list(ends)}}
+        return Record(0, "saved", {"mode": "mat", **values}, 0.0)
+
+    (said,) = findings(saved(0.9, 0.2, 0.15, 0.25), saved(0.99, 0.01, 0.0, 0.02))
+    assert (
+        "20.0 % (15.0 to 25.0) at 90 % agreement with the last layer" in said and "99" not in said
+    )
+    assert "decode calibrate MODEL --shortcuts runs/mine/shortcuts --data TEXT" in said.command
+    (said,) = findings(saved(0.9, 0.01, 0.0, 0.05))
+    assert said == "No layer is saved for certain if 90 % of the tokens are to stay the same."
+
+
+def test_a_model_without_a_head_is_told_by_its_states() -> None:
+    def r2(*layers: tuple[float, float, float]) -> Record:
+        rows = [dict(zip(("value", "low", "high"), row, strict=True)) for row in layers]
+        return Record(0, "r2_by_layer", {"mode": "mat", "layers": rows}, 0.0)
+
+    (said,) = findings(r2((0.5, 0.4, 0.6), (0.95, 0.91, 0.97), (1, 1, 1)))
+    assert said.startswith("Layer 1 of 2 explains 95 % (91 to 97) of the last layer's states")
+    (said,) = findings(r2((0.5, 0.4, 0.6), (0.95, 0.85, 0.97), (1, 1, 1)))
+    assert said == "No layer but the last explains 90 % of its states."
 
 
 # -- the lens ---------------------------------------------------------------------------------
@@ -249,7 +297,22 @@ def test_a_lens_is_shown_as_recorded() -> None:
     (text,) = figure.panels
     assert text.tokens == values["tokens"] and text.depth == [2, 3, 4] and text.last == 4
     assert text.lens.predictions == values["words"]
-    assert text.lens.agrees == values["agrees"]
+    assert not text.lens.top and not text.lens.statistics
+
+
+def test_a_lens_has_the_likeliest_tokens_and_statistics_where_they_are_whole() -> None:
+    cells = [[["x", "y z"], ["y z", "q"], ["x", "q"]]] * 5
+    more = {"top": cells, "top_probability": [[[0.5, 0.25]] * 3] * 5, "kl": [[0.1, None, 0.3]] * 5}
+    panel = lens_panel(lens_values() | more | {"entropy": [[1.0]]})
+    assert panel is not None and panel.lens is not None
+    words = [[[panel.lens.words[i] for i in cell] for cell in row] for row in panel.lens.top]
+    assert words == [[["x", "y␣z"], ["y␣z", "q"], ["x", "q"]]] * 5
+    assert panel.lens.top_probability[4][2] == [0.5, 0.25]
+    (kl,) = panel.lens.statistics.values()
+    assert kl[0][0] == 0.1 and np.isnan(kl[0][1])
+    for broken in ({"top": 3}, {"top": [[["x"]]]}, {"top_probability": [[[0.5]] * 3] * 5}):
+        panel = lens_panel(lens_values() | more | broken)
+        assert panel is not None and panel.lens is not None and not panel.lens.top
 
 
 def test_a_token_is_known_where_the_agreement_no_longer_breaks() -> None:

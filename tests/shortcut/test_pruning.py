@@ -1,6 +1,7 @@
 """Pruning: choices, costs, maps in the places of parts, and models that are saved and used."""
 
 import itertools
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -29,11 +30,14 @@ import deepenough as de
 from deepenough.cli import main
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
-from deepenough.shortcut import pruning
+from deepenough.shortcut import pruning, pruning_search
 from deepenough.shortcut.config import HealTrainingConfig
 from deepenough.shortcut.healing import heal
 from deepenough.shortcut.pruned_model import PrunedConfig
-from deepenough.shortcut.pruning import Costs, choose, compare_outputs, find_costs, prune, report_of
+from deepenough.shortcut.pruning import compare_outputs, prune, report_of
+from deepenough.shortcut.pruning_costs import Costs, find_costs, token_seconds
+from deepenough.shortcut.pruning_search import GreedySearch, moves
+from deepenough.shortcut.refitting import SequentialFit
 from deepenough.shortcut.replaceable import PARTS, Block, Choice, ReplaceableModel, best_ridge
 from deepenough.shortcut.statistics import AffineMap, NormalEquations
 from tests.shortcut.conftest import make_tokenizer
@@ -196,10 +200,20 @@ def test_a_cache_that_misses_layers_gives_the_tokens_of_none(whole):
     assert torch.equal(fast.generate(ids, max_new_tokens=12, do_sample=False), expected)
 
 
+def test_early_exit_that_never_exits_gives_the_pruned_models_tokens(whole, plain, texts):
+    choice = Choice({("attention", 2, 0): "linear", ("feed_forward", 3, 0): "linear"})
+    pruned = pruning.build(whole, choice, {})
+    shortcuts = de.Shortcuts.fit(pruned, plain, texts[:40])
+    never = de.early_exit(pruned, shortcuts, threshold=1.0, exit_layers=[1, 2])
+    ids = torch.arange(3, 12)[None]
+    expected = pruned.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(never.generate(ids, max_new_tokens=8, do_sample=False), expected)
+
+
 def test_the_first_layer_keeps_its_attention(whole):
     assert all(
         ("attention", 0, 0) not in choice.parts and not any(run.first == 0 for run in choice.runs)
-        for choice, _ in pruning.moves(whole, Choice())
+        for _, choice, _ in moves(whole, Choice())
     )
 
 
@@ -234,18 +248,19 @@ def test_lazy_greedy_takes_what_full_greedy_takes(whole, monkeypatch):
         return float(total**1.5)
 
     monkeypatch.setattr(whole, "divergence", measured)
-    monkeypatch.setattr(whole, "settle", lambda choice: None)
+    monkeypatch.setattr(whole, "settle", lambda choice, first=0: None)
+    monkeypatch.setattr(pruning_search, "_TRIED", 0)
     costs = weights_of(whole)
     budget = 0.5 * costs.of(Choice())
     current = Choice()
     while (cost := costs.of(current)) > budget:
         found = []
-        for choice, _ in pruning.moves(whole, current):
+        for _, choice, _ in moves(whole, current):
             saved = min(cost - costs.of(choice), cost - budget)
             if saved > 0:
                 found.append(((measured(choice) - measured(current)) / saved, choice))
         current = min(found, key=lambda each: each[0])[1]
-    assert choose(whole, costs, budget) == current
+    assert GreedySearch(whole, costs, budget).run() == current
 
 
 def test_fitting_again_never_makes_it_worse(whole):
@@ -259,9 +274,9 @@ def test_fitting_again_never_makes_it_worse(whole):
     )
     whole.settle(Choice())
     first = whole.divergence(choice)
-    reached = whole.refit(choice)
+    reached = SequentialFit(whole, choice).run()
     assert reached <= first and whole.divergence(choice) == pytest.approx(reached, rel=1e-4)
-    whole.maps = before
+    whole.maps, whole.corrected = before, {}
     whole.settle(Choice())
 
 
@@ -283,7 +298,7 @@ def test_measured_time_is_of_all_parts(whole):
     assert set(costs.parts) == {(kind, layer, 0) for kind in PARTS for layer in range(4)}
     assert all(value > 0 for value in costs.parts.values()) and costs.of(Choice()) > 0
     model = whole.adapter.model
-    seconds = pruning.token_seconds({"one": (model, nullcontext)}, whole.held_out, 2, 2)
+    seconds = token_seconds({"one": (model, nullcontext)}, whole.held_out, 2, 2)
     assert 0 < seconds["one"] < 1
 
 
@@ -295,8 +310,8 @@ def test_an_interrupted_search_goes_on(plain, texts, tmp_path, monkeypatch):
     expected = prune(model, plain, texts, 0.5, **options)
     save, counter = pruning.PruneCheckpoint.save_choice, itertools.count()
 
-    def stop(self, choice):
-        save(self, choice)
+    def stop(self, whole, choice):
+        save(self, whole, choice)
         if next(counter) == 1:
             raise Stop
 
@@ -402,6 +417,79 @@ def test_healing_brings_the_outputs_nearer(trained, plain, texts, tmp_path):
     assert {n for n in before if "norm" in n} & changed
 
 
+def test_corrections_bring_states_nearer_and_are_ridge_regressions(whole):
+    """With the definition: what is missing behind a part, regressed on what its product reads."""
+    choice = Choice({("feed_forward", 1, 0): "removed"})
+    whole.settle(choice)
+    before = whole.divergence(choice)
+    fit = SequentialFit(whole, choice)
+    assert fit.run() <= before and whole.corrected
+    assert all(place[1] > 1 for place in whole.corrected)  # nothing is wrong before
+    (kind, layer, _), found = next(iter(whole.corrected.items()))
+    corrected, whole.corrected = whole.corrected, {}
+    model = whole.adapter.model
+    block = model.model.layers[layer]
+    product = block.self_attn.o_proj if kind == "attention" else block.mlp.down_proj
+    rows: dict[str, list] = {"x": [], "y": []}
+
+    def read(module, args, output):
+        rows["x"].append(args[0].flatten(0, 1))
+
+    def behind(module, args, output):
+        hidden = output if kind == "feed_forward" else args[0]
+        rows["y"].append(hidden.flatten(0, 1))
+
+    watched = block if kind == "feed_forward" else block.post_attention_layernorm
+    for which in (Choice(), choice):
+        with torch.no_grad(), whole.replaced(which):
+            handles = [product.register_forward_hook(read), watched.register_forward_hook(behind)]
+            for batch in whole.fitted:
+                model(batch.ids)
+            for handle in handles:
+                handle.remove()
+    at = torch.cat(
+        [(batch.mask.bool() & (batch.mask.cumsum(1) > 1)).flatten() for batch in whole.fitted]
+    )
+    half = len(rows["x"]) // 2
+    x = torch.cat(rows["x"][half:])[at].double()
+    y = (torch.cat(rows["y"][:half]) - torch.cat(rows["y"][half:]))[at].double()
+    added = (found.weight - product.weight).detach().double()
+    errors = []
+    for ridge in (1e-3, 1e-2, 1e-1, 1.0):
+        penalty = torch.diag(ridge * x.square().sum(0))
+        expected = torch.linalg.solve(x.T @ x + penalty, x.T @ y).T
+        errors.append(float((expected - added).abs().max() / expected.abs().max()))
+    assert min(errors) < 1e-3
+    whole.corrected = corrected
+    pruned = pruning.build(whole, choice, {})
+    name = "self_attn.o_proj" if kind == "attention" else "mlp.down_proj"
+    built = pruned.model.model.layers[layer].get_submodule(name).weight
+    assert torch.equal(built, found.weight) and not torch.equal(built, product.weight)
+    whole.corrected = {}
+    whole.settle(Choice())
+
+
+def test_an_exchange_is_made_where_the_divergence_falls(whole, monkeypatch):
+    """A made-up model in which the first two replacements together are bad."""
+    first, second, third = (("feed_forward", layer, 0) for layer in (1, 2, 3))
+
+    def measured(choice: Choice, layer: int = 0, tokens: int | None = None) -> float:
+        harm = {first: 1.0, second: 1.1, third: 1.2}
+        if any(mode == "removed" or place not in harm for place, mode in choice.parts.items()):
+            return 100.0
+        both = {first, second} <= choice.parts.keys() and third in choice.parts
+        return 100.0 * bool(choice.runs) + sum(harm[p] for p in choice.parts) + both
+
+    monkeypatch.setattr(whole, "divergence", measured)
+    monkeypatch.setattr(whole, "settle", lambda choice, first=0: None)
+    monkeypatch.setattr(whole, "singles", {})
+    costs = weights_of(whole)
+    start = Choice({second: "linear", third: "linear"})
+    search = GreedySearch(whole, costs, costs.of(start), start)
+    search.estimates = {(first, "linear"): 1.0}
+    assert search.run().parts.keys() == {first, second}
+
+
 def test_the_command_leaves_a_model_that_generates(tmp_path, texts, capsys):
     base, text, run = tmp_path / "base", tmp_path / "text.txt", tmp_path / "run"
     llama().save_pretrained(base)
@@ -416,6 +504,15 @@ def test_the_command_leaves_a_model_that_generates(tmp_path, texts, capsys):
     assert report_of(model)["healed"]["after"] > 0
     assert model.generate(torch.arange(3, 9)[None], max_new_tokens=3).shape == (1, 9)
     assert (run / "plots" / "pruned.png").is_file()
+    card = (run / "model" / "README.md").read_text()
+    assert "feed-forward" in card and "--keep 0.6" in card and "share of the cost" in card
+    compared = ["compare", str(run), "--out", str(tmp_path / "both"), "--rounds", "1"]
+    compared += ["--prompt_tokens", "8", "--new_tokens", "4", "--limit", "2"]
+    assert main([*compared, "--mechanisms", "[full,pruned]"]) == 0
+    points = json.loads((tmp_path / "both" / "frontier.json").read_text())["points"]
+    costs = {point["name"]: (point["layers"], point["flops"]) for point in points}
+    assert costs["full"][0] == 4 and costs["pruned"] < costs["full"]
+    assert costs["pruned"][1] < costs["full"][1]
     other = tmp_path / "other"
     assert main([*words, "--keep", "3", "--out", str(other)]) != 0
     assert main([*words, "--keep", "0.001", "--budget", "weights", "--out", str(other)]) != 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deepenough.config import Command
 
@@ -17,7 +15,7 @@ def _compare(config: CompareConfig) -> None:
     """Measure, print a table, and write frontier.json with its pictures."""
     from deepenough.compare.frontier import run_comparison
     from deepenough.report.drawing import save_figures
-    from deepenough.report.figures import FRONTIER, frontier_figure, read_frontier
+    from deepenough.report.figures import FRONTIER, frontier_section, read_frontier
     from deepenough.training.logging import reading
 
     with reading("passes") as progress:
@@ -30,29 +28,14 @@ def _compare(config: CompareConfig) -> None:
             f"{point['layers']:9.2f}{point['flops'] / 1e6:10.4g}{point['milliseconds']:10.4g}  "
             + ", ".join(point["optimal"])
         )
-    for line in slower(content["points"]):
-        print(line)
+    section = frontier_section(read_frontier(config.out))
+    print(*section.findings, sep="\n")
     print(
         f"costs are of one {content['task']['unit']}; bookkeeping took "
         f"{content['bookkeeping']:.2%} of the measured time"
     )
-    written = save_figures([frontier_figure(read_frontier(config.out))], config.out)
+    written = save_figures(section.figures[:1], config.out)
     print(Path(config.out) / FRONTIER, *written, sep="\n")
-
-
-def slower(points: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for every run whose shallower points save no time against its deepest."""
-    for run, group in groupby(points, key=lambda point: point["run"]):
-        deepest, *others = group
-        if not others:
-            continue
-        best = min(others, key=lambda point: point["milliseconds"])
-        if best["milliseconds_high"] >= deepest["milliseconds_low"]:  # not surely faster
-            yield (
-                f"{run} does not pay here: {best['name']} takes {best['milliseconds']:.3g} ms with "
-                f"{best['layers']:.1f} layers, {deepest['name']} {deepest['milliseconds']:.3g} ms "
-                f"with {deepest['layers']:.1f}"
-            )
 
 
 COMPARE = Command(

@@ -9,7 +9,7 @@ that are beaten stay: they are results too.
 """
 
 import os
-import platform
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from deepenough.artifacts import FinishedParts, files_of, write_json
 from deepenough.compare.config import CompareConfig
 from deepenough.compare.protocol import Advance, measure
-from deepenough.config import provenance, resolve, to_dict, validate
+from deepenough.config import processor, provenance, resolve, to_dict, validate
 from deepenough.errors import UserError
 from deepenough.figure import distinct_names, writing
 from deepenough.measurement import Candidate
@@ -43,8 +43,15 @@ def compare(runs: Sequence[str | os.PathLike[str]], **options: Any) -> dict[str,
     return run_comparison(resolve(CompareConfig, overrides=overrides))
 
 
-def run_comparison(settings: CompareConfig, advance: Advance | None = None) -> dict[str, Any]:
-    """Measure, write `frontier.json`, and return what stands in it."""
+def run_comparison(
+    settings: CompareConfig,
+    advance: Advance | None = None,
+    opened: Sequence[Candidate] | None = None,
+) -> dict[str, Any]:
+    """Measure, write `frontier.json`, and return what stands in it.
+
+    The runs may be `opened` already; by default that is done here.
+    """
     validate(settings)
     if not settings.runs:
         raise UserError(
@@ -59,7 +66,7 @@ def run_comparison(settings: CompareConfig, advance: Advance | None = None) -> d
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     folders = dict(zip(names, settings.runs, strict=True))
-    candidates = [_open(run, name, settings) for name, run in folders.items()]
+    candidates = opened or [_open(run, name, settings) for name, run in folders.items()]
     check_one_task(candidates, settings.runs)
     for candidate in candidates:
         candidate.points()  # those that cannot be are refused before anything is written
@@ -81,11 +88,12 @@ def run_comparison(settings: CompareConfig, advance: Advance | None = None) -> d
                 "rounds": settings.rounds,
                 "seed": settings.seed,
                 "threads": torch.get_num_threads(),
-                "processor": platform.processor() or platform.machine(),
+                "processor": processor(),
             },
             "bookkeeping": bookkeeping,
             "points": points,
-            "provenance": provenance() | {"settings": to_dict(settings)},
+            "provenance": provenance()
+            | {"date": time.strftime("%Y-%m-%d"), "settings": to_dict(settings)},
         }
         with writing(out):
             write_json(out / FRONTIER, content)

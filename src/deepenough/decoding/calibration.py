@@ -290,7 +290,7 @@ def _maps_hash(rule: ExitRule) -> str:
         if rule.kv_propagation == "shortcut":
             maps += [(index, None) for index in range(layer + 1, last)]
         for index, mode in maps:
-            for tensor in rule.shortcuts._map(layer, index, mode):
+            for tensor in rule.shortcuts.pair(layer, index, mode):
                 if tensor is not None:
                     digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()

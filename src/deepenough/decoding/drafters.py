@@ -322,13 +322,12 @@ class LinearDrafter(Drafter):
 
     def propose(self, rows: list[SequenceState], state_BD: Tensor, engine: Engine) -> Proposal:
         """Return the tokens that the maps predict."""
-        embed = engine.adapter.model.get_input_embeddings()
         latest_B = torch.tensor([row.context[-1] for row in rows], device=state_BD.device)
         inputs_BZ = state_BD
         places: list[tuple[Tensor, Tensor]] = []
         flops = 0.0
         for matrix, bias in self._cast[: self.num_wanted]:
-            embedding_BD = F.rms_norm(embed(latest_B), state_BD.shape[-1:])
+            embedding_BD = F.rms_norm(engine.embeddings(latest_B), state_BD.shape[-1:])
             inputs_BZ = torch.cat([embedding_BD, inputs_BZ], dim=-1)
             places.append(self._vocab.best(F.linear(inputs_BZ, matrix, bias)))
             latest_B, _ = places[-1]

@@ -213,6 +213,48 @@ def rotary_cos_sin(positions: Tensor, config: Eagle3Config, like: Tensor) -> tup
 # -- drafting ------------------------------------------------------------------------------------
 
 
+class TorchHead:
+    """A head that drafts for an engine, with a cache of its own."""
+
+    def __init__(self, head: Eagle3Head, engine: Engine) -> None:
+        self.head, self.engine = head, engine
+
+    def begin(self, sequences: int, capacity: int) -> None:
+        """Start with an empty cache for so many sequences and tokens."""
+        config, like = self.head.config, self.head.input_scale
+        size = (sequences, config.num_key_value_heads, capacity, config.head_dim)
+        self._cache, self._sequences = KVCache(1, size, like.dtype, like.device), sequences
+        self._rotary = rotary_cos_sin(torch.arange(capacity), config, like)
+
+    def fuse(self, inputs: Tensor) -> Tensor:
+        """Return `g` `[..., D]` of the inputs of three layers, `[..., 3 D]`."""
+        return self.head.fuse(inputs)
+
+    def step(
+        self, tokens_BT: Tensor, features_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]
+    ) -> Tensor:
+        """Return `v` of some sequences, whose tokens begin behind `starts` cached ones."""
+        config, (cos, sin) = self.head.config, self._rotary
+        context = StepContext(
+            list(starts),
+            tokens_BT.shape[1],
+            config.num_attention_heads // config.num_key_value_heads,
+            features_BTD.dtype,
+            features_BTD.device,
+            rows=None if len(rows) == self._sequences else list(rows),
+        )
+        return self.head.step(
+            self.engine.embeddings(tokens_BT),
+            features_BTD,
+            (cos[context.positions], sin[context.positions]),
+            lambda query, key, value: attend(context, self._cache, 0, query, key, value),
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[..., S]` of what `step` gave."""
+        return self.head.logits(hidden)
+
+
 class Eagle3Drafter(Drafter):
     """Drafts by a head, token after token, over a cache of its own.
 
@@ -229,24 +271,22 @@ class Eagle3Drafter(Drafter):
 
     def begin(self, engine: Engine) -> None:
         """Start a new generation from the layer inputs of the prompts."""
-        model, config = engine.adapter.model, self.head.config
+        model = engine.adapter.model
         scale = self.head.input_scale
         if (scale.device, scale.dtype) != (model.device, model.dtype):
             # A copy: others may draft with the same head for a model of another dtype.
             self.head = copy.deepcopy(self.head).to(model.device, model.dtype)
         self._engine, self._tokens_S = engine, self.head.tokens_S
+        self._runner = engine.draft_head(self.head) or TorchHead(self.head, engine)
         # Shorter sequences are padded behind their last token, as far as the longest confirmed.
-        capacity = engine.capacity + self.num_draft_tokens + 1
-        size = (len(engine.prompt), config.num_key_value_heads, capacity, config.head_dim)
-        self._cache = KVCache(1, size, model.dtype, model.device)
-        self._rotary = rotary_cos_sin(torch.arange(capacity), config, self.head.input_scale)
+        self._runner.begin(len(engine.prompt), engine.capacity + self.num_draft_tokens + 1)
         # Positions of each sequence that the cache holds, and `g` `[T, D]` of those it does not.
         self._cached = [0] * len(engine.prompt)
-        self._pending = [self.head.fuse(inputs_TZ) for inputs_TZ in engine.prompt_inputs]
+        self._pending = [self._runner.fuse(inputs_TZ) for inputs_TZ in engine.prompt_inputs]
 
     def observe(self, rows: list[SequenceState], normed_BTD: Tensor, counts: Sequence[int]) -> None:
         """Keep `g` of confirmed tokens until the next drafts."""
-        features_BTD = self.head.fuse(self._engine.layer_inputs)
+        features_BTD = self._runner.fuse(self._engine.layer_inputs)
         for row, features_TD, count in zip(rows, features_BTD, counts, strict=True):
             pending = self._pending[row.index]
             self._pending[row.index] = torch.cat([pending, features_TD[:count]])
@@ -268,11 +308,11 @@ class Eagle3Drafter(Drafter):
             self._pending[index] = features_BTD[0, :0]
         last = torch.tensor(counts, device=hidden_BTD.device) - 1
         hidden_BD = hidden_BTD[torch.arange(len(rows), device=last.device), last]
-        drafts, head = self.num_wanted, self.head
-        places = [most_likely(head.logits(hidden_BD), self._tokens_S)]
+        drafts, head, logits = self.num_wanted, self.head, self._runner.logits
+        places = [most_likely(logits(hidden_BD), self._tokens_S)]
         for ahead in range(drafts - 1):
             hidden_BD = self._run(places[-1][0][:, None], hidden_BD[:, None], indices, ahead)[:, 0]
-            places.append(most_likely(head.logits(hidden_BD), self._tokens_S))
+            places.append(most_likely(logits(hidden_BD), self._tokens_S))
         layer = sum(p.numel() for p in head.midlayer.parameters())
         flops = layer * (longest + drafts - 1) + head.fc.weight.numel() * longest
         flops += head.lm_head.weight.numel() * drafts
@@ -282,22 +322,9 @@ class Eagle3Drafter(Drafter):
         self, tokens_BT: Tensor, features_BTD: Tensor, indices: list[int], ahead: int = 0
     ) -> Tensor:
         """Return `v` for tokens of some sequences, `ahead` behind what is cached."""
-        config, (cos, sin) = self.head.config, self._rotary
-        embeddings_BTD = self._engine.adapter.model.get_input_embeddings()(tokens_BT)
-        context = StepContext(
-            [self._cached[index] + ahead for index in indices],
-            tokens_BT.shape[1],
-            config.num_attention_heads // config.num_key_value_heads,
-            features_BTD.dtype,
-            features_BTD.device,
-            rows=None if len(indices) == len(self._cached) else indices,
-        )
-        return self.head.step(
-            embeddings_BTD,
-            features_BTD,
-            (cos[context.positions], sin[context.positions]),
-            lambda query, key, value: attend(context, self._cache, 0, query, key, value),
-        )
+        starts = [self._cached[index] + ahead for index in indices]
+        found: Tensor = self._runner.step(tokens_BT, features_BTD, starts, indices)
+        return found
 
 
 # -- prediction ----------------------------------------------------------------------------------

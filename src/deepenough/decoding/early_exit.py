@@ -37,7 +37,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from deepenough.decoding.config import KVPropagation as KVPropagation
 from deepenough.decoding.drafters import head_rows
-from deepenough.decoding.engine import DecodingCosts, Engine, Step
+from deepenough.decoding.engine import Engine, Step
 from deepenough.decoding.request import Request, SequenceState
 from deepenough.decoding.verification import ForwardStrategy, PassOutput
 from deepenough.errors import UserError
@@ -146,6 +146,10 @@ def make_policy(name: str, value: float | None = None) -> ExitPolicy:
     """Return a policy by name; `value` is its threshold, 0.9 by default, or its layer."""
     if name not in POLICIES:
         raise UserError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
+    if value is not None and not isinstance(value, int | float):
+        raise UserError(
+            f"A threshold is a number, not {value!r}: give a policy of your own as policy=..."
+        )
     if name == "layer":
         if value is None or not float(value).is_integer():
             raise UserError("The policy layer needs to know which: give it as the threshold.")
@@ -234,15 +238,29 @@ class ExitCheck:
         self.vocab_head: tuple[Tensor, Tensor | None] | None = None
         self.flops = 2.0 * engine.adapter.width**2
         """What a check costs beside the whole head."""
-        if rule.exit_vocab is not None:
-            vocab = rule.exit_vocab.to(engine.adapter.model.device)
-            self.vocab_head = head_rows(engine.adapter, vocab)
-            self.flops += 2.0 * self.vocab_head[0].numel()
+        self.maps = engine.exit_maps(rule.shortcuts, rule.exit_vocab)
+        """Maps and head as the engine's backend applies them, None as torch does."""
+        vocab = rule.exit_vocab
+        if vocab is not None:
+            self.flops += 2.0 * len(vocab) * engine.adapter.width
+            if self.maps is None:
+                device = engine.adapter.model.device
+                self.vocab_head = head_rows(engine.adapter, vocab.to(device))
 
     def jump(self, layer: int, state_ND: Tensor) -> Tensor:
         """Return what the last layer would return, by the shortcut from `layer`."""
-        last = self.engine.num_layers
-        return self.rule.shortcuts.apply(state_ND, layer, last, self.map_mode)
+        maps = self.rule.shortcuts if self.maps is None else self.maps
+        jumped: Tensor = maps.apply(state_ND, layer, self.engine.num_layers, self.map_mode)
+        return jumped
+
+    def partial_logits(self, normed_ND: Tensor) -> Tensor | None:
+        """Return the logits of the tokens that are looked at first, None if all are."""
+        if self.rule.exit_vocab is None:
+            return None
+        if self.vocab_head is not None:
+            return F.linear(normed_ND, *self.vocab_head)
+        found: Tensor = self.maps.logits(normed_ND)
+        return found
 
     def decide(self, layer: int, jumped_ND: Tensor, generated_N: Tensor) -> ExitDecision:
         """Decide which tokens leave at a layer, from what `jump` made of their states.
@@ -251,8 +269,8 @@ class ExitCheck:
         """
         policy, normed_ND = self.rule.policy, self.engine.norm(jumped_ND)
         full_head_N = torch.ones_like(generated_N, dtype=torch.bool)
-        if self.vocab_head is not None:
-            partial = F.linear(normed_ND, *self.vocab_head)
+        partial = self.partial_logits(normed_ND)
+        if partial is not None:
             full_head_N = policy.exits(_observed(layer, partial, generated_N))
         logits = self.engine.head(normed_ND[full_head_N])
         sure = policy.exits(_observed(layer, logits, generated_N[full_head_N]))
@@ -271,8 +289,8 @@ class ExitCheck:
         assert isinstance(policy, ThresholdPolicy)
         logits_NV = self.engine.head(normed_ND)
         sure_N = policy.confidence(_observed(layer, logits_NV, generated_N))
-        if self.vocab_head is not None:
-            partial = F.linear(normed_ND, *self.vocab_head)
+        partial = self.partial_logits(normed_ND)
+        if partial is not None:
             sure_N = sure_N.minimum(policy.confidence(_observed(layer, partial, generated_N)))
         return sure_N, logits_NV.argmax(-1)
 
@@ -345,6 +363,10 @@ class PartialDepthPass:
             return
         step = self._step(places)
         left_BD = step.hidden[:, 0]
+        maps = self.engine.exit_maps(self.rule.shortcuts, self.rule.exit_vocab)
+        if maps is not None:
+            maps.fill(step, left_BD, layer, self.rule.kv_propagation == "copy")
+            return
         for index in range(layer, self.engine.num_layers):
             self.engine.write_kv(index, self.rule.next_input(left_BD, layer, index), step)
 
@@ -355,7 +377,6 @@ class ExitingDepth(ForwardStrategy):
     def __init__(self, engine: Engine, rule: ExitRule) -> None:
         super().__init__(engine)
         self.rule = rule
-        self.costs = DecodingCosts(engine.adapter)
         self.check = ExitCheck(engine, rule)
         self.forward = PartialDepthPass(engine, rule)
         self.ends = [*sorted(set(rule.layers)), engine.num_layers]
@@ -376,6 +397,9 @@ class ExitingDepth(ForwardStrategy):
         self.forward.begin(rows)
         for first, end in pairwise([0, *self.ends]):
             state_BD = self.forward.climb(rows, going, first, end)
+            for place in going:  # tokens that it takes along are at its cost
+                one = engine.costs.token(len(rows[place].context), first, end)
+                overhead[place] += one * (len(self.forward.moving[place]) - 1)
             if end == last:
                 logits |= dict(zip(going, engine.head(engine.norm(state_BD)), strict=True))
                 break
@@ -388,10 +412,10 @@ class ExitingDepth(ForwardStrategy):
                 if leaves:  # with the head of its choice, which is counted there
                     leaving.append(place)
                     depths[place] = end
-                    overhead[place] += self.costs.filling(end, self.rule.kv_propagation)
+                    overhead[place] += self.engine.costs.filling(end, self.rule.kv_propagation)
                 else:
                     staying.append(place)
-                    overhead[place] += self.costs.head * full_head
+                    overhead[place] += self.engine.costs.head * full_head
             if leaving:
                 self.forward.leave(rows, leaving, end)
                 logits |= dict(zip(leaving, decision.logits, strict=True))

@@ -30,6 +30,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +126,10 @@ class Engine(ABC):
             found[layer], first = hidden_BTD, layer
         kept = [found[layer] for layer in self.layers_read]
         self.layer_inputs = torch.cat(kept, -1) if kept else hidden_BTD[..., :0]
+        return self.run_to_end(step, hidden_BTD, first)
+
+    def run_to_end(self, step: Step, hidden_BTD: Tensor, first: int) -> Tensor:
+        """Return `h_L` from `h_first`, for a caller who wants the logits next."""
         return self.run_layers(step, hidden_BTD, first, self.num_layers)
 
     @abstractmethod
@@ -148,6 +153,29 @@ class Engine(ABC):
     def head(self, normed: Tensor) -> Tensor:
         """Return the logits `[..., V]` of normed states."""
         return self.adapter.head(normed)
+
+    def embeddings(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens, `[..., D]`."""
+        embedding: Any = self.adapter.model.get_input_embeddings()
+        found: Tensor = embedding(tokens)
+        return found
+
+    def draft_head(self, head: Any) -> Any:
+        """Return a draft head as this backend runs it, None for as torch does."""
+        return None
+
+    def exit_maps(self, shortcuts: Any, vocab: Tensor | None) -> Any:
+        """Return maps and a head of some tokens as this backend runs them, None as torch does."""
+        return None
+
+    def best(self, logits: Tensor) -> Tensor | None:
+        """Return the tokens of the largest logits if they are known already, else None."""
+        return None
+
+    @cached_property
+    def costs(self) -> DecodingCosts:
+        """What a token costs."""
+        return DecodingCosts(self.adapter)
 
     def keep(self, counts: Sequence[int]) -> None:
         """Commit the first `counts[row]` tokens entered since the last call; forget the others."""
@@ -605,9 +633,11 @@ class DecodingCosts:
     def filling(self, depth: int, kv_propagation: str) -> float:
         """Return the cost of the keys and values of the layers behind `depth` that a token skips.
 
-        With `deferred`, they are computed by the layers themselves later, and cost nothing here.
+        The first of them takes the state as it is. With `deferred`, they are computed by the layers
+        themselves, at the cost of the later token that takes this one along.
         """
         if kv_propagation == "deferred":
             return 0.0
-        mapped = self.map if kv_propagation == "shortcut" else 0.0
-        return (len(self.layers) - depth) * (self.keys + mapped)
+        skipped = len(self.layers) - depth
+        maps = skipped - 1 if kv_propagation == "shortcut" else 0
+        return skipped * self.keys + maps * self.map

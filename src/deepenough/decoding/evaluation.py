@@ -4,7 +4,8 @@
 - `evaluate`: tasks of EleutherAI's `lm-eval`. Likelihoods of an exiting model are those of its
   exits (`exit_scoring.py`): every position but the first may leave, whether it belongs to a
   question or to an answer.
-- `open_candidate`: a run of `shortcut fit` or `decode tune` as `deepenough compare` measures it.
+- `open_candidate`: a run of `shortcut fit`, `shortcut prune` or `decode tune` as `deepenough
+  compare` measures it.
 """
 
 import shlex
@@ -26,6 +27,7 @@ from deepenough.decoding.early_exit import ConfidenceGap, KVPropagation
 from deepenough.decoding.engine import DecodingCosts
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
+from deepenough.hf.loading import load
 from deepenough.measurement import (
     ComparedData,
     ComparedTask,
@@ -133,7 +135,7 @@ def generate_timed(
     result = GenerationResult(output.sequences[0, length:].tolist(), output.trace, seconds, output)
     if not full_seconds:
         return result, None
-    trace = full_trace(DecodingCosts(fast.decoding_engine.adapter), length, len(full))
+    trace = full_trace(fast.decoding_engine.costs, length, len(full))
     return result, GenerationResult(full, trace, full_seconds)
 
 
@@ -211,7 +213,8 @@ FULL: Final = "full"
 SPECULATIVE: Final = "speculative"
 TUNED: Final = "tuned"
 EXIT: Final = "exit"
-MECHANISMS = (PLAIN, FULL, SPECULATIVE, TUNED, EXIT)
+PRUNED: Final = "pruned"
+MECHANISMS = (PLAIN, FULL, SPECULATIVE, TUNED, EXIT, PRUNED)
 #: Prompts of a comparison, unless a limit is given.
 _NUM_PROMPTS = 8
 
@@ -225,14 +228,22 @@ class GenerationCandidate:
 
     Every way generates greedily after the same prompts, one text at a time: the model's own
     `generate`, our loop without drafts (`full`), with drafts (`speculative`, and `tuned` with a
-    draft model), and with early exit (`exit`). A token agrees if it is the one that the whole model
-    finds most likely after the text before it, whoever wrote that: one early difference does not
-    count for all that follows.
+    draft model), with early exit (`exit`), and the model that was made smaller (`pruned`). A token
+    agrees if it is the one that the whole model finds most likely after the text before it, whoever
+    wrote that: one early difference does not count for all that follows.
     """
 
     mechanism = EXIT
 
-    def __init__(self, run: str, name: str, data: ComparedData) -> None:
+    def __init__(
+        self,
+        run: str,
+        name: str,
+        data: ComparedData,
+        loaded: tuple[Any, Any] | None = None,
+        texts: Sequence[str] | None = None,
+    ) -> None:
+        """Open a run; its model and tokenizer, and texts for prompts, may be in memory already."""
         self.name, self.path, self.grid = name, run, data.grid
         self.asked = data.mechanisms or list(MECHANISMS)
         if unknown := [each for each in self.asked if each not in MECHANISMS]:
@@ -252,7 +263,8 @@ class GenerationCandidate:
         self.shortcuts = None
         if self.folder.is_dir():
             self.shortcuts = Shortcuts.from_pretrained(self.folder)
-        elif not tunes:
+        prunes = "prune" in config
+        if self.shortcuts is None and not tunes and not prunes:
             raise UserError(
                 f"{run} has no maps yet: let deepenough shortcut fit finish (--resume goes "
                 "on), or leave it out."
@@ -263,7 +275,8 @@ class GenerationCandidate:
         pretrained = resolve(PretrainedModelConfig, overrides=config.get("model"))
         self.model_name = pretrained.name
         with without_bars():
-            self.model, self.tokenizer = pretrained.load(data.trust)
+            opened: tuple[Any, Any] = loaded or pretrained.load(data.trust)
+        self.model, self.tokenizer = opened
         if not self.model.can_generate():
             raise UserError(
                 f"{self.model_name} does not write text, so its exits cannot be timed: measure "
@@ -271,10 +284,13 @@ class GenerationCandidate:
             )
         self.model.eval()
         self.costs = DecodingCosts(adapt(self.model))
+        self.pruned = load(run)[0] if prunes else None
         self.num_prompt, self.num_new = data.prompt_tokens, data.new_tokens
         text, split = data.data or config.get("data", "python"), data.split or "valid"
         number = data.limit or _NUM_PROMPTS
-        self.prompts = _prompts(self.tokenizer, text, split, number, self.num_prompt)
+        if texts is None:
+            texts = TextConfig(split, lines=None).read(text)
+        self.prompts = _prompts(self.tokenizer, texts, f"{text} ({split})", number, self.num_prompt)
         self.models: dict[str, Any] = {}
         sizes = {"prompt_tokens": self.num_prompt, "new_tokens": self.num_new}
         detail = {"model": self.model_name, "prompts": len(self.prompts), **sizes}
@@ -294,6 +310,10 @@ class GenerationCandidate:
         if self.draft_model is not None and TUNED in self.asked:
             drafts = f"--mode speculative --draft_model {shlex.quote(self.draft_model)}"
             found.append(OperatingPoint(TUNED, {"mode": TUNED}, TUNED, f"{command} {drafts}"))
+        if self.pruned is not None and PRUNED in self.asked:
+            generate = f"deepenough decode generate {shlex.quote(self.path)} --mode full"
+            own = f"{generate} --prompt 'Once upon a time'"
+            found.append(OperatingPoint(PRUNED, {"mode": PRUNED}, PRUNED, own))
         if self.shortcuts is not None and EXIT in self.asked:
             command += f" --mode early_exit --shortcuts {shlex.quote(str(self.folder))}"
             command += f" --kv_propagation {self.kv_propagation} --max_new_tokens {self.num_new}"
@@ -317,6 +337,8 @@ class GenerationCandidate:
         mode = str(point.settings["mode"])
         if mode == PLAIN:
             return self.model
+        if mode == PRUNED and self.pruned is not None:
+            return speculate(self.pruned, "none")
         if mode == TUNED:
             return speculate(self.model, draft_model=self.draft_model)
         if mode != EXIT:
@@ -344,6 +366,8 @@ class GenerationCandidate:
             return_dict_in_generate=True,
         )
         for prompt in self.prompts:
+            if model is not self.model:
+                model.free_cache()  # each prompt is read anew, as by the model itself
             output = model.generate(
                 prompt[None], attention_mask=torch.ones_like(prompt)[None], generation_config=config
             )
@@ -367,6 +391,12 @@ class GenerationCandidate:
         # Prompts run through all layers, whatever the mode.
         flops = trace.total_flops + len(answers) * (num - 1) * self.costs.token(num)
         quality = share_interval(agree, trace.num_units)
+        if point.name == PRUNED and self.pruned is not None:
+            # Its layers are counted in layers of the full model, by what they cost.
+            own = DecodingCosts(adapt(self.pruned))
+            flops = trace.total_flops + len(answers) * (num - 1) * own.token(num)
+            layers = sum(own.layers) / sum(self.costs.layers) * len(self.costs.layers)
+            return Scores(quality, trace.num_units, layers, flops, None)
         sample = self._sample(answers)
         return Scores(quality, trace.num_units, trace.mean_blocks, flops, sample)
 
@@ -384,15 +414,17 @@ class GenerationCandidate:
 open_candidate = GenerationCandidate
 
 
-def _prompts(tokenizer: Any, text: str, split: str, num: int, length: int) -> list[Tensor]:
+def _prompts(
+    tokenizer: Any, texts: Sequence[str], source: str, num: int, length: int
+) -> list[Tensor]:
     """Return prompts taken evenly from the beginning of a running text."""
-    running = "\n".join(line.rstrip("\n") for line in TextConfig(split, lines=None).read(text))
+    running = "\n".join(line.rstrip("\n") for line in texts)
     # More characters than so many prompts can have.
     ids = tokenizer(running[: num * max(400, 40 * length)])["input_ids"]
     windows = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
     if len(windows) < num:
         raise UserError(
-            f"{text} ({split}) has text for {len(windows)} prompts of {length} tokens, not for "
-            f"{num}: give a longer text, a lower limit or a lower prompt_tokens."
+            f"{source} has text for {len(windows)} prompts of {length} tokens, not for {num}: give "
+            "a longer text, a lower limit or a lower prompt_tokens."
         )
     return [torch.tensor(windows[place * len(windows) // num]) for place in range(num)]

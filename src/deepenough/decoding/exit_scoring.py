@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from deepenough.decoding.early_exit import ExitCheck, ExitRule
-from deepenough.decoding.engine import DecodingCosts, Engine
+from deepenough.decoding.engine import Engine
 from deepenough.decoding.request import plain_request
 from deepenough.decoding.verification import decode
 from deepenough.hf.intercept import (
@@ -120,7 +120,7 @@ class ExitForwardPass:
 
     def trace(self, batch: int) -> DepthTrace:
         """Return depth and cost of every position; padding has none."""
-        costs, last = DecodingCosts(self.engine.adapter), self.engine.num_layers
+        costs, last = self.engine.costs, self.engine.num_layers
         # A position that left has its head among the checks; the others have one at the end.
         heads_N = self.heads_N + (self.depth_N == last)
         flops_N = self.checks_N.double() * self.check.flops + heads_N * costs.head
@@ -128,10 +128,26 @@ class ExitForwardPass:
         for unit, (before, depth) in enumerate(places):
             flops_N[unit] += costs.token(before + 1, 0, depth)
             flops_N[unit] += costs.filling(depth, self.rule.kv_propagation)
+        if self.rule.kv_propagation == "deferred":
+            flops_N += self._taken_along(batch)
         padding_N = self.generated_N < 0
         depth_BT = self.depth_N.masked_fill(padding_N, 0).view(batch, -1).cpu()
         flops_BT = flops_N.masked_fill(padding_N, 0.0).view(batch, -1).cpu()
         return DepthTrace(depth_BT, torch.arange(last) < depth_BT[..., None], flops_BT)
+
+    def _taken_along(self, batch: int) -> Tensor:
+        """Return what the layers cost that positions run for earlier ones, which had left."""
+        costs, found = self.engine.costs, []
+        befores, depths = self.generated_N.view(batch, -1), self.depth_N.view(batch, -1)
+        for before_T, depth_T in zip(befores.tolist(), depths.tolist(), strict=True):
+            waiting = [0] * (self.engine.num_layers + 1)  # positions by the layer they are at
+            for before, depth in zip(before_T, depth_T, strict=True):
+                taken = [(count, layer) for layer, count in enumerate(waiting[:depth]) if count]
+                flops = [count * costs.token(before + 1, layer, depth) for count, layer in taken]
+                found.append(sum(flops))
+                waiting[:depth] = [0] * depth
+                waiting[depth] += sum(count for count, _ in taken) + (before >= 0)
+        return torch.tensor(found, dtype=torch.double, device=self.generated_N.device)
 
 
 def count_before(ids_BT: Tensor, mask_BC: Tensor | None, past: int) -> Tensor:

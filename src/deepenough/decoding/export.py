@@ -19,23 +19,17 @@ from torch import Tensor
 from deepenough.artifacts import atomic_path, save_tensors, write_text
 from deepenough.decoding.draft_model import DraftModel
 from deepenough.decoding.eagle3 import NUM_STEPS, Eagle3Head
+from deepenough.decoding.native_backend import MATRICES
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import stored_gguf
 
 _GGUF_FILE = "eagle3.gguf"
-#: Tensors of the layer in a GGUF file.
-_GGUF_NAMES = {
+#: Norms of the layer in a GGUF file, where its matrices have the names of a model's.
+_GGUF_NORMS = {
     "input_layernorm": "attn_norm",
     "hidden_norm": "attn_norm_2",
     "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
 }
 
 
@@ -171,7 +165,8 @@ def _write_gguf(path: Path, head: Eagle3Head, model_config: Any, source: str) ->
             if part.endswith(("q_proj", "k_proj")):
                 halves = tensor.view(-1, 2, own.head_dim // 2, tensor.shape[1])
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)
-            writer.add_tensor(f"blk.0.{_GGUF_NAMES[part]}.weight", tensor.float().numpy())
+            given = (MATRICES | _GGUF_NORMS)[part]
+            writer.add_tensor(f"blk.0.{given}.weight", tensor.float().numpy())
         elif name != "d2t":
             given = {"norm": "output_norm", "lm_head": "output", "fc": "fc"}[part]
             writer.add_tensor(f"{given}.weight", tensor.float().numpy())

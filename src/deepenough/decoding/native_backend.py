@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepenough.decoding.engine import Engine, Step, is_untouched, row_lengths
+from deepenough.decoding.engine import Engine, ModelState, Step, is_untouched, row_lengths
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, is_deferred
 from deepenough.hf.deferred import StoredTensor, gguf_tensors, stored_parameters
@@ -38,7 +38,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHECKED = 64
 #: Tokens of prompts that go through the layers at once.
 PASS = 256
-#: Up to so many tokens, a call that runs all layers makes the logits, too.
+#: Up to so many tokens, the call that runs the last layers makes the logits, too.
 FUSED = 8
 #: Matrices and vectors of a layer: the module, and the tensor's name in a GGUF file.
 MATRICES = {
@@ -67,6 +67,7 @@ class _Config(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("attention_scale", ctypes.c_float),
         ("exact", ctypes.c_bool),
+        ("paired", ctypes.c_bool),
     )
 
 
@@ -77,7 +78,7 @@ def load_library() -> Any:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError:
         return None
-    for name in ("de_model_new", "de_cache_new"):
+    for name in ("de_model_new", "de_head_new", "de_cache_new"):
         getattr(library, name).restype = ctypes.c_void_p
     for name in ("de_error", "de_kernels"):
         getattr(library, name).restype = ctypes.c_char_p
@@ -162,74 +163,22 @@ def rows_of(weight: Tensor | StoredTensor, first: int = 0, count: int | None = N
     return found.view(-1, *weight.shape[1:])
 
 
-class NativeModel:
-    """A model's weights, packed for the kernels, and the threads that multiply with them."""
+class NativeWeights:
+    """Weights, packed for the kernels."""
 
-    def __init__(
-        self, adapter: Adapter, exact: bool = True, kernels: str | None = None, threads: int = 0
-    ) -> None:
-        shape = adapter.skeleton
-        model: Any = shape.model
-        first: Any = shape.layers[0]
-        config, self.library = model.config, load_library()
-        self.adapter, self.heads = adapter, (config.num_attention_heads, config.num_key_value_heads)
-        self.width, self.vocab = config.hidden_size, config.vocab_size
-        self.head_width = first.self_attn.head_dim
-        rotary = 2 * self._rotary(1)[0].shape[1]
-        sizes = [len(shape.layers), self.width, *self.heads]
-        sizes += [self.head_width, config.intermediate_size, self.vocab, rotary]
-        scale, sizes_8 = first.self_attn.scaling, (ctypes.c_int * 8)(*sizes)
-        own = _Config(sizes_8, config.rms_norm_eps, scale, exact)
-        chosen = None if kernels is None else kernels.encode()
-        threads = threads or torch.get_num_threads()
-        self.handle = ctypes.c_void_p(self.library.de_model_new(ctypes.byref(own), chosen, threads))
-        self._check(self.handle.value)
+    def __init__(self, made: int | None) -> None:
+        self.library, self.handle = load_library(), ctypes.c_void_p(made)
+        self._check(made)
         weakref.finalize(self, self.library.de_model_free, self.handle)
         self.positions = 0
         self.formats: set[str] = set()
-        gguf = stored_gguf(adapter.model)
-        in_gguf = gguf_tensors(gguf) if gguf else {}
-        on_disk = stored_parameters(adapter.model) if is_deferred(adapter.model) else {}
-        for layer, which, weight, name in self._matrices(shape):
-            self._set_matrix(layer, which, on_disk.get(weight, weight), name, in_gguf.get(name))
-        for index, module in enumerate(shape.layers):
-            parameters = dict(module.named_parameters())
-            for which, name in enumerate(VECTORS):
-                if name in parameters:
-                    own_vector = parameters[name]
-                    self._set_vector(index, which, on_disk.get(own_vector, own_vector))
-        norm = shape.trunk.norm.weight
-        self._set_vector(-1, 0, on_disk.get(norm, norm))
 
-    def _matrices(self, adapter: Adapter) -> Iterator[tuple[int, int, nn.Parameter, str]]:
-        """Yield layer, place, weights and GGUF name of every matrix; those of the model are -1."""
-        model: Any = adapter.model
-        embedding, head = adapter.trunk.embed_tokens.weight, model.lm_head.weight
-        yield -1, 0, embedding, "token_embd.weight"
-        if head is not embedding:
-            yield -1, 1, head, "output.weight"
-        for index, layer in enumerate(adapter.layers):
-            for which, (module, name) in enumerate(MATRICES.items()):
-                weight: Any = layer.get_submodule(module).weight
-                yield index, which, weight, f"blk.{index}.{name}.weight"
-
-    def _set_matrix(
-        self,
-        layer: int,
-        which: int,
-        weight: Tensor | StoredTensor,
-        name: str,
-        gguf: StoredTensor | None,
-    ) -> None:
-        """Pack a matrix, from the GGUF file if that still stands for the same numbers."""
-        if gguf is not None and gguf.shape == tuple(weight.shape):
-            stored = gguf_matrix(gguf, name, *self.heads)
-            if self._packed(layer, which, weight, stored):
-                return
-        if not self._packed(layer, which, weight, as_stored(rows_of(weight))):
+    def set_matrix(self, layer: int, which: int, weight: Tensor | StoredTensor) -> None:
+        """Pack a matrix of a layer, or of the whole model (-1)."""
+        if not self.packed(layer, which, weight, as_stored(rows_of(weight))):
             raise RuntimeError("packed weights differ from those of the model")
 
-    def _packed(
+    def packed(
         self, layer: int, which: int, weight: Tensor | StoredTensor, stored: Packable
     ) -> bool:
         """Pack a matrix, and return whether it stands for the weights: on disk, for some rows."""
@@ -249,22 +198,19 @@ class NativeModel:
         self.formats.add(stored.format)
         return True
 
-    def _set_vector(self, layer: int, which: int, values: Tensor | StoredTensor) -> None:
+    def set_vector(self, layer: int, which: int, values: Tensor | StoredTensor) -> None:
+        """Keep the weights of a norm, or biases."""
         own = rows_of(values).float().contiguous()
         self.call("de_model_vector", layer, which, pointer(own), own.numel())
 
-    def _rotary(self, positions: int) -> tuple[Tensor, Tensor]:
-        rotary = self.adapter.skeleton.trunk.rotary_emb
-        if rotary.inv_freq.is_meta:
-            rotary = type(rotary)(rotary.config)
-        cosines, sines = rotary(torch.empty(0), torch.arange(positions)[None])
-        half = cosines.shape[-1] // 2
-        return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
+    def rotary(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines `[positions, rotated channels / 2]`."""
+        raise NotImplementedError
 
     def see_positions(self, positions: int) -> None:
         """Make rotary tables for so many positions, if there are none yet."""
         if positions > self.positions:
-            cosines, sines = self._rotary(positions)
+            cosines, sines = (each.contiguous() for each in self.rotary(positions))
             self.call("de_model_rotary", pointer(cosines), pointer(sines), cosines.numel())
             self.positions = positions
 
@@ -279,6 +225,145 @@ class NativeModel:
     def _check(self, is_done: Any) -> None:
         if not is_done:
             raise UserError(f"The native backend failed: {self.library.de_error().decode()}.")
+
+
+class NativeModel(NativeWeights):
+    """A model's weights, and the threads that multiply with them."""
+
+    def __init__(
+        self, adapter: Adapter, exact: bool = True, kernels: str | None = None, threads: int = 0
+    ) -> None:
+        shape = adapter.skeleton
+        model: Any = shape.model
+        first: Any = shape.layers[0]
+        config = model.config
+        self.adapter, self.heads = adapter, (config.num_attention_heads, config.num_key_value_heads)
+        self.width, self.vocab = config.hidden_size, config.vocab_size
+        self.head_width = first.self_attn.head_dim
+        rotary = 2 * self.rotary(1)[0].shape[1]
+        sizes = [len(shape.layers), self.width, *self.heads]
+        sizes += [self.head_width, config.intermediate_size, self.vocab, rotary]
+        scale, sizes_8 = first.self_attn.scaling, (ctypes.c_int * 8)(*sizes)
+        self.config = own = _Config(sizes_8, config.rms_norm_eps, scale, exact, False)
+        chosen = None if kernels is None else kernels.encode()
+        threads = threads or torch.get_num_threads()
+        super().__init__(load_library().de_model_new(ctypes.byref(own), chosen, threads))
+        gguf = stored_gguf(adapter.model)
+        in_gguf = gguf_tensors(gguf) if gguf else {}
+        on_disk = stored_parameters(adapter.model) if is_deferred(adapter.model) else {}
+        for layer, which, weight, name in self._matrices(shape):
+            found, in_file = on_disk.get(weight, weight), in_gguf.get(name)
+            is_like = in_file is not None and in_file.shape == tuple(weight.shape)
+            stored = gguf_matrix(in_file, name, *self.heads) if in_file and is_like else None
+            # From the GGUF file if that still stands for the same numbers.
+            if stored is None or not self.packed(layer, which, found, stored):
+                self.set_matrix(layer, which, found)
+        for index, module in enumerate(shape.layers):
+            parameters = dict(module.named_parameters())
+            for which, name in enumerate(VECTORS):
+                if name in parameters:
+                    own_vector = parameters[name]
+                    self.set_vector(index, which, on_disk.get(own_vector, own_vector))
+        norm = shape.trunk.norm.weight
+        self.set_vector(-1, 0, on_disk.get(norm, norm))
+
+    def _matrices(self, adapter: Adapter) -> Iterator[tuple[int, int, nn.Parameter, str]]:
+        """Yield layer, place, weights and GGUF name of every matrix; those of the model are -1."""
+        model: Any = adapter.model
+        embedding, head = adapter.trunk.embed_tokens.weight, model.lm_head.weight
+        yield -1, 0, embedding, "token_embd.weight"
+        if head is not embedding:
+            yield -1, 1, head, "output.weight"
+        for index, layer in enumerate(adapter.layers):
+            for which, (module, name) in enumerate(MATRICES.items()):
+                weight: Any = layer.get_submodule(module).weight
+                yield index, which, weight, f"blk.{index}.{name}.weight"
+
+    def rotary(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines; see `NativeWeights.rotary`."""
+        rotary = self.adapter.skeleton.trunk.rotary_emb
+        if rotary.inv_freq.is_meta:
+            rotary = type(rotary)(rotary.config)
+        cosines, sines = rotary(torch.empty(0), torch.arange(positions)[None])
+        half = cosines.shape[-1] // 2
+        return cosines[0, :, :half], sines[0, :, :half]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens, `[..., D]`."""
+        tokens = tokens.contiguous()
+        hidden = torch.empty(*tokens.shape, self.width)
+        self.call("de_embed", pointer(tokens), tokens.numel(), pointer(hidden))
+        return hidden
+
+
+class NativeHead(NativeWeights):
+    """An EAGLE-3 head, run with the threads of its model; see `eagle3.TorchHead`."""
+
+    def __init__(self, head: Any, model: NativeModel) -> None:
+        config, layer = head.config, head.midlayer
+        self.config, self.model = config, model
+        sizes = [1, config.hidden_size, config.num_attention_heads, config.num_key_value_heads]
+        sizes += [config.head_dim, config.intermediate_size, config.draft_vocab_size]
+        scale, sizes_8 = config.head_dim**-0.5, (ctypes.c_int * 8)(*sizes, config.head_dim)
+        own = _Config(sizes_8, config.rms_norm_eps, scale, False, True)
+        super().__init__(load_library().de_head_new(ctypes.byref(own), model.handle))
+        for which, name in enumerate(MATRICES):
+            self.set_matrix(0, which, layer.get_submodule(name).weight)
+        self.set_matrix(-1, 1, head.lm_head.weight)
+        self.set_matrix(-1, 2, (head.fc.weight / head.input_scale).to(head.fc.weight.dtype))
+        norms = {0: "input_layernorm", 1: "post_attention_layernorm", len(VECTORS): "hidden_norm"}
+        for which, name in norms.items():
+            self.set_vector(0, which, layer[name].weight)
+        self.set_vector(-1, 0, head.norm.weight)
+
+    def rotary(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines; see `NativeWeights.rotary`."""
+        half = self.config.head_dim // 2
+        angles = torch.arange(positions)[:, None] * self.config.rope_theta ** (
+            -torch.arange(half) / half
+        )
+        return angles.cos(), angles.sin()
+
+    def begin(self, sequences: int, capacity: int) -> None:
+        """Start with an empty cache for so many sequences and tokens."""
+        self.see_positions(capacity)
+        self._cache = _Cache(self, sequences, capacity, False)
+
+    def fuse(self, inputs: Tensor) -> Tensor:
+        """Return `g` `[..., D]` of the inputs of three layers, `[..., 3 D]`."""
+        own = inputs.contiguous()
+        features = torch.empty(*own.shape[:-1], self.config.hidden_size)
+        count = features.numel() // self.config.hidden_size
+        self.call("de_multiply", -1, 2, pointer(own), count, pointer(features))
+        return features
+
+    def step(
+        self, tokens_BT: Tensor, features_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]
+    ) -> Tensor:
+        """Return `v` of some sequences, whose tokens begin behind `starts` cached ones."""
+        found, done = [], 0
+        for tokens, features in zip(
+            *(each.split(max(1, PASS // len(rows)), 1) for each in (tokens_BT, features_BTD)),
+            strict=True,
+        ):
+            places, count = _Places(rows, starts, done), tokens.shape[1]
+            hidden = features.clone(memory_format=torch.contiguous_format)
+            embeddings = self.model.embed(tokens)
+            where = places.rows, places.starts, len(rows), count
+            self.call(
+                "de_head_layer", self._cache.handle, *where, pointer(embeddings), pointer(hidden)
+            )
+            found.append(hidden)
+            done += count
+        return torch.cat(found, 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[..., S]` of what `step` gave."""
+        own = hidden.contiguous()
+        logits = torch.empty(*own.shape[:-1], self.config.draft_vocab_size)
+        count = own.numel() // self.config.hidden_size
+        self.call("de_finish", pointer(own), count, 0, None, pointer(logits))
+        return logits
 
 
 def pointer(tensor: Tensor) -> ctypes.c_void_p:
@@ -297,8 +382,10 @@ class NativeEngine(Engine):
         self.cache_bf16 = cache_bf16
         """Whether keys and values are rounded to bf16, which halves what a long context costs."""
         self._cache: _Cache | None = None
-        self._latest: tuple[Tensor | None, ...] = (None, None, None)
-        """States after the last layer, normed, and logits of the latest pass."""
+        self._head: tuple[ModelState, NativeHead] | None = None
+        self._maps: NativeMaps | None = None
+        self._latest: tuple[Tensor | None, ...] = (None,) * 4
+        """States after the last layer, normed, logits and best tokens of the latest pass."""
 
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
         """Start a batch from its prompts; see `Engine.prefill`."""
@@ -323,9 +410,7 @@ class NativeEngine(Engine):
 
     def start_step(self, tokens_BT: Tensor, offset: int = 0) -> Step:
         """Embed the next tokens of every sequence; see `Engine.start_step`."""
-        tokens_BT = tokens_BT.contiguous()
-        hidden = torch.empty(*tokens_BT.shape, self.native.width)
-        self.native.call("de_embed", pointer(tokens_BT), tokens_BT.numel(), pointer(hidden))
+        hidden = self.native.embed(tokens_BT)
         return Step(hidden, offset, _Places(range(len(tokens_BT)), self.lengths, offset))
 
     def resume(self, hidden_BTD: Tensor, starts: Sequence[int], rows: Sequence[int]) -> Step:
@@ -335,24 +420,29 @@ class NativeEngine(Engine):
     def run_layers(self, step: Step, hidden_BTD: Tensor, first: int, last: int) -> Tensor:
         """Return `h_last` from `h_first`; see `Engine.run_layers`."""
         hidden = hidden_BTD.clone(memory_format=torch.contiguous_format)
-        count = hidden.shape[0] * hidden.shape[1]
-        if last - first < self.num_layers or count > FUSED:
-            self._call("de_layers", step, first, last, pointer(hidden), None, None)
-            return hidden
-        # Whoever runs all layers wants the logits next: they are made by the same call.
+        self.call_step("de_layers", step, first, last, pointer(hidden), None, None, None)
+        return hidden
+
+    def run_to_end(self, step: Step, hidden_BTD: Tensor, first: int) -> Tensor:
+        """Return `h_L` from `h_first`, and make the logits of few tokens by the same call."""
+        if hidden_BTD.shape[0] * hidden_BTD.shape[1] > FUSED:
+            return self.run_layers(step, hidden_BTD, first, self.num_layers)
+        hidden = hidden_BTD.clone(memory_format=torch.contiguous_format)
         normed = torch.empty_like(hidden)
         logits = torch.empty(*hidden.shape[:-1], self.native.vocab)
-        self._call(
-            "de_layers", step, first, last, pointer(hidden), pointer(normed), pointer(logits)
-        )
-        self._latest = hidden, normed, logits
+        best = torch.empty(hidden.shape[:-1], dtype=torch.long)
+        made = hidden, normed, logits, best
+        self.call_step("de_layers", step, first, self.num_layers, *map(pointer, made))
+        self._latest = made
         return hidden
 
     def write_kv(self, index: int, hidden_ND: Tensor, step: Step) -> None:
         """Write a layer's keys and values only; see `Engine.write_kv`."""
-        self._call("de_write_kv", step, index, pointer(hidden_ND.contiguous()))
+        hidden = pointer(hidden_ND.contiguous())
+        self.call_step("de_write_kv", step, index, index + 1, None, None, hidden)
 
-    def _call(self, name: str, step: Step, *arguments: Any) -> None:
+    def call_step(self, name: str, step: Step, *arguments: Any) -> None:
+        """Call a function of the library for the tokens of a step."""
         places, tokens = step.context, step.hidden.shape[1]
         assert self._cache is not None
         self.native.call(
@@ -387,6 +477,28 @@ class NativeEngine(Engine):
         self.native.call("de_finish", pointer(own), count, 1, None, pointer(logits))
         return logits
 
+    def best(self, logits: Tensor) -> Tensor | None:
+        """Return the tokens of the largest logits, which the latest pass has found."""
+        return self._latest[3] if logits is self._latest[2] else None
+
+    def embeddings(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens, `[..., D]`."""
+        return self.native.embed(tokens)
+
+    def draft_head(self, head: Any) -> NativeHead:
+        """Return a draft head that this backend runs; see `Engine.draft_head`."""
+        state = ModelState(head)
+        if self._head is None or self._head[0] != state:
+            self._head = state, NativeHead(head, self.native)
+        return self._head[1]
+
+    def exit_maps(self, shortcuts: Any, vocab: Tensor | None) -> NativeMaps:
+        """Return maps that this backend applies; see `Engine.exit_maps`."""
+        maps = self._maps
+        if maps is None or not maps.is_of(shortcuts, vocab):
+            maps = self._maps = NativeMaps(self, shortcuts, vocab)
+        return maps
+
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these sequences alone."""
         assert self._cache is not None
@@ -407,7 +519,74 @@ class NativeEngine(Engine):
     def release(self) -> None:
         """Free the memory of the cache."""
         self._cache, self.lengths, self.prompt, self.prompt_inputs = None, [], [], []
-        self._latest = (None, None, None)
+        self._latest = (None,) * 4
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class NativeMaps(NativeWeights):
+    """Maps between the layers of a model, packed when they are first used, and a small head."""
+
+    def __init__(self, engine: NativeEngine, shortcuts: Any, vocab: Tensor | None) -> None:
+        self.engine, self.shortcuts, self.vocab = engine, shortcuts, vocab
+        self._known: dict[tuple[int, int, str | None], tuple[int, Tensor, Tensor | None, int]] = {}
+        model, layers = engine.native, engine.num_layers
+        own = _Config.from_buffer_copy(model.config)
+        own.sizes[0], own.sizes[6] = layers * (layers + 3) // 2, 1 if vocab is None else len(vocab)
+        super().__init__(load_library().de_head_new(ctypes.byref(own), model.handle))
+        if vocab is not None:
+            ids = vocab.contiguous()
+            self.call("de_take_rows", model.handle, pointer(ids), len(ids))
+
+    def is_of(self, shortcuts: Any, vocab: Tensor | None) -> bool:
+        """Return whether these are the maps, none changed since it was packed, and the tokens."""
+        same = vocab is self.vocab or (
+            vocab is not None and self.vocab is not None and torch.equal(vocab, self.vocab)
+        )
+        versions = (known[3] == _version(known[1]) for known in self._known.values())
+        return same and shortcuts is self.shortcuts and all(versions)
+
+    def _place(self, first: int, last: int, mode: str | None) -> tuple[int, Tensor | None]:
+        """Return where the map between two layers is packed, and its bias."""
+        key = first, last, mode
+        if key not in self._known:
+            matrix, bias = self.shortcuts.pair(first, last, mode)
+            place = len(self._known)
+            self.set_matrix(place, 0, matrix.float())
+            if bias is not None:
+                bias = bias.float()
+                self.set_vector(place, VECTORS.index("self_attn.q_proj.bias"), bias)
+            self._known[key] = place, matrix, bias, _version(matrix)
+        return self._known[key][0], self._known[key][2]
+
+    def apply(self, state_ND: Tensor, first: int, last: int, mode: str | None) -> Tensor:
+        """Return states of layer `first` as the map takes them to layer `last`."""
+        place, bias = self._place(first, last, mode)
+        own = state_ND.contiguous()
+        found = torch.empty_like(own)
+        self.call("de_multiply", place, 0, pointer(own), len(own), pointer(found))
+        return found if bias is None else found.add_(bias)
+
+    def logits(self, normed_ND: Tensor) -> Tensor:
+        """Return the logits of the small head."""
+        own, vocab = normed_ND.contiguous(), self.vocab
+        assert vocab is not None
+        logits = torch.empty(len(own), len(vocab))
+        self.call("de_finish", pointer(own), len(own), 1, None, pointer(logits))
+        return logits
+
+    def fill(self, step: Step, state_ND: Tensor, layer: int, copies: bool) -> None:
+        """Write keys and values of all layers behind `layer`, of states there or of mapped ones."""
+        last = self.engine.num_layers
+        places = [
+            -1 if copies or index == layer else self._place(layer, index, None)[0]
+            for index in range(layer, last)
+        ]
+        which, own = (ctypes.c_int * len(places))(*places), state_ND.contiguous()
+        self.engine.call_step("de_write_kv", step, layer, last, self.handle, which, pointer(own))
 
 
 class _Places:
@@ -421,7 +600,7 @@ class _Places:
 class _Cache:
     """Keys and values of some sequences."""
 
-    def __init__(self, model: NativeModel, sequences: int, capacity: int, is_bf16: bool) -> None:
+    def __init__(self, model: NativeWeights, sequences: int, capacity: int, is_bf16: bool) -> None:
         self.library = model.library
         made = self.library.de_cache_new(model.handle, sequences, capacity, int(is_bf16))
         if not made:

@@ -68,6 +68,8 @@ class PassOutput:
     """What drafting took."""
     first_layer: int = 0
     """Up to where drafting has run the layers already."""
+    best_BT: Tensor | None = None
+    """Tokens of the largest logits, where they are known."""
 
 
 class ForwardStrategy(ABC):
@@ -76,7 +78,7 @@ class ForwardStrategy(ABC):
     drafter: Drafter | None = None
     """Who proposes tokens to verify."""
     state_BD: Tensor
-    """Normed states that led to the sequences' last tokens, where all layers ran."""
+    """Normed states that led to the sequences' last tokens, where there is a drafter."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -150,7 +152,7 @@ def _read_prompts(
 
 
 def _run_loop(engine: Engine, request: Request, strategy: ForwardStrategy, result: Decoded) -> None:
-    costs, drafter = DecodingCosts(engine.adapter), strategy.drafter
+    costs, drafter = engine.costs, strategy.drafter
     price = None if drafter is None else drafter.price
     rows, batch = list(result.rows), len(result.rows)
     verifier = Verifier(request, result, is_apart=price is not None and batch > 1)
@@ -178,9 +180,8 @@ def _run_loop(engine: Engine, request: Request, strategy: ForwardStrategy, resul
             price.add(engine, size, output.first_layer, times, sum(counts))
         result.passes += 1
         engine.keep(counts)
-        if output.normed_BTD is not None:
-            if drafter is not None:
-                drafter.observe(rows, output.normed_BTD, counts)
+        if drafter is not None and output.normed_BTD is not None:
+            drafter.observe(rows, output.normed_BTD, counts)
             last = torch.tensor(counts, device=output.normed_BTD.device) - 1
             strategy.state_BD = output.normed_BTD[torch.arange(len(rows)), last]
 
@@ -194,7 +195,7 @@ def _emit(
 ) -> list[int]:
     """Append tokens and account for them; return how many each sequence got."""
     was_done = [row.done for row in rows]
-    counts = verifier.verify(rows, output.logits_BTV, output.drafts)
+    counts = verifier.verify(rows, output.logits_BTV, output.drafts, output.best_BT)
     longest = max(map(len, output.drafts))
     for counted in (result.drafted_at, result.accepted_at):
         counted += [0] * (longest - len(counted))
@@ -252,14 +253,16 @@ class FullDepth(ForwardStrategy):
         if proposal.hidden is not None and proposal.layer <= min(engine.layers_read, default=last):
             hidden_BTD, first = proposal.hidden, proposal.layer
         normed_BTD = engine.norm(engine.run_through(step, hidden_BTD, first))
+        logits_BTV = engine.head(normed_BTD)
         return PassOutput(
-            engine.head(normed_BTD),
+            logits_BTV,
             proposal.tokens,
             depths=[last] * len(rows),
             overhead=[proposal.flops] * len(rows),
             normed_BTD=normed_BTD,
             draft_seconds=draft_seconds,
             first_layer=first,
+            best_BT=engine.best(logits_BTV),
         )
 
 
@@ -277,15 +280,22 @@ class Verifier:
         self.plain = not (request.sampled or len(request.processors) or request.keeps_scores)
 
     def verify(
-        self, rows: list[SequenceState], logits_BTV: Tensor, drafts: Sequence[Sequence[int]]
+        self,
+        rows: list[SequenceState],
+        logits_BTV: Tensor,
+        drafts: Sequence[Sequence[int]],
+        best_BT: Tensor | None = None,
     ) -> list[int]:
         """Append to every sequence its accepted drafts and the token that follows them.
 
-        `logits_BTV` are those after each sequence's last token, then after each of its drafts.
+        `logits_BTV` are those after each sequence's last token, then after each of its drafts;
+        `best_BT` the tokens of the largest, if they are known.
         Returns how many tokens each sequence got.
         """
         before = [len(row.tokens) for row in rows]
-        places = logits_BTV.argmax(-1).tolist() if self.plain else None
+        places = None
+        if self.plain:
+            places = (logits_BTV.argmax(-1) if best_BT is None else best_BT).tolist()
         going = list(range(len(rows)))
         for place in range(logits_BTV.shape[1]):
             active = [rows[index] for index in going]

@@ -15,6 +15,7 @@ function drawNew() {
     const spec = JSON.parse(figure.dataset.figure), state = { number: `live-${count++}`, off: new Set(), chosen: 0, names: [] };
     figure.removeAttribute("data-figure");
     wireData(figure, spec, state);
+    wirePictures(figure, spec, state);
     figure.drawnAt = figure.clientWidth;
     figure.redraw = drawFigure(figure, spec, state);
     drawn.observe(figure);

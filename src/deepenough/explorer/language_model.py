@@ -253,5 +253,5 @@ class LanguageModel:
         if maps is None or (mode == "tuned" and not maps.tuned):
             raise UserError(f"{self.shortcuts.status[0]} Choose another map meanwhile.")
         how = maps.mode if mode == "linear" else mode
-        found = self._look(self.adapter, self.tokenizer, maps, prompt, how, num_top=10)
+        found = self._look(self.adapter, self.tokenizer, maps, prompt, how)
         return dict(found.values)

@@ -1,6 +1,6 @@
 """The tabs Classify, Translate and Search: a finished run of a method, tried or shown."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import gradio as gr
 
@@ -9,7 +9,7 @@ from deepenough.explorer.rendering import note_html, section_html
 from deepenough.explorer.requests import ONE_AT_A_TIME, refusals
 from deepenough.figure import Inspector, Section, read_run
 from deepenough.registry import find_method
-from deepenough.report.page import run_section
+from deepenough.report.page import run_sections
 from deepenough.runs import find_run
 
 
@@ -43,10 +43,14 @@ def open_trial(trial: Trial, run: str) -> Inspector | Section | str:
     if open_inspector is not None:
         inspector: Inspector = open_inspector(run or trial.shipped)
         return inspector
-    section = run_section(read_run(folder))
-    if section is None:
+    sections = run_sections(read_run(folder))
+    if not sections:
         raise UserError(f"{run} has recorded nothing that could be shown: give another run.")
-    return section
+    return replace(
+        sections[0],
+        findings=[finding for section in sections for finding in section.findings],
+        figures=[figure for section in sections for figure in section.figures],
+    )
 
 
 def build(trial: Trial, opened: Inspector | Section | str, limit: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from deepenough.figure import (
     BLUE,
+    CHANGES,
     VERMILION,
     Axis,
     Chart,
@@ -278,4 +279,4 @@ def section(run: Run) -> Section | None:
     if _last(run, TOKENS).get("epsilon") is not None:
         about += " A gate decides how much of each update a token takes, and a token whose gate "
         about += "stays below epsilon is not computed any further."
-    return Section(HEADING, about, findings, figures)
+    return Section(HEADING, about, findings, figures, CHANGES)

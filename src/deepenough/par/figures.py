@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from deepenough.figure import (
+    BLOCKS,
     Axis,
     Diagram,
     FigureBuilder,
@@ -178,4 +179,5 @@ def section(run: Run) -> Section | None:
     if states:
         about = "Every block chooses between attention, a dense layer and nothing (identity); "
         about += "training makes the choice."
-    return Section("PAR search" if states else "PAR model", about, findings, figures)
+    heading = "PAR search" if states else "PAR model"
+    return Section(heading, about, findings, figures, BLOCKS)

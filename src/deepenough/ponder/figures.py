@@ -5,6 +5,7 @@ counts. Records that lack something are left out.
 """
 
 import contextlib
+import math
 import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from deepenough.figure import (
     BLUE,
     GREEN,
     GREY,
+    LONG,
     SKY,
     Axis,
     Chart,
@@ -224,13 +226,14 @@ def section(run: Run) -> Section | None:
     figures = build_figures(run, FIGURES)
     if not figures:
         return None
-    about = "Every example takes as many passes as it needs, up to a limit."
+    about = "Every example takes as many passes as the network decides, up to a limit."
     bands = parity_bands(run)
     if bands:
         about = "Is the number of ones among the entries 1, 0 and -1 odd?"
         if bands[0].mechanism != "fixed":
             about += " The network itself decides how many passes it takes."
-    return Section(HEADING, about, _exit_findings(run) + _parity_findings(bands), figures)
+    findings = [*_exit_findings(run), *_parity_findings(bands), *_longer_findings(run, bands)]
+    return Section(HEADING, about, findings, figures, LONG)
 
 
 def _exit_findings(run: Run) -> list[str]:
@@ -259,3 +262,34 @@ def _parity_findings(bands: Sequence[ParityBand]) -> list[str]:
                 "on average."
             )
     return found
+
+
+def _longer_findings(run: Run, bands: Sequence[ParityBand]) -> list[str]:
+    """Say whether harder inputs take more passes, or fewer, where one of the two is significant.
+
+    Difficulty is a number of entries, or the pass at which the answer settles; the correlation with
+    the passes made has to differ from 0 by twice its standard error.
+    """
+    pairs, weights = np.array([(band.lowest, band.passes) for band in bands]), np.ones(len(bands))
+    of, what = "vectors", "entries that are not zero"
+    if bands and bands[0].mechanism == "fixed":
+        return []
+    for values in _latest(run, PASSES):
+        with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError):
+            if values["by"] == "difficulty":
+                counts = _array(values["counts"])
+                pairs, weights = np.argwhere(np.ones(counts.shape)), counts.ravel()
+                of, what = "examples", "the pass that settles the answer"
+    if weights.sum() < 4:
+        return []
+    (hard, both), (_, passes) = np.cov(pairs.T, aweights=weights, bias=True)
+    if not hard * passes > 0:
+        return []
+    found = both / math.sqrt(hard * passes)
+    ends = found + 2 * math.sqrt(max(1 - found**2, 0.0) / (weights.sum() - 2)) * np.array([-1, 1])
+    if ends[0] <= 0 <= ends[1]:
+        return []
+    return [
+        f"It computes {'longer' if found > 0 else 'shorter'} on harder {of}: the correlation of "
+        f"{what} with passes made is {found:.2f} ({max(-1, ends[0]):.2f} to {min(1, ends[1]):.2f})."
+    ]

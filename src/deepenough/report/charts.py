@@ -121,7 +121,8 @@ def draw_scatter(axes: Axes, panel: Scatter, names: Sequence[str]) -> None:
     best = sorted((point for point in panel.points if point.optimal), key=lambda point: point.x)
     look: dict[str, Any] = {"color": style.FAINT, "linewidth": 1.4, "zorder": 1.5}
     look |= {"drawstyle": "steps-post", "label": "Pareto-optimal"}
-    axes.plot([p.x for p in best], [p.y for p in best], **look)
+    if best:
+        axes.plot([p.x for p in best], [p.y for p in best], **look)
     for place, group in enumerate(names):
         own = [point for point in panel.points if point.group == group]
         x_ends = [(0 if p.x_low is None else p.x - p.x_low, (p.x_high or p.x) - p.x) for p in own]
@@ -184,7 +185,7 @@ def place_labels(axes: Axes, panel: Panel) -> None:
     """
     named: list[tuple[tuple[float, float], str, bool]] = []
     if isinstance(panel, Scatter):
-        named = [((p.x, p.y), style.label(p.name), p.optimal) for p in panel.points]
+        named = [((p.x, p.y), style.label(p.name), bool(p.optimal)) for p in panel.points]
     elif isinstance(panel, Chart):
         named = [
             ((x, y), text, False)

@@ -7,6 +7,7 @@ of per-batch perplexities is dominated by the worst batches and is no perplexity
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -152,26 +153,79 @@ def read_frontier(folder: Path | str) -> Comparison:
     return content
 
 
+SHARES = {"milliseconds": "measured time", "flops": "FLOPs"}
+"""Costs of the chart of all methods, and what a reader chooses them by."""
+
+
+def overview_figure(comparisons: Sequence[Comparison]) -> fig.FigureSpec | None:
+    """Return quality kept against share of full compute, of all comparisons on one chart.
+
+    Both are relative to the first point of each comparison: the whole model, as it is usually run.
+    """
+    kept = [found for found in comparisons if found.points[0].quality > 0]
+    if not kept:
+        return None
+    panels = []
+    for cost, name in SHARES.items():
+        points = [point for found in kept for point in _shares(found, cost, len(kept) > 1)]
+        x = fig.Axis(f"share of full compute ({name})", percent=True, low=0.0)
+        panels.append(
+            fig.Scatter(x, fig.Axis("quality kept", percent=True), points, title=name, key=cost)
+        )
+    full = "; ".join(f"{found.task.kind}: “{found.name_of(found.points[0])}”" for found in kept)
+    caption = f"100 % are the quality and the cost of the whole model ({full}). Further up is "
+    caption += f"better, further left is cheaper; thin lines: intervals of {_sure(*kept)}."
+    if any(not found.task.higher_is_better for found in kept):
+        caption += " Of perplexities, the inverse is compared."
+    command = " && ".join(dict.fromkeys(found.command for found in kept))
+    about = ("overview", "Quality kept against compute", caption, panels, "", command)
+    return fig.FigureSpec(*about, choice="compute", wide=True)
+
+
+def _shares(found: Comparison, cost: str, several: bool) -> list[fig.Point]:
+    """Return the points of a comparison relative to its first."""
+    first, points = found.points[0], []
+    for row in found.points:
+        qualities = (row.quality, row.quality_low, row.quality_high)
+        kept = [value / first.quality for value in qualities]
+        if not found.task.higher_is_better:
+            kept = [first.quality / qualities[place] for place in (0, 2, 1)]
+        spent: list[Any] = [row.flops / first.flops, None, None]
+        if cost == "milliseconds":
+            spent = [row.relative_time, row.relative_time_low, row.relative_time_high]
+        told = "{} {:.4g} ({:.4g} to {:.4g})".format(found.task.quality, *qualities)
+        points.append(
+            fig.Point(
+                *(found.name_of(row), spent[0], kept[0], spent[1], spent[2], kept[1], kept[2]),
+                group=f"{found.task.kind}: {row.mechanism}" if several else row.mechanism,
+                optimal=None,
+                details=[told, f"{100 * spent[0]:.3g} % of full compute ({SHARES[cost]})"],
+                command=row.command,
+                folder=row.folder,
+            )
+        )
+    return points
+
+
 def frontier_figure(found: Comparison) -> fig.FigureSpec:
     """Return quality against each cost, with intervals and the command of every point."""
     panels = [_cost_panel(found, cost) for cost in COSTS]
-    rounds = found.protocol.get("rounds")
-    # Of five rounds or fewer not even the slowest and the fastest enclose the median so surely.
-    few = isinstance(rounds, int) and rounds < 6
     caption = (
         "Larger and bold: no other point is at least as good and cheaper. Thin lines: intervals of "
-        f"95 %{', of times the fastest and the slowest round' if few else ''}. Every point was "
-        f"timed {rounds or 'several'} times, in random order. Choose a point to see its command."
+        f"{_sure(found)}. Every point was timed {found.protocol.get('rounds') or 'several'} times, "
+        "in random order. Choose a point to see its command."
     )
     title = f"{found.task.quality} against cost"
-    return _comparison_figure(found, "frontier", title, caption, panels, choice="cost")
+    about = (str(found.task), found.command)
+    return fig.FigureSpec("frontier", title, caption, panels, *about, choice="cost", wide=True)
 
 
-def _comparison_figure(
-    found: Comparison, name: str, title: str, caption: str, panels: Sequence[fig.Panel], choice: str
-) -> fig.FigureSpec:
-    about = str(found.task), found.command
-    return fig.FigureSpec(name, title, caption, panels, *about, choice=choice, wide=True)
+def _sure(*comparisons: Comparison) -> str:
+    """Return how sure the intervals of quality and time are, as a caption says it."""
+    rounds = [found.protocol.get("rounds") for found in comparisons]
+    # Of five rounds or fewer not even the slowest and the fastest enclose the median so surely.
+    few = any(isinstance(number, int) and number < 6 for number in rounds)
+    return f"95 %{', of times the fastest and the slowest round' if few else ''}"
 
 
 def _cost_panel(found: Comparison, cost: str) -> fig.Scatter:
@@ -220,7 +274,8 @@ def sample_figure(found: Comparison) -> fig.FigureSpec | None:
         return None
     title = "How deep each token went"
     caption = "What was generated; the prompt is not shaded. Bright: all layers ran."
-    return _comparison_figure(found, "sample", title, caption, panels, choice="setting")
+    about = (str(found.task), found.command)
+    return fig.FigureSpec("sample", title, caption, panels, *about, choice="setting", wide=True)
 
 
 def frontier_section(found: Comparison) -> fig.Section:
@@ -228,11 +283,15 @@ def frontier_section(found: Comparison) -> fig.Section:
     title, protocol = str(found.task), found.protocol
     about = f"{title[:1].upper()}{title[1:]}"
     if protocol.get("processor"):
-        about += f", measured on {protocol['processor']} with {protocol.get('threads')} thread(s)"
+        threads = protocol.get("threads")
+        about += f", measured on {protocol['processor']} with {threads} "
+        about += "thread" if threads == 1 else "threads"
     about += f"; measuring itself took {100 * found.bookkeeping:.2g} % of the time"
     sample = sample_figure(found)
     figures = [frontier_figure(found)] + ([] if sample is None else [sample])
-    return fig.Section("Frontier", f"{about}.", [_choice(found)], figures)
+    told = (m.load("verdicts", "comparison_findings", lambda _: None)(found) for m in METHODS)
+    findings = next(filter(None, told), None) or [_choice(found)]
+    return fig.Section("Comparison", f"{about}.", findings, figures)
 
 
 def _choice(found: Comparison) -> str:

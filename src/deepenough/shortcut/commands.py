@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -73,13 +74,18 @@ def fit(config: ShortcutFitConfig) -> None:
     options = {"resume": config.resume, "overwrite": config.overwrite}
     agree(lambda: is_main_process() and RunFolder.create(config.out, **options))
     with run.lock():
-        _fit_all(config, run, model, tokenizer, texts)
+        shortcuts = fit_run(config, run, model, tokenizer, texts)
+    if is_main_process():
+        print(
+            f"{len(shortcuts.maps)} maps of {config.model.name} in {config.out}/shortcuts; "
+            f"next: deepenough shortcut eval {config.out} --data {config.data}"
+        )
 
 
-def _fit_all(
+def fit_run(
     config: ShortcutFitConfig, run: RunFolder, model: Any, tokenizer: Any, texts: list[str]
-) -> None:
-    """Fit, or read what is fitted already, and write the maps that are asked for."""
+) -> Shortcuts:
+    """Fit, or read what is fitted already, write the maps that are asked for and return them."""
     from deepenough.shortcut.training import tune
     from deepenough.training.distributed import is_main_process
 
@@ -92,17 +98,13 @@ def _fit_all(
         options = TuneTrainingConfig(str(tuning.path), tune=config.tune, train=config.train)
         options.resume, options.overwrite = config.resume, not config.resume
         found["shortcuts"] = tune(found["shortcuts"], model, tokenizer, texts, options)
-    if not is_main_process():
-        return
-    for name, each in found.items():
-        each.save_pretrained(run.path / name)
-        shutil.rmtree(run.checkpoints / name, ignore_errors=True)
-    shutil.rmtree(tuning.model, ignore_errors=True)  # the maps are on disk once
-    replace_records(run.metrics, [found["shortcuts"].record()])
-    print(
-        f"{len(found['shortcuts'].maps)} maps of {config.model.name} in {config.out}/shortcuts; "
-        f"next: deepenough shortcut eval {config.out} --data {config.data}"
-    )
+    if is_main_process():
+        for name, each in found.items():
+            each.save_pretrained(run.path / name)
+            shutil.rmtree(run.checkpoints / name, ignore_errors=True)
+        shutil.rmtree(tuning.model, ignore_errors=True)  # the maps are on disk once
+        replace_records(run.metrics, [found["shortcuts"].record()])
+    return found["shortcuts"]
 
 
 def _fit(
@@ -144,9 +146,7 @@ def _fit(
 def evaluate(config: ShortcutEvalConfig) -> None:
     """Run `deepenough shortcut eval`; its records take the place of earlier ones."""
     from deepenough.measurement import share_interval
-    from deepenough.shortcut.evaluation import evaluate as measure
     from deepenough.shortcut.modeling import Shortcuts
-    from deepenough.training.logging import reading
     from deepenough.training.trainer import keep_freed_memory
 
     keep_freed_memory()
@@ -154,7 +154,6 @@ def evaluate(config: ShortcutEvalConfig) -> None:
     shortcuts = _saved(run)
     texts = config.dataset.read(config.data)
     model, tokenizer = fitted.model.load(config.trust)
-    started = time.perf_counter()
     parts = shortcuts[0].submodules if config.submodules else None
     if config.submodules and parts is None:
         if not isinstance(fitted, ShortcutFitConfig) or "imported" in shortcuts[0].meta:
@@ -166,15 +165,8 @@ def evaluate(config: ShortcutEvalConfig) -> None:
         options |= {"positions": own.positions, "window": own.window}
         read = fitted.dataset.read(fitted.data)
         parts = Shortcuts.fit(model, tokenizer, read, **options).submodules
-    options = {"positions": config.positions, "submodules": parts, "window": fitted.fit.window}
-    with reading("texts") as progress:
-        evaluation = measure(model, tokenizer, shortcuts, texts, progress=progress, **options)
-    seconds = time.perf_counter() - started
-    about = {"settings": asdict(config), "positions": evaluation.positions, "seconds": seconds}
-    records = evaluation.records(config.exit)
-    with run.lock():
-        replace_records(run.metrics, [Record(0, "evaluation", about), *records])
-    number = evaluation.positions
+    options = {"submodules": parts, "window": fitted.fit.window}
+    number, records = evaluate_run(config, run, shortcuts, model, tokenizer, texts, **options)
     half = share_interval(number // 2, number).high - 0.5
     digits = max(1, -math.floor(math.log10(half)))
     print(f"{'mode':>14} {'layer':>5}" + "".join(f"{name:>11}" for name in _COLUMNS))
@@ -190,6 +182,31 @@ def evaluate(config: ShortcutEvalConfig) -> None:
     print("loss and rank (from 1): of the token that really comes next")
     print(f"on {number:,} tokens, so that a share of them is certain to about {half:.1g}")
     print(f"next: deepenough shortcut plot {config.run}")
+
+
+def evaluate_run(
+    config: ShortcutEvalConfig,
+    run: RunFolder,
+    shortcuts: list[Shortcuts],
+    model: Any,
+    tokenizer: Any,
+    texts: list[str],
+    **options: Any,
+) -> tuple[int, list[Record]]:
+    """Measure the maps of a run on texts; return the number of tokens and the records kept."""
+    from deepenough.shortcut.evaluation import evaluate as measure
+    from deepenough.training.logging import reading
+
+    started = time.perf_counter()
+    options["positions"] = config.positions
+    with reading("texts", "measuring") as progress:
+        evaluation = measure(model, tokenizer, shortcuts, texts, progress=progress, **options)
+    seconds = time.perf_counter() - started
+    about = {"settings": asdict(config), "positions": evaluation.positions, "seconds": seconds}
+    records = evaluation.records(config.exit)
+    with run.lock():
+        replace_records(run.metrics, [Record(0, "evaluation", about), *records])
+    return evaluation.positions, records
 
 
 def lens(config: ShortcutLensConfig) -> None:
@@ -299,7 +316,7 @@ def repeat_paper(
 def prune(config: ShortcutPruneConfig) -> None:
     """Run `deepenough shortcut prune`; interrupted, it goes on with `resume`."""
     from deepenough.artifacts import seal
-    from deepenough.shortcut.pruning import compare_outputs, report_of
+    from deepenough.shortcut.pruning import compare_outputs, model_card, report_of
     from deepenough.shortcut.pruning import prune as shrink
     from deepenough.shortcut.replaceable import prunable
     from deepenough.training.trainer import keep_freed_memory
@@ -310,7 +327,7 @@ def prune(config: ShortcutPruneConfig) -> None:
     held_out = replace(config.dataset, split="valid", lines=_PRUNE_LINES).read(config.data)
     model, tokenizer = config.model.load()
     if prunable(model).kind == "causal":
-        texts, held_out = _passages(texts), _passages(held_out)
+        texts, held_out = passages(texts), passages(held_out)
     options = {"resume": config.resume, "overwrite": config.overwrite}
     run = RunFolder.create(config.out, **options)
     with run.lock():
@@ -331,16 +348,23 @@ def prune(config: ShortcutPruneConfig) -> None:
         report["scores"] = scores
         pruned.save_pretrained(run.model)
         tokenizer.save_pretrained(run.model)
+        command = f"deepenough shortcut prune {shlex.quote(config.model.name)} --data "
+        command += f"{shlex.quote(config.data)} --keep {config.prune.keep} --budget "
+        command += f"{config.prune.budget} --method {config.prune.method} --out {config.out}"
+        command += f" --heal-steps {config.heal_steps}" if config.heal_steps else ""
+        card = model_card(pruned, config.model.name, command)
+        (run.model / "README.md").write_text(card, encoding="utf-8")
         seal(run.model)
         replace_records(run.metrics, [Record(0, "pruned", report)])
         shutil.rmtree(run.checkpoints, ignore_errors=True)
     for layer, (attention, feed_forward) in enumerate(report.get("layers", ()), start=1):
         if {attention, feed_forward} != {"kept"}:
             print(f"layer {layer:>3}: attention {attention}, feed-forward {feed_forward}")
-    seconds = report["token_seconds"]
+    took = ""
+    if seconds := report.get("token_seconds"):
+        took = f"a token takes {seconds['pruned'] / seconds['full']:.3f} of the full model's time; "
     print(
-        f"layers at {report['share']:.3f} of their {config.prune.budget}; a token takes "
-        f"{seconds['pruned'] / seconds['full']:.3f} of the full model's time; on other text KL "
+        f"layers at {report['share']:.3f} of their {config.prune.budget}; {took}on other text KL "
         f"{scores['kl']:.3f}, {scores['agreement']:.1%} of first choices are the full model's"
     )
     if "perplexity" in scores:
@@ -348,7 +372,7 @@ def prune(config: ShortcutPruneConfig) -> None:
     print(f"next: deepenough decode generate {config.out}")
 
 
-def _passages(lines: list[str]) -> list[str]:
+def passages(lines: list[str]) -> list[str]:
     """Return consecutive lines as passages, since a language model reads on over their ends."""
     passages: list[list[str]] = [[]]
     for line in lines:

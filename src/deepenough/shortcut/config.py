@@ -277,6 +277,9 @@ class PruneConfig:
     refit: bool = True
     """Fit the chosen maps again in order, to make up for the errors of those before them."""
 
+    correct: bool = True
+    """With that, also correct the last product of each part that is kept."""
+
     fit_tokens: int = bounded(60_000, ge=1)
     """Tokens of text to fit maps on."""
 

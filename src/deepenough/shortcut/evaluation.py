@@ -20,7 +20,11 @@ Layer 0 is the embeddings, so what exits at layer `l` of `L` has run `l` layers 
 token. The gaps do not depend on `lambda`, so one pass of the model serves the whole sweep. Exiting
 always at one and the same layer is the baseline: what does watching each token add?
 
-Shapes: L+1 layers, N tokens.
+A token is decided at the layer from which on every layer predicts the last one's token. The layers
+saved, and the layer by which half of the tokens are decided, have intervals over texts drawn anew:
+tokens of one text are no independent evidence.
+
+Shapes: L+1 layers, N tokens, T texts, K thresholds.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -38,7 +43,7 @@ from transformers import PreTrainedModel
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import OneDnnProducts, eval_mode, fused_gelu
-from deepenough.measurement import share_interval
+from deepenough.measurement import resampled_interval, share_interval
 from deepenough.runs import Record
 from deepenough.shortcut.config import ExitSweep
 from deepenough.shortcut.fitting import Progress
@@ -250,17 +255,61 @@ class Evaluation:
         for mode in self.exit_modes():
             layers = [self.scores[mode, layer] for layer in range(self.num_layers + 1)]
             agrees_LN = torch.stack([scores.rank == 0 for scores in layers])
-            points = []
+            found.append(Record(0, "decided", {"mode": mode, **self._decided(agrees_LN)}))
+            points, exits = [], []
             for lambda_, layer_N in self.exits(mode, exit):
                 points.append({"lambda": lambda_, **exit_point(layer_N, agrees_LN)})
+                exits.append(layer_N)
                 # What each token is predicted where it exits.
                 columns = (torch.stack(column) for column in zip(*layers, strict=True))
                 own = TokenScores(*(c[layer_N, torch.arange(self.positions)] for c in columns))
                 values = {"mode": mode, **points[-1], **_means(own)}
                 found.append(Record(0, "exit", values))
-            for row in layers_saved(points, fixed_exits(agrees_LN)):
-                found.append(Record(0, "saved", {"mode": mode, **row}))
+            intervals = self._saved_intervals(torch.stack(exits), agrees_LN)
+            for row, ends in zip(
+                layers_saved(points, fixed_exits(agrees_LN)), intervals, strict=True
+            ):
+                values = {"mode": mode, **row, "intervals": {"saved": ends}}
+                found.append(Record(0, "saved", values))
         return found
+
+    def _decided(self, agrees_LN: Tensor) -> dict[str, Any]:
+        """Return the share of tokens decided by each layer, and the first that half of them are."""
+        last = self.num_layers
+        agreeing_N = agrees_LN.flip(0).to(torch.uint8).cumprod(0).sum(0)
+        decided_N = (last + 1 - agreeing_N).clamp_max(last)
+        counts_LT = self._sums(torch.nn.functional.one_hot(decided_N, last + 1).T)
+
+        def half(texts: np.ndarray) -> float:
+            shares = counts_LT[:, texts].sum(1).cumsum() / counts_LT[:, texts].sum()
+            return float(np.argmax(shares >= 0.5))
+
+        layer, low, high = resampled_interval(half, counts_LT.shape[1])
+        shares = counts_LT.sum(1).cumsum() / self.positions
+        return {"layer": layer, "shares": shares.tolist(), "intervals": {"layer": [low, high]}}
+
+    def _saved_intervals(self, exits_KN: Tensor, agrees_LN: Tensor) -> list[list[float]]:
+        """Return the ends of the layers saved at each of `AGREEMENTS`, over texts drawn anew."""
+        layers_KT = self._sums(exits_KN)
+        agreed_KT = self._sums(agrees_LN.gather(0, exits_KN))
+        tokens_T = self._sums(torch.ones_like(self.position)[None])[0]
+        found = []
+        for level in AGREEMENTS:
+
+            def saved(texts: np.ndarray, level: float = level) -> float:
+                total = tokens_T[texts].sum()
+                holds_K = agreed_KT[:, texts].sum(1) / total >= level
+                saved_K = 1 - layers_KT[:, texts].sum(1) / total / self.num_layers
+                return float(saved_K[holds_K].max(initial=0.0))
+
+            found.append(list(resampled_interval(saved, len(tokens_T))[1:]))
+        return found
+
+    def _sums(self, values_KN: Tensor) -> np.ndarray:
+        """Return the sums over the tokens of each text, `[K, T]`."""
+        number_N = self.text.unique(return_inverse=True)[1]
+        sums = torch.zeros(len(values_KN), int(number_N.max()) + 1, dtype=torch.float64)
+        return sums.index_add_(1, number_N, values_KN.double()).numpy()
 
     def exit_modes(self) -> list[str]:
         """Return the modes that have a prediction at every layer, and replace no sub-module."""

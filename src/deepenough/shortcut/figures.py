@@ -26,6 +26,7 @@ MODES = {
     "norms": ("norms made linear", fig.PURPLE, "dotted"),
 }
 """Mode: its name, colour and line."""
+IN_WORDS = {"id": "no map", "mat": "a linear map", "affine": "an affine map", "tuned": "tuned maps"}
 CKA = "linear CKA"
 SUBMODULES = ("attention", "feed_forward", "norms")
 """Modes that replace parts of the blocks; the others jump from a layer to the last."""
@@ -44,15 +45,22 @@ LOG_SCALE_FACTOR = 10.0
 """A quantity that reaches this many times its median needs a logarithmic scale."""
 LEAST_NATS = 0.01
 """Fewer nats than this are as good as none and would stretch that scale down without end."""
+R2_LEVEL = 0.9
+"""Share of the last layer's variation that a model without a head is asked about."""
+
+MAX_LIKELIEST = 20_000
+"""Likeliest tokens that all cells of a lens show together."""
 
 STATISTICS = {
     "probability": ("probability of the prediction", 0.0, "linear"),
     "entropy": ("entropy (nats)", 0.0, "linear"),
+    "kl": ("KL to the last layer (nats)", 0.0, "root"),
     "target_rank": ("rank of the real next token", 1.0, "log"),
-    "kl": ("KL from the last layer (nats)", 0.0, "root"),
-    "cross_entropy": ("cross-entropy of the real next token (nats)", 0.0, "linear"),
+    "cross_entropy": ("loss on the next token (nats)", 0.0, "linear"),
 }
 """What a lens shows of a cell: its name, least value and scale."""
+LENS_STATISTICS = {name: STATISTICS[name][0] for name in STATISTICS if name != "probability"}
+"""What a lens may know beside probabilities, and what a page calls it."""
 
 PRUNED = {"linear": "L", "removed": "–", "one map": "M", "in the map": "M"}
 """Letters for what may become of a part of a layer."""
@@ -102,11 +110,7 @@ def curves(run: fig.Run, kind: str, key: str, x: str, y: str) -> dict[str, Curve
     for mode, by_key in measured(run, kind, key).items():
         points = []
         for values in by_key.values():
-            intervals = values.get("intervals")
-            ends = intervals.get(y) if isinstance(intervals, dict) else None
-            low, high = (
-                map(fig.number, ends) if isinstance(ends, list) and len(ends) == 2 else (None,) * 2
-            )
+            low, high = _ends(values, y) or (None, None)
             points.append((value(values, x), value(values, y), low, high))
         known = [point for point in points if None not in point[:2]]
         if known:
@@ -142,16 +146,24 @@ def lens_panel(values: Mapping[str, Any]) -> fig.TokenText | None:
     """
     try:
         tokens, layers = list(map(str, values["tokens"])), list(map(int, values["layers"]))
-        predictions = np.array(values["words"], dtype=str)
-        probability = np.array(values["probability"], dtype=float)
-        agrees = np.array(values["agrees"], dtype=bool)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     shape = (len(layers), len(tokens))
-    if 0 in shape or any(grid.shape != shape for grid in (predictions, probability, agrees)):
+    predictions, agrees = _grid(values, "words", shape, str), _grid(values, "agrees", shape, bool)
+    probability = _grid(values, "probability", shape)
+    if 0 in shape or predictions is None or agrees is None or probability is None:
         return None
     num_agreeing = np.logical_and.accumulate(agrees[::-1], axis=0).sum(axis=0)
     first_rows = np.minimum(len(layers) - num_agreeing, len(layers) - 1)
+    more: dict[str, Any] = {}
+    top, shares = _grid(values, "top", shape, str), _grid(values, "top_probability", shape)
+    if top is not None and shares is not None and top.shape == shares.shape:
+        num = max(1, min(10, MAX_LIKELIEST // predictions.size))
+        words, places = np.unique(top[..., :num], return_inverse=True)
+        more = {"words": [fig.visible(word) for word in words.tolist()]}
+        more["top"] = places.reshape(*shape, -1).tolist()
+        more["top_probability"] = shares[..., :num].round(4).tolist()
+    tables = {title: _grid(values, name, shape) for name, title in LENS_STATISTICS.items()}
     return fig.TokenText(
         [fig.readable(token) for token in tokens],
         [layers[row] for row in first_rows],
@@ -161,7 +173,8 @@ def lens_panel(values: Mapping[str, Any]) -> fig.TokenText | None:
             layers,
             [[fig.visible(text) for text in row] for row in predictions.tolist()],
             [[fig.share(value) for value in row] for row in probability.tolist()],
-            agrees.tolist(),
+            statistics={name: t.tolist() for name, t in tables.items() if t is not None},
+            **more,
         ),
         title=f"{_prompt(values)} · {mode_name(_mode(values))}",
     )
@@ -202,8 +215,23 @@ def _cell(values: Mapping[str, Any], shown: str, layer: int, token: int) -> str:
         for name, (label, _, _) in STATISTICS.items()
         if name != shown and (value := values[name][layer][token]) is not None
     ]
-    top = enumerate(values["top"][layer][token], start=1)
-    return "\n".join([*lines, *(f"{n}. {fig.visible(word)} {p:.3f}" for n, (word, p) in top)])
+    likeliest = zip(
+        values["top"][layer][token], values["top_probability"][layer][token], strict=True
+    )
+    top = (f"{n}. {fig.visible(word)} {p:.3f}" for n, (word, p) in enumerate(likeliest, start=1))
+    return "\n".join([*lines, *top])
+
+
+def _grid(
+    values: Mapping[str, Any], name: str, shape: tuple[int, int], kind: type = float
+) -> np.ndarray | None:
+    """Return a table by layer and token, NaN where a number is missing; None if it is none."""
+    try:
+        table: np.ndarray = np.array(values[name], dtype=kind)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    ndim = 3 if name.startswith("top") else 2
+    return table if table.shape[:2] == shape and table.ndim == ndim else None
 
 
 def _prompt(values: Mapping[str, Any]) -> str:
@@ -215,7 +243,7 @@ def _prompt(values: Mapping[str, Any]) -> str:
 
 def mode_name(mode: str) -> str:
     """Return what legends call a mode."""
-    return MODES[mode][0] if mode in MODES else fig.shortened(fig.visible(mode), 24)
+    return MODES[mode][0] if mode in MODES else fig.shortened(fig.readable(mode), 24)
 
 
 def _line(mode: str, curve: Curve, **options: Any) -> fig.Line:
@@ -232,10 +260,13 @@ def r2_figure(run: fig.Run) -> fig.FigureSpec | None:
         return None
     # The maps first, beside them what is reached without a map.
     tables = {mode: found[mode] for mode in ("mat", "id") if mode in found} | found
-    caption = "How much of a layer's states the states of an earlier layer explain, with each map."
+    caption = "r² of predicting the states of a later layer from those of an earlier one"
+    caption += ": 1 is exact, 0 no better than always predicting the mean state."
+    if "id" in tables:
+        caption += " With id there is no map: the earlier states themselves are the prediction."
     panels = _pair_panels(tables, fig.Axis("r²", low=0.0, high=1.0))
-    if any((table < 0).any() for table in tables.values()):
-        caption += " Below 0 (hatched), a map is worse than predicting the mean."
+    if isinstance(panels[0], fig.HeatMap) and any((table < 0).any() for table in tables.values()):
+        caption += " Grey: below 0."
     return _figure(run, "r2", "Maps between layers", caption, panels, wide=len(panels) > 1)
 
 
@@ -280,7 +311,35 @@ def layers_figure(run: fig.Run) -> fig.FigureSpec | None:
         return None
     caption = "Precision@k: how often a layer's most likely token is among the k most likely ones "
     caption += "of the last layer. Surprisal: how unlikely the last layer finds that token."
-    return _figure(run, "layers", "How early the model knows", caption, panels, wide=True)
+    return _figure(run, "layers", "What each layer predicts", caption, panels, wide=True)
+
+
+def decided_figure(run: fig.Run) -> fig.FigureSpec | None:
+    """Return the share of tokens that are decided by each layer."""
+    lines, values = [], _decided(run)
+    for mode, (shares, _) in values.items():
+        layers = [float(layer) for layer in range(len(shares))]
+        lines.append(_line(mode, (np.array(layers), np.array(shares))))
+    if not lines:
+        return None
+    x, y = fig.Axis("layer", whole=True), fig.Axis("tokens decided", percent=True, low=0, high=1.02)
+    chart = fig.Chart(x, y, lines, rules=[fig.Rule(0.5, "half of the tokens")])
+    caption = (
+        "A token is decided at the layer from which on every layer predicts what the last does."
+    )
+    return _figure(run, "decided", "Tokens decided by each layer", caption, [chart], wide=True)
+
+
+def _decided(run: fig.Run) -> dict[str, tuple[list[float], list[float]]]:
+    """Return by mode the shares decided by layer, and the layer of half of them with its ends."""
+    found = {}
+    for values in (record.values for record in run.of_kind("decided")):
+        given, layer = values.get("shares"), fig.number(values.get("layer"))
+        ends = _ends(values, "layer")
+        shares = [fig.share(value) for value in given] if isinstance(given, list) else []
+        if layer is not None and ends and len(shares) > 1 and None not in shares:
+            found[_mode(values)] = ([share or 0.0 for share in shares], [layer, *ends])
+    return found
 
 
 def submodules_figure(run: fig.Run) -> fig.FigureSpec | None:
@@ -410,7 +469,7 @@ def lens_figure(run: fig.Run) -> fig.FigureSpec | None:
     words = [run.path, "--prompt", str(values.get("prompt")), "--mode", _mode(values)]
     caption = (
         "The prompt. A token's shade: the layer from which on every layer predicts the same next "
-        "token as the last one. Choose a token to see what every layer predicts."
+        "token as the last one. Below: what every layer predicts after every token."
     )
     figure = _figure(run, "lens", "Token by token", caption, [panel], wide=True)
     return replace(figure, command=f"deepenough shortcut lens {shlex.join(words)}")
@@ -454,6 +513,7 @@ def pruned_figure(run: fig.Run) -> fig.FigureSpec | None:
 
 FIGURES: tuple[fig.FigureBuilder, ...] = (
     pruned_figure,
+    decided_figure,
     layers_figure,
     exit_figure,
     r2_figure,
@@ -494,32 +554,84 @@ def section(run: fig.Run) -> fig.Section | None:
         return None
     model = fitted_model(run)
     about = f"What each layer{f' of {model}' if model else ''} already knows of the last one."
-    return fig.Section(HEADING, about, [*_saved_findings(run), *_lens_findings(run)], figures)
+    if data := _measured_on(run):
+        about += f" Measured on {data}."
+    findings = [*_decided_findings(run), *_saved_findings(run), *_r2_findings(run)]
+    question = fig.BLOCKS if run.of_kind("pruned") else fig.EARLY
+    return fig.Section(HEADING, about, findings, figures, question)
+
+
+def _decided_findings(run: fig.Run) -> list[str]:
+    """Say by which layer half of the tokens are decided, with the maps that know it earliest."""
+    found = _decided(run)
+    if not found:
+        return []
+    mode, (shares, (layer, *ends)) = min(found.items(), key=lambda item: item[1][1])
+    last = len(shares) - 1
+    if ends[0] >= last:
+        return [f"Most tokens are decided by the last of {last} layers alone."]
+    said = f"Half of the tokens are decided by layer {layer:.0f} of {last} ({ends[0]:.0f} to "
+    said += f"{ends[1]:.0f}), read with {IN_WORDS.get(mode, mode)}."
+    command = f"deepenough shortcut lens {shlex.quote(run.path)} --prompt 'Once upon a time'"
+    return [fig.Finding(said, command)]
 
 
 def _saved_findings(run: fig.Run) -> list[str]:
-    found = [
-        (level, saved, mode)
-        for mode, by_level in measured(run, "saved", "agreement").items()
-        for level, values in by_level.items()
-        if (saved := fig.share(values.get("saved"))) is not None
-    ]
-    if not found:
+    """Say how many layers could be saved at each agreement, where any are for certain."""
+    by_mode = measured(run, "saved", "agreement")
+    told: list[tuple[float, str, list[str]]] = []
+    for mode, by_level in by_mode.items():
+        parts, total = [], 0.0
+        for level, values in by_level.items():
+            saved, ends = fig.share(values.get("saved")), _ends(values, "saved")
+            if not saved or (ends is not None and ends[0] <= 0):
+                continue
+            total += saved
+            interval = "" if ends is None else f" ({100 * ends[0]:.1f} to {100 * ends[1]:.1f})"
+            parts.append(f"{100 * saved:.1f} %{interval} at {100 * level:g} % agreement")
+        told.append((total, mode, parts))
+    if not told:
         return []
-    level, saved, mode = max(found, key=lambda row: row[:2])
-    return [
-        f"Early exit by confidence saves {100 * saved:.1f} % of the layers while {100 * level:g} "
-        f"% of the tokens stay the last layer's ({mode_name(mode)})."
-    ]
+    total, mode, parts = max(told)
+    if not total:
+        level = 100 * min(level for by_level in by_mode.values() for level in by_level)
+        return [f"No layer is saved for certain if {level:g} % of the tokens are to stay the same."]
+    own = run.config.get("model")
+    model = own.get("name") if isinstance(own, dict) else None
+    words = [str(model or fitted_model(run) or "MODEL"), "--shortcuts", f"{run.path}/shortcuts"]
+    words += ["--data", _measured_on(run) or "TEXT"]
+    said = "Layers that could be saved if each token stopped as soon as it is sure: "
+    said += f"{', '.join(parts)} with the last layer, read with {IN_WORDS.get(mode, mode)}."
+    return [fig.Finding(said, f"deepenough decode calibrate {shlex.join(words)}")]
 
 
-def _lens_findings(run: fig.Run) -> list[str]:
-    values = _latest(run, "lens")
-    panel = lens_panel(values)
-    if panel is None:
+def _measured_on(run: fig.Run) -> str:
+    settings = _latest(run, "evaluation").get("settings")
+    return str(settings.get("data") or "") if isinstance(settings, dict) else ""
+
+
+def _ends(values: Mapping[str, Any], name: str) -> list[float] | None:
+    """Return the ends of a value's interval, None if the record has none."""
+    intervals = values.get("intervals")
+    ends = intervals.get(name) if isinstance(intervals, dict) else None
+    known = [fig.number(end) for end in ends] if isinstance(ends, list) else []
+    return known if len(known) == 2 and None not in known else None  # type: ignore[return-value]
+
+
+def _r2_findings(run: fig.Run) -> list[str]:
+    """Say from which layer on a map explains nine tenths of the last one, of a model with no head.
+
+    The interval is of the parts that the text was measured in.
+    """
+    values = _latest(run, "r2_by_layer")
+    rows = values.get("layers")
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    known = [fig.numbers(row, "value", "low", "high") for row in rows]
+    if not known or None in known:
         return []
-    mean = float(np.mean([depth for depth in panel.depth if depth is not None]))
-    return [
-        f"On “{_prompt(values)}” the next token is known after {mean:.1f} of {panel.last} layers "
-        "on average."
-    ]
+    for layer, (value, low, high) in enumerate(filter(None, known[:-1])):
+        if low >= R2_LEVEL:
+            told = f"Layer {layer} of {len(known) - 1} explains {100 * value:.0f} % "
+            told += f"({100 * low:.0f} to {100 * high:.0f}) of the last layer's states with "
+            return [f"{told}{IN_WORDS.get(_mode(values), 'a map')}."]
+    return [f"No layer but the last explains {100 * R2_LEVEL:g} % of its states."]

@@ -53,14 +53,14 @@ def lens(
     shortcuts: Shortcuts,
     prompt: str,
     mode: str | None = None,
-    num_top: int = 0,
 ) -> Record:
     """Return, for every layer and token of a prompt, the prediction and whether it is the last's.
 
+    Of each there are the ten likeliest tokens, the KL to the last layer, the entropy, and rank and
+    cross-entropy of the token that really comes next.
     A causal model predicts the next token, a masked model the token itself (put its mask token
     where it shall guess). The mode is "id", "mat", "affine" or "tuned"; by default the maps are
-    used as they were fitted. With tuned maps, only layers that have one are shown. `num_top` asks
-    for so many of the likeliest tokens everywhere, at most 10, with their probabilities.
+    used as they were fitted. With tuned maps, only layers that have one are shown.
     """
     adapter = model if isinstance(model, Adapter) else adapt(model)
     adapter.check_made_for(shortcuts.made_for, "These shortcuts")
@@ -74,26 +74,24 @@ def lens(
     if adapter.kind == "causal":
         targets = torch.cat([ids[0, 1:], ids.new_tensor([-1])])
     tokens: list[Tensor] = []
-    probabilities: list[list[float]] = []
-    top: list[list[list[tuple[str, float]]]] = []
+    probabilities: list[list[list[float]]] = []
     statistics: dict[str, list[list[float | None]]] = {}
     with eval_mode(adapter.model):
         states = adapter.states(ids, attention_mask=torch.ones_like(ids))
         check_finite(states)
-        final = Reference(adapter.logits(states[last][0]), targets)
+        final = Reference(adapter.logits(states[last][0]))
         for layer in layers:
             hidden = shortcuts.apply(states[layer][0], layer, last, mode)
             logits = adapter.logits(hidden)
             reference = Reference(logits, targets)
-            own = reference.scores()._replace(kl=final.score(logits).kl)
-            tokens.append(reference.order_NK[:, 0].cpu())
-            probabilities.append((-own.surprisal).exp().tolist())
-            if num_top:
-                order_NK = reference.order_NK[:, :num_top]
-                top.append(_top(tokenizer, order_NK, reference.probs_NV.gather(1, order_NK)))
+            own = reference.scores()._asdict() | {"kl": final.score(logits).kl}
+            tokens.append(reference.order_NK.cpu())
+            largest_NK = reference.probs_NV.gather(1, reference.order_NK)
+            probabilities.append(largest_NK.tolist())
             for name in ("kl", *TARGET_SCORES):
-                row = getattr(own, name).double().tolist()
+                row = own[name].double().tolist()
                 statistics.setdefault(name, []).append([v if v >= 0 else None for v in row])
+    top = [[_decoded(tokenizer, row) for row in rows.tolist()] for rows in tokens]
     return Record(
         0,
         "lens",
@@ -102,20 +100,14 @@ def lens(
             "mode": mode,
             "tokens": _decoded(tokenizer, ids[0].tolist()),
             "layers": layers,
-            "words": [_decoded(tokenizer, row.tolist()) for row in tokens],
-            "probability": probabilities,
-            "agrees": [(row == tokens[-1]).tolist() for row in tokens],
+            "words": [[row[0] for row in rows] for rows in top],
+            "probability": [[row[0] for row in rows] for rows in probabilities],
+            "agrees": [(rows[:, 0] == tokens[-1][:, 0]).tolist() for rows in tokens],
+            "top": top,
+            "top_probability": [[[round(p, 5) for p in r] for r in rows] for rows in probabilities],
             **statistics,
-            **({"top": top} if num_top else {}),
         },
     )
-
-
-def _top(tokenizer: Any, order_NK: Tensor, probs_NK: Tensor) -> list[list[tuple[str, float]]]:
-    """Return the likeliest tokens as text with their probabilities, for every place."""
-    words = [_decoded(tokenizer, row) for row in order_NK.tolist()]
-    pairs = zip(words, probs_NK.tolist(), strict=True)
-    return [list(zip(row, probs, strict=True)) for row, probs in pairs]
 
 
 def _encode(adapter: Adapter, tokenizer: Any, prompt: str) -> torch.Tensor:

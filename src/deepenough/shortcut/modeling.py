@@ -216,10 +216,11 @@ class Shortcuts:
         """
         if mode == "id" or i == j:
             return hidden
-        matrix, bias = self._map(i, j, mode)
+        matrix, bias = self.pair(i, j, mode)
         return F.linear(hidden, matrix.to(hidden), None if bias is None else bias.to(hidden))
 
-    def _map(self, i: int, j: int, mode: str | None) -> tuple[Tensor, Tensor | None]:
+    def pair(self, i: int, j: int, mode: str | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return matrix and bias of a map; the mode is that of `apply`, but "id"."""
         if mode == "tuned":
             if j != self.num_layers or i not in self.tuned:
                 raise UserError(

@@ -265,6 +265,7 @@ def make_pruned(
     layers: str,
     parts: Mapping[PrunedPart, tuple[Tensor, Tensor] | None],
     report: Mapping[str, Any],
+    changed: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
     """Return a pruned copy of a model, which shares no weight with it.
 
@@ -274,6 +275,7 @@ def make_pruned(
         layers: Path of the list of layers in the model.
         parts: What is replaced, by paths in the model that is made, with weight and bias.
         report: What the config keeps of how it was made.
+        changed: Weights that are others than the model's, by their name there.
     """
     config = shortened(model.config, kept)
     outer: PreTrainedModel
@@ -287,7 +289,7 @@ def make_pruned(
         outer = inner = type(model)(config)
         config.deepenough_pruned = dict(report) | {"kept": list(kept)}
     weights = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in (model.state_dict() | dict(changed or {})).items():
         if name.startswith(f"{layers}."):
             number, _, rest = name.removeprefix(f"{layers}.").partition(".")
             if int(number) not in kept:

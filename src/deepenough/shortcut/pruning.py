@@ -1,29 +1,19 @@
 """Prune a pretrained model in minutes: keep a part of a block, make it linear, or leave it out.
 
-What is chosen is decided by what it does to the output. With `p` the output distribution of the
-full model and `q` that of a pruned one, each on held-out text, a step of the greedy search takes
-the replacement with the smallest
-
-    increase of KL(p || q) / cost that it saves
-
-until the layers cost no more than the budget. The cost of a part is its measured time when one
-token is decoded, its weights, or its FLOPs. Increases mostly grow as more is replaced, so an old
-one is a lower bound, and only replacements that look best are measured again (lazy greedy).
-Parts without which little works, such as those that make massive activations, are never chosen:
-they are measured, and their KL is large.
+`prune` fits maps (`replaceable.py`), finds what parts cost (`pruning_costs.py`), searches for the
+choice that changes the output least (`pruning_search.py`), fits again in order (`refitting.py`) and
+builds the model (`pruned_model.py`). `compare_outputs` says what it is worth on other text.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,225 +24,25 @@ from transformers import PreTrainedModel
 from deepenough.artifacts import DamagedError, load_tensors, read_json, save_tensors, write_json
 from deepenough.config import validate
 from deepenough.errors import UserError
-from deepenough.hf.adapter import kind_of
-from deepenough.hf.intercept import eval_mode
 from deepenough.shortcut.config import PruneConfig
 from deepenough.shortcut.pruned_model import PrunedConfig, PrunedPart, make_pruned
-from deepenough.shortcut.reading import TokenBatch, batches, make_reading
+from deepenough.shortcut.pruning_costs import Costs, find_costs, token_seconds
+from deepenough.shortcut.pruning_search import GreedySearch, drop
+from deepenough.shortcut.reading import batches, make_reading
+from deepenough.shortcut.refitting import SequentialFit, parameters_of
 from deepenough.shortcut.replaceable import (
     PARTS,
     Block,
     Choice,
-    Mode,
     ReplaceableModel,
-    first_of_each_kind,
+    last_product,
     prunable,
     run_rows,
-    unchanged,
     window,
 )
 from deepenough.shortcut.statistics import AffineMap
-from deepenough.shortcut.submodules import Function, Place
+from deepenough.shortcut.submodules import Place
 from deepenough.training.logging import reading
-
-_SCREENED = 768
-"""Tokens on which replacements are first tried one by one."""
-_DECODED = 64
-"""Length of the text after which the time of one more token is measured."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What the layers cost, in the unit of the budget."""
-
-    parts: Mapping[Place, float]
-    linear: float
-    """A linear map in the place of a part."""
-    rest: Sequence[float]
-    """What a layer costs beside its two parts."""
-
-    def of(self, choice: Choice) -> float:
-        """Return the cost of all layers."""
-        cost = self.linear * len(choice.runs)
-        for layer, rest in enumerate(self.rest):
-            if not choice.in_run(layer) and not choice.is_dropped(layer):
-                cost += rest + sum(self._part(choice, (kind, layer, 0)) for kind in PARTS)
-        return cost
-
-    def _part(self, choice: Choice, place: Place) -> float:
-        mode = choice.parts.get(place)
-        return {"linear": self.linear, "removed": 0.0}.get(mode or "", self.parts[place])
-
-    def left(self, choice: Choice) -> list[list[float]]:
-        """Return what every layer's attention and feed-forward cost, as shares of what they did."""
-        rows = []
-        for layer in range(len(self.rest)):
-            places = [(kind, layer, 0) for kind in PARTS]
-            if choice.in_run(layer):
-                run = next(run for run in choice.runs if run.first <= layer < run.end)
-                before = sum(self.parts[p] for p in self.parts if run.first <= p[1] < run.end)
-                rows.append([self.linear / max(before, 1e-30)] * 2)
-            else:
-                rows.append([self._part(choice, p) / max(self.parts[p], 1e-30) for p in places])
-        return rows
-
-
-def moves(whole: ReplaceableModel, choice: Choice) -> Iterator[tuple[Choice, int]]:
-    """Yield the choices that are one replacement further, and the layer where they begin."""
-    protected = first_of_each_kind(whole.adapter)
-    for place in whole.chains:
-        kind, layer, _ = place
-        if kind not in PARTS or choice.in_run(layer):
-            continue
-        if kind == "attention" and layer in protected:
-            continue
-        modes: tuple[Mode, ...] = ("linear", "removed")
-        for mode in modes:
-            if place in whole.maps and choice.parts.get(place) not in (mode, "removed"):
-                yield choice.with_part(place, mode), layer
-    for run in whole.maps:
-        if not isinstance(run, Block) or any(map(choice.in_run, range(*run))):
-            continue
-        if protected.isdisjoint(range(*run)):
-            yield choice.with_run(run), run.first
-
-
-def choose(
-    whole: ReplaceableModel,
-    costs: Costs,
-    budget: float,
-    start: Choice | None = None,
-    progress: Callable[[Choice, float], None] | None = None,
-) -> Choice:
-    """Return the choice that the greedy search ends with, at most `budget` in cost."""
-    current = start or Choice()
-    whole.settle(current)
-    reached = whole.divergence(current) if start else 0.0
-    cost = costs.of(current)
-    # Estimates of single replacements, by what they replace, which is all that identifies them.
-    estimates: dict[Any, float] = {}
-    while cost > budget:
-        queue = []
-        for order, (choice, layer) in enumerate(moves(whole, current)):
-            saved = min(cost - costs.of(choice), cost - budget)  # no more counts
-            if saved <= 0:
-                continue
-            key = _difference(current, choice)
-            if key not in estimates:
-                estimates[key] = whole.divergence(choice, layer, _SCREENED) - reached
-            queue.append((estimates[key] / saved, order, key, choice, layer, saved))
-        if not queue:
-            raise UserError(
-                f"The layers cannot cost less than {cost / costs.of(Choice()):.2f} of what "
-                "they do: ask to keep more."
-            )
-        heapq.heapify(queue)
-        fresh: set[Any] = set()
-        while queue[0][2] not in fresh:
-            _, order, key, choice, layer, saved = queue[0]
-            estimates[key] = whole.divergence(choice, layer) - reached
-            fresh.add(key)
-            heapq.heapreplace(queue, (estimates[key] / saved, order, key, choice, layer, saved))
-        _, _, key, current, _, _ = queue[0]
-        reached += estimates.pop(key)
-        cost = costs.of(current)
-        whole.settle(current)
-        if progress is not None:
-            progress(current, reached)
-    return current
-
-
-def _difference(before: Choice, after: Choice) -> Any:
-    """Return what identifies a replacement."""
-    if len(after.runs) > len(before.runs):
-        return after.runs[-1]
-    changed = [p for p, mode in after.parts.items() if before.parts.get(p) != mode]
-    return changed[0], after.parts[changed[0]]
-
-
-# -- what parts cost -----------------------------------------------------------------------------
-
-
-def find_costs(whole: ReplaceableModel, budget: str) -> Costs:
-    """Return what the parts of the layers cost: measured time, weights, or FLOPs of a token."""
-    adapter = whole.adapter
-    chains = {place: chain for place, chain in whole.chains.items() if place[0] in PARTS}
-    weights = {place: float(_num_weights(chain)) for place, chain in chains.items()}
-    linear = float(adapter.width * (adapter.width + 1))
-    num_layers = adapter.num_layers
-    if budget == "weights":
-        rest = [
-            _num_weights([layer]) - sum(weights[kind, number, 0] for kind in PARTS)
-            for number, layer in enumerate(adapter.layers)
-        ]
-        return Costs(weights, linear, rest)
-    if budget == "flops":
-        attended = 4.0 * _DECODED * adapter.width
-        flops = {p: 2 * num + attended * (p[0] == "attention") for p, num in weights.items()}
-        return Costs(flops, 2 * linear, [0.0] * num_layers)
-    places = {kind: [(kind, layer, 0) for layer in range(1, num_layers)] for kind in PARTS}
-    variants: dict[str, tuple[dict[Place, Function], dict[int, Function]]] = {"full": ({}, {})}
-    for kind, own in places.items():
-        variants[f"{kind} linear"] = {place: whole.maps[place] for place in own}, {}
-        variants[f"{kind} removed"] = dict.fromkeys(own, torch.zeros_like), {}
-    both = [place for own in places.values() for place in own]
-    variants["both removed"] = dict.fromkeys(both, torch.zeros_like), {}
-    variants["no layers"] = {}, dict.fromkeys(range(1, num_layers), unchanged)
-    model, replacement = adapter.model, whole.replacement
-    seconds = token_seconds(
-        {name: (model, partial(replacement.placed, *own)) for name, own in variants.items()},
-        whole.held_out,
-    )
-    times: dict[Place, float] = {}
-    for kind, own in places.items():
-        # Parts of one kind share the time of all of them by their weights.
-        total = sum(weights[place] for place in own)
-        saved = max(0.0, seconds["full"] - seconds[f"{kind} removed"])
-        times |= {p: saved * num / total for p, num in weights.items() if p[0] == kind}
-    maps = [seconds[f"{kind} linear"] - seconds[f"{kind} removed"] for kind in PARTS]
-    beside = max(0.0, seconds["both removed"] - seconds["no layers"]) / (num_layers - 1)
-    return Costs(times, max(0.0, sum(maps) / (2 * (num_layers - 1))), [beside] * num_layers)
-
-
-@torch.no_grad()
-def token_seconds(
-    variants: Mapping[str, tuple[Any, Callable[[], AbstractContextManager[None]]]],
-    texts: Sequence[TokenBatch],
-    rounds: int = 5,
-    steps: int = 6,
-) -> dict[str, float]:
-    """Return the seconds of one more token after a text, by variant: the best of several rounds.
-
-    A variant is a model and what it runs in. Models that do not decode read a batch of texts.
-    """
-    longest = min(
-        getattr(model.config.get_text_config(), "max_position_embeddings", None) or _DECODED + steps
-        for model, _ in variants.values()
-    )
-    length = max(1, min(_DECODED, longest - steps))
-    ids = torch.cat([batch.ids.flatten() for batch in texts])[None, :length]
-    found = dict.fromkeys(variants, float("inf"))
-    for _ in range(rounds):
-        for name, (model, context) in variants.items():
-            with eval_mode(model), context():
-                own: dict[str, Any] = {"input_ids": texts[0].ids, "attention_mask": texts[0].mask}
-                if kind_of(model) == "causal":
-                    cache = model(input_ids=ids.to(model.device), use_cache=True).past_key_values
-                    own = {"input_ids": ids[:, -1:], "past_key_values": cache}
-                for tensor in ("input_ids", "attention_mask"):
-                    own |= {tensor: own[tensor].to(model.device)} if tensor in own else {}
-                for _ in range(steps):
-                    started = time.perf_counter()
-                    model(**own)
-                    found[name] = min(found[name], time.perf_counter() - started)
-    return found
-
-
-def _num_weights(modules: Iterable[nn.Module]) -> int:
-    return sum(weight.numel() for module in modules for weight in module.parameters())
-
-
-# -- the result ----------------------------------------------------------------------------------
 
 
 def build(whole: ReplaceableModel, choice: Choice, report: Mapping[str, Any]) -> PreTrainedModel:
@@ -281,7 +71,13 @@ def build(whole: ReplaceableModel, choice: Choice, report: Mapping[str, Any]) ->
             add(whole.chains[place], place[1], found, False)
     for run in choice.runs:
         add([adapter.layers[run.first]], run.first, whole.maps[run], True)
-    return make_pruned(model, kept, layers, parts, report)
+    changed: dict[str, Tensor] = {}
+    for place, found in whole.corrected.items():
+        product = last_product(whole.chains[place])
+        assert product is not None
+        own = parameters_of(product, found)
+        changed |= {f"{names[product]}.{name}": tensor for name, tensor in own.items()}
+    return make_pruned(model, kept, layers, parts, report, changed)
 
 
 def describe(choice: Choice, num_layers: int) -> list[list[str]]:
@@ -297,56 +93,23 @@ def describe(choice: Choice, num_layers: int) -> list[list[str]]:
     return rows
 
 
-@torch.no_grad()
-def drop(whole: ReplaceableModel, costs: Costs, budget: float, method: str) -> Choice:
-    """Return the choice of whole layers to remove, as others do it.
-
-    "influence" removes the layers that change the direction of states least, one by one (ShortGPT,
-    arXiv 2403.03853); "contiguous" the run of layers whose ends lie closest by angle (arXiv
-    2403.17887).
-    """
-    states = whole.usual_states()
-    num_layers = whole.adapter.num_layers
-    protected = first_of_each_kind(whole.adapter)
-    free = [layer for layer in range(num_layers) if layer not in protected]
-
-    def distance(first: int, end: int) -> float:
-        cosine = nn.functional.cosine_similarity(states[first], states[end], dim=-1)
-        return float(cosine.clamp(-1, 1).acos().mean())
-
-    def removed(layers: Iterable[int]) -> Choice:
-        places = [(kind, layer, 0) for layer in layers for kind in PARTS]
-        return Choice(dict.fromkeys(places, "removed"))
-
-    by_influence = sorted(free, key=lambda layer: distance(layer, layer + 1))
-    for count in range(len(free) + 1):
-        if method == "influence":
-            found = removed(by_influence[:count])
-        else:
-            firsts = [
-                i
-                for i in range(num_layers - count + 1)
-                if protected.isdisjoint(range(i, i + count))
-            ]
-            best = min(firsts, key=lambda i: distance(i, i + count)) if count else 0
-            found = removed(range(best, best + count))
-        if costs.of(found) <= budget:
-            return found
-    raise UserError(
-        f"The layers cannot cost less than {costs.of(found) / costs.of(Choice()):.2f} of what they "
-        "do: ask to keep more."
-    )
-
-
 class PruneCheckpoint:
-    """The maps and the choice so far, in a folder, for a search that was interrupted."""
+    """Maps, what single replacements do, and the choice so far, for a search that is interrupted.
 
-    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        self.maps, self.choice = folder / "maps.safetensors", folder / "choice.json"
+    Maps and single replacements serve any budget, the choice one alone.
+    """
+
+    def __init__(self, folder: Path, whole: ReplaceableModel, config: PruneConfig) -> None:
+        self.maps, self.state = folder / "maps.safetensors", folder / "search.json"
+        texts = hashlib.sha256()
+        for batch in (*whole.fitted, *whole.held_out):
+            texts.update(batch.ids.numpy().tobytes())
+        about = {"model": whole.adapter.identity(with_head=True), "texts": texts.hexdigest()}
         self.about = json.dumps(about, sort_keys=True)
+        self.config = json.dumps(asdict(config), sort_keys=True)
 
     def load(self, whole: ReplaceableModel) -> Choice | None:
-        """Fill in the maps and return the choice so far; None where there is nothing of use."""
+        """Fill in what there is and return the choice so far, if any."""
         try:
             tensors, header = load_tensors(self.maps)
         except (DamagedError, OSError):
@@ -357,27 +120,36 @@ class PruneCheckpoint:
             bias = tensors[f"b.{name[2:]}"]
             whole.maps[_key(name[2:])] = whole.as_model(AffineMap(tensors[name], bias))
         try:
-            saved = read_json(self.choice)
+            saved = read_json(self.state)
         except (UserError, OSError):
-            return Choice()
+            return None
+        whole.singles = {(_key(name), mode): kl for name, mode, kl in saved["singles"]}
+        if saved["config"] != self.config:
+            return None
         parts = {(kind, layer, 0): mode for kind, layer, mode in saved["parts"]}
         return Choice(parts, tuple(Block(*run) for run in saved["runs"]))
 
     def save_maps(self, whole: ReplaceableModel) -> None:
         """Write all maps."""
         self.maps.parent.mkdir(parents=True, exist_ok=True)
-        self.choice.unlink(missing_ok=True)
+        self.state.unlink(missing_ok=True)
         tensors: dict[str, Tensor] = {}
         for key, found in whole.maps.items():
             assert found.bias is not None
-            name = ".".join(map(str, key))
-            tensors |= {f"A.{name}": found.weight, f"b.{name}": found.bias}
+            tensors |= {f"A.{_name(key)}": found.weight, f"b.{_name(key)}": found.bias}
         save_tensors(self.maps, tensors, {"about": self.about})
 
-    def save_choice(self, choice: Choice) -> None:
+    def save_choice(self, whole: ReplaceableModel, choice: Choice) -> None:
         """Write the choice so far."""
         parts = [[kind, layer, mode] for (kind, layer, _), mode in choice.parts.items()]
-        write_json(self.choice, {"parts": parts, "runs": [list(run) for run in choice.runs]})
+        runs = [list(run) for run in choice.runs]
+        singles = [[_name(key), mode, kl] for (key, mode), kl in whole.singles.items()]
+        found = {"config": self.config, "parts": parts, "runs": runs, "singles": singles}
+        write_json(self.state, found)
+
+
+def _name(key: Place | Block) -> str:
+    return ".".join(map(str, key))
 
 
 def _key(name: str) -> Place | Block:
@@ -411,63 +183,79 @@ def prune(
     config = replace(config or PruneConfig(), **changes)
     config = validate(config if keep is None else replace(config, keep=keep))
     if config.keep == 1:
-        prunable(model)
-        return make_pruned(model, range(model.config.num_hidden_layers), "", {}, {"keep": 1.0})
-    started = time.perf_counter()
+        num_layers = prunable(model).num_layers
+        layers = describe(Choice(), num_layers)
+        same = {**asdict(config), "share": 1.0, "kl": 0.0, "layers": layers, "history": []}
+        return make_pruned(model, range(num_layers), "", {}, same)
+    started, clock = time.perf_counter(), {}
     whole = ReplaceableModel(model, tokenizer, texts, config.fit_tokens, config.choose_tokens)
-    identity = whole.adapter.identity(with_head=True)
-    checkpoint = None
-    if folder is not None:
-        texts_read = hashlib.sha256()
-        for batch in (*whole.fitted, *whole.held_out):
-            texts_read.update(batch.ids.numpy().tobytes())
-        digest = texts_read.hexdigest()
-        about = {"model": identity, "config": asdict(config), "texts": digest}
-        checkpoint = PruneCheckpoint(folder, about)
-    start = checkpoint.load(whole) if checkpoint else None
-    if start is None:
-        with reading("batches", "fitting maps") as show:
-            whole.fit(show)
-        if checkpoint:
-            checkpoint.save_maps(whole)
-    costs = find_costs(whole, config.budget)
-    full = costs.of(Choice())
-    budget = config.keep * full
     history: list[dict[str, float]] = []
+    costs = find_costs(whole, config.budget)
+    budget = config.keep * costs.of(Choice())
     if config.method == "replace":
-        with reading("% of the saving", "choosing") as show:
-
-            def step(choice: Choice, kl: float) -> None:
-                share = costs.of(choice) / full
-                history.append({"share": share, "kl": kl})
-                done = min(100, round(100 * (1 - share) / (1 - config.keep)))
-                show(done, 100, f"{share:.2f} of the cost at KL {kl:.3f}")
-                if checkpoint:
-                    checkpoint.save_choice(choice)
-
-            choice = choose(whole, costs, budget, start, step)
+        checkpoint = PruneCheckpoint(folder, whole, config) if folder is not None else None
+        start = _fit_or_load(whole, checkpoint)
+        clock["fit"] = time.perf_counter() - started
+        choice = _choose(whole, costs, config, checkpoint, start, history)
+        clock["choose"] = time.perf_counter() - started
         if config.refit:
             with reading("layers", "fitting again") as show:
-                whole.refit(choice, show)
+                SequentialFit(whole, choice, config.correct).run(show)
+            clock["refit"] = time.perf_counter() - started
     else:
         choice = drop(whole, costs, budget, config.method)
-    kl, share = whole.divergence(choice), costs.of(choice) / full
     report: dict[str, Any] = {
         **asdict(config),
-        "share": share,
-        "kl": kl,
+        "share": costs.of(choice) / costs.of(Choice()),
+        "kl": whole.divergence(choice),
         "layers": describe(choice, whole.adapter.num_layers),
+        "corrected": sorted([kind, layer] for kind, layer, _ in whole.corrected),
         "left": costs.left(choice),
         "history": history,
         "evaluations": whole.evaluations,
         "seconds": time.perf_counter() - started,
-        "model": identity,
+        "stages": clock,
+        "model": whole.adapter.identity(with_head=True),
     }
     pruned = build(whole, choice, report)
     both = {"full": model, "pruned": pruned}
     seconds = token_seconds({n: (each, nullcontext) for n, each in both.items()}, whole.held_out)
     report_of(pruned)["token_seconds"] = seconds
     return pruned
+
+
+def _fit_or_load(whole: ReplaceableModel, checkpoint: PruneCheckpoint | None) -> Choice | None:
+    """Fit all maps, or read what was fitted before; return the choice that was reached then."""
+    start = checkpoint.load(whole) if checkpoint else None
+    if not whole.maps:
+        with reading("batches", "fitting maps") as show:
+            whole.fit(show)
+        if checkpoint:
+            checkpoint.save_maps(whole)
+    return start
+
+
+def _choose(
+    whole: ReplaceableModel,
+    costs: Costs,
+    config: PruneConfig,
+    checkpoint: PruneCheckpoint | None,
+    start: Choice | None,
+    history: list[dict[str, float]],
+) -> Choice:
+    """Search for what to replace, with progress; `history` gets the cost and KL of every step."""
+    full = costs.of(Choice())
+    with reading("% of the saving", "choosing") as show:
+
+        def step(choice: Choice, kl: float) -> None:
+            share = costs.of(choice) / full
+            history.append({"share": share, "kl": kl})
+            done = min(100, round(100 * (1 - share) / (1 - config.keep)))
+            show(done, 100, f"{share:.2f} of the cost at KL {kl:.3f}")
+            if checkpoint:
+                checkpoint.save_choice(whole, choice)
+
+        return GreedySearch(whole, costs, config.keep * full, start, step).run()
 
 
 def report_of(pruned: PreTrainedModel) -> dict[str, Any]:
@@ -478,6 +266,43 @@ def report_of(pruned: PreTrainedModel) -> dict[str, Any]:
         else pruned.config.deepenough_pruned
     )
     return own
+
+
+def model_card(pruned: PreTrainedModel, full_name: str, command: str) -> str:
+    """Return the README of a pruned model: how it was made, what is left, what that costs."""
+    report = report_of(pruned)
+    letters = {"kept": "#", "linear": "L", "removed": ".", "one map": "M", "in the map": "m"}
+    lines = [
+        f"# {full_name}, pruned",
+        f"The layers cost {report['share']:.3f} of what those of {full_name} do "
+        f"({report['budget']}). Made with:",
+        f"```bash\n{command}\n```",
+        "Load it after `import deepenough` with the `Auto` class of its task."
+        if isinstance(pruned.config, PrunedConfig)
+        else "It is an ordinary model of its class and needs no deepenough.",
+        "## What is left",
+        "One letter a layer: kept (#), a linear map (L), removed (.), one map (M) for a run of "
+        "layers (m).",
+    ]
+    rows = zip(("attention", "feed-forward"), zip(*report["layers"], strict=True), strict=True)
+    drawn = [f"{name:13}{''.join(letters[word] for word in row)}" for name, row in rows]
+    lines.append("\n".join(["```text", *drawn, "```"]))
+    if scores := report.get("scores"):
+        lines += ["## Quality", "On text that it was not fitted to, beside the full model:"]
+        names = ("kl", "agreement", "perplexity", "full_perplexity", "tokens")
+        cells = [
+            f"| {name.replace('_', ' ')} | {scores[name]:.4g} |" for name in names if name in scores
+        ]
+        lines.append("\n".join(["| measure | value |", "|---|---|", *cells]))
+    if report["history"]:
+        lines += [
+            "## Quality against size",
+            "KL (nats) on held-out text as more was replaced, before maps were fitted again; now "
+            f"it is {report['kl']:.3f}.",
+        ]
+        cells = [f"| {point['share']:.3f} | {point['kl']:.3f} |" for point in report["history"]]
+        lines.append("\n".join(["| share of the cost | KL |", "|---|---|", *cells]))
+    return "\n\n".join(lines) + "\n"
 
 
 @torch.no_grad()

@@ -4,8 +4,7 @@
 from that of the full model. Of every block the attention and the feed-forward can be replaced by
 the linear map that best predicts what they return from what they read (`submodules.py`), or by
 nothing; and a run of consecutive blocks by one map of the states. All maps come from one pass over
-a text, in closed form (`fit`), and those of a choice can be fitted once more, in order, each from
-what it reads in the pruned model to what makes up for the errors so far (`refit`).
+a text, in closed form (`fit`); `refitting.py` fits those of a choice once more, in order.
 
 Left out of a fit are the first token of a text and tokens of massive activations, which would
 outweigh all others.
@@ -16,26 +15,21 @@ Shapes: B texts, T tokens, N chosen tokens, D width, V vocabulary or classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt, kind_of
 from deepenough.hf.intercept import (
-    AfterHook,
-    BeforeHook,
     OneDnnProducts,
-    StopForward,
     eval_mode,
-    hidden_input,
-    hidden_output,
-    hooked,
-    run_until_stopped,
+    patched_forward,
     start_at,
 )
 from deepenough.shortcut.pruned_model import pruned_class
@@ -97,16 +91,6 @@ class Choice:
         return inside or all(self.parts.get((kind, layer, 0)) == "removed" for kind in PARTS)
 
 
-@dataclass
-class _LayerPass:
-    """One layer run over a batch: its input, what its parts read and returned, its output."""
-
-    start: Tensor
-    read: dict[str, Tensor] = field(default_factory=dict)
-    returned: dict[str, Tensor] = field(default_factory=dict)
-    output: Tensor = field(default_factory=lambda: torch.empty(0))
-
-
 class ReplaceableModel:
     """A model, the maps that could stand for its parts, and text to judge by."""
 
@@ -126,9 +110,13 @@ class ReplaceableModel:
             batches(tokenizer, texts, how), fit_tokens, choose_tokens, self.adapter.width
         )
         with eval_mode(model):
-            self._reference = [self.run(batch).half() for batch in self.held_out]
+            self._reference = [_Reference.of(self.run(batch)) for batch in self.held_out]
             self._states = [self._all_states(batch) for batch in self.held_out]
         self.maps: dict[Place | Block, AffineMap] = {}
+        self.corrected: dict[Place, AffineMap] = {}
+        """What the last product of a part that is kept becomes in the pruned model."""
+        self.singles: dict[tuple[Place | Block, Mode], float] = {}
+        """What single replacements do to the KL, on a little text."""
         self.evaluations = 0
 
     # -- running the model with replacements -----------------------------------------------------
@@ -144,7 +132,17 @@ class ReplaceableModel:
         layers: dict[int, Function] = {}
         for run in choice.runs:
             layers |= dict.fromkeys(range(*run), unchanged) | {run.first: self.maps[run]}
-        with eval_mode(self.adapter.model), self.replacement.placed(parts, layers):
+        products = {
+            product: found
+            for place, found in self.corrected.items()
+            if choice != Choice() and place not in parts and place[1] not in layers
+            if (product := last_product(self.chains[place])) is not None
+        }
+        with (
+            eval_mode(self.adapter.model),
+            self.replacement.placed(parts, layers),
+            patched_forward(products),
+        ):
             yield
 
     def run(self, batch: TokenBatch) -> Tensor:
@@ -166,32 +164,44 @@ class ReplaceableModel:
         for number, batch in enumerate(self.held_out):
             if tokens is not None and count >= tokens:
                 break
-            states = self._states[number][first]
-            forms, counter = self.replacement.forms, self.replacement.counter
-            with self.replaced(choice), start_at(counter, forms, first, states):
-                found = self.run(batch).float().log_softmax(-1)
-            expected = self._reference[number].float().log_softmax(-1)
-            kl = (expected.exp() * (expected - found)).sum(-1)
+            with self.replaced(choice), self._starting(number, first):
+                kl = self._reference[number].divergence(self.run(batch))
             total += float(kl.sum(dtype=torch.float64))
             count += len(kl)
         return total / count
 
-    def settle(self, choice: Choice) -> None:
-        """Keep the states of a choice, from which those that follow are measured."""
+    def settle(self, choice: Choice, first: int = 0) -> None:
+        """Keep the states of a choice, from which those that follow are measured.
+
+        Those before layer `first` are kept already.
+        """
         with self.replaced(choice):
-            self._states = [self._all_states(batch) for batch in self.held_out]
+            for number, batch in enumerate(self.held_out):
+                with self._starting(number, first):
+                    self._states[number][first + 1 :] = self._all_states(batch)[first + 1 :]
+
+    def settle_at(self, layer: int, states: Sequence[Tensor]) -> None:
+        """Keep the states before one layer, of every batch of held-out text."""
+        for own, state in zip(self._states, states, strict=True):
+            own[layer] = state
+
+    def _starting(self, number: int, first: int) -> AbstractContextManager[None]:
+        states = self._states[number][first]
+        return start_at(self.replacement.counter, self.replacement.forms, first, states)
 
     # -- maps ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def fit(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Fit the maps of all parts and of runs of blocks."""
-        sums = [SubmoduleStatistics(self.adapter, PARTS, _MASSIVE) for _ in range(2)]
+        sums = [
+            SubmoduleStatistics(self.adapter, PARTS, _MASSIVE, in_single=True) for _ in range(2)
+        ]
         runs = [_RunSums(self.adapter) for _ in range(2)]
         for kind, batches_ in enumerate((self.fitted, self.held_out)):
             for number, batch in enumerate(batches_):
                 with eval_mode(self.adapter.model), OneDnnProducts():
-                    row, position = _behind_first(batch)
+                    row, position = behind_first(batch)
                     with sums[kind].observing(row, position):
                         states = self._all_states(batch)
                 runs[kind].add([state[row, position] for state in states])
@@ -204,128 +214,44 @@ class ReplaceableModel:
 
     def usual_states(self) -> list[Tensor]:
         """Return states of held-out tokens, `[N, D]` of every layer."""
-        chosen = [_behind_first(batch) for batch in self.held_out]
+        chosen = [behind_first(batch) for batch in self.held_out]
         by_layer = zip(*self._states, strict=True)
         return usual(
             [torch.cat([s[at] for s, at in zip(own, chosen, strict=True)]) for own in by_layer]
         )
 
-    @torch.no_grad()
-    def refit(self, choice: Choice, progress: Callable[[int, int], None] | None = None) -> float:
-        """Fit the maps of a choice again, in order, and return the KL that is reached.
-
-        A map now reads what it will read, and is to return what leads to the full model's state:
-        with `h` that state, and `h'` that of the pruned model before the part, `h - h'`. Where a
-        norm follows the part, it is to return what the part returns in the full model.
-        """
-        reached, width = self.divergence(choice), self.adapter.width
-        texts = [*self.fitted, *self.held_out]
-        starts = [self._all_states(batch)[0] for batch in texts]
-        full, pruned, layer = starts, list(starts), 0
-        while layer < self.adapter.num_layers:
-            run = next((run for run in choice.runs if run.first == layer), None)
-            keys: list[Place | Block] = [
-                (kind, layer, 0) for kind in PARTS if choice.parts.get((kind, layer, 0)) == "linear"
-            ]
-            passed = [self._pass(b, h, layer) for b, h in zip(texts, full, strict=True)]
-            if run is not None:
-                keys = [run]
-                for later in range(layer + 1, run.end):
-                    passed = [
-                        self._pass(b, p.output, later) for b, p in zip(texts, passed, strict=True)
-                    ]
-            for key in keys:
-                sums = [NormalEquations(width, width, full[0].device) for _ in range(2)]
-                for number, batch in enumerate(texts):
-                    at = _behind_first(batch)
-                    x, y = self._aim(key, passed[number], batch, pruned[number], choice)
-                    x, y = usual([x[at], y[at]])
-                    sums[number >= len(self.fitted)].update(x, y)
-                before = self.maps[key]
-                self.maps[key] = self.as_model(best_ridge(*sums))
-                found = self.divergence(choice, layer)
-                if found < reached:
-                    reached = found
-                else:
-                    self.maps[key] = before
-            full = [p.output for p in passed]
-            if run is not None:
-                pruned = [self.maps[run](h) for h in pruned]
-            else:
-                pruned = [
-                    self._pass(b, h, layer, choice).output
-                    for b, h in zip(texts, pruned, strict=True)
-                ]
-            layer = run.end if run else layer + 1
-            if keys:
-                self.settle(choice)
-            if progress is not None:
-                progress(layer, self.adapter.num_layers)
-        return reached
-
-    def _pass(
-        self, batch: TokenBatch, hidden_BTD: Tensor, layer: int, choice: Choice | None = None
-    ) -> _LayerPass:
-        """Run one layer of the model, or of what a choice makes of it."""
-        result = _LayerPass(hidden_BTD)
-        before: list[tuple[nn.Module, BeforeHook]] = []
-        after: list[tuple[nn.Module, AfterHook]] = []
-        for kind in PARTS:
-            chain = self.chains[kind, layer, 0]
-
-            def read(_: Any, args: Any, kwargs: Any, kind: str = kind) -> None:
-                result.read[kind] = hidden_input(args, kwargs).view_as(hidden_BTD)
-
-            def returned(_: Any, __: Any, output: Any, kind: str = kind) -> None:
-                result.returned[kind] = hidden_output(output).view_as(hidden_BTD)
-
-            before.append((chain[0], read))
-            after.append((chain[-1], returned))
-
-        def stop(_: Any, __: Any, output: Any) -> None:
-            if self.replacement.counter.current == layer:
-                raise StopForward(hidden_output(output))
-
-        after.append((self.adapter.layers[layer], stop))
-        forms, counter = self.replacement.forms, self.replacement.counter
-        with (
-            self.replaced(choice or Choice()),
-            start_at(counter, forms, layer, hidden_BTD),
-            hooked(before, after),
-            OneDnnProducts(),
-        ):
-            result.output = run_until_stopped(lambda: self._all_states(batch))
-        return result
-
-    def _aim(
-        self,
-        key: Place | Block,
-        full: _LayerPass,
-        batch: TokenBatch,
-        hidden_BTD: Tensor,
-        choice: Choice,
-    ) -> tuple[Tensor, Tensor]:
-        """Return what a map reads in the pruned model, and what it should return."""
-        if isinstance(key, Block):
-            return hidden_BTD, full.output
-        kind, layer, _ = key
-        own = self._pass(batch, hidden_BTD, layer, choice)
-        if not self._adds_up(full):
-            return own.read[kind], full.returned[kind]
-        if kind == "attention":
-            return own.read[kind], full.start + full.returned[kind] - hidden_BTD
-        return own.read[kind], full.output - hidden_BTD - own.returned["attention"]
-
-    def _adds_up(self, full: _LayerPass) -> bool:
-        """Return whether a layer adds what its two parts return to what it read."""
-        total = full.start + full.returned["attention"] + full.returned["feed_forward"]
-        return torch.allclose(total, full.output, 1e-2, 1e-2 * float(full.output.abs().median()))
-
     def as_model(self, found: AffineMap) -> AffineMap:
         """Return a map in the model's number format and on its device."""
         parameter = next(self.adapter.model.parameters())
-        assert found.bias is not None
-        return AffineMap(found.weight.to(parameter), found.bias.to(parameter))
+        bias = None if found.bias is None else found.bias.to(parameter)
+        return AffineMap(found.weight.to(parameter), bias)
+
+
+class _Reference(NamedTuple):
+    """Output distributions of the full model, `[N, V]` in half precision, and their entropies."""
+
+    probabilities: Tensor
+    entropy: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> _Reference:
+        """Take the full model's logits."""
+        halves = logits.float().softmax(-1).half()
+        p = halves.float()
+        p /= p.sum(-1, keepdim=True)
+        return cls(halves, -torch.special.xlogy(p, p).sum(-1))
+
+    def divergence(self, logits: Tensor) -> Tensor:
+        """Return `KL(p || q) = log sum exp z - p.z - H(p)` of logits `z`, `[N]`."""
+        p, z = self.probabilities.float(), logits.float()
+        inner = torch.linalg.vecdot(p, z) / p.sum(-1)
+        return z.logsumexp(-1) - inner - self.entropy
+
+
+def last_product(chain: Sequence[nn.Module]) -> nn.Module | None:
+    """Return the last linear module of a part, whose output may be what the part returns."""
+    found = [each for each in chain[-1].modules() if type(each) in (nn.Linear, Conv1D)]
+    return found[-1] if found else None
 
 
 @torch.no_grad()
@@ -402,15 +328,20 @@ def _split(
     return fitted, held_out
 
 
-def _behind_first(batch: TokenBatch) -> tuple[Tensor, Tensor]:
+def behind_first(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Return row and position of all tokens but the first of each text."""
     row, position = batch.mask.nonzero(as_tuple=True)
     return row[position > 0], position[position > 0]
 
 
-def best_ridge(equations: NormalEquations, held_out: NormalEquations) -> AffineMap:
-    """Return the affine map whose ridge leaves the smallest error on other rows."""
-    maps = [equations.solve(affine=True, ridge=ridge, relative=True) for ridge in _RIDGES]
+def best_ridge(
+    equations: NormalEquations,
+    held_out: NormalEquations,
+    ridges: Sequence[float] = _RIDGES,
+    affine: bool = True,
+) -> AffineMap:
+    """Return the map whose ridge leaves the smallest error on other rows."""
+    maps = [equations.solve(affine, ridge, relative=True) for ridge in ridges]
     return min(maps, key=held_out.excess_error)
 
 
@@ -439,7 +370,7 @@ class _RunSums:
             ends = self.ends(first)
             if first not in self.equations:
                 sizes = self.width, len(ends) * self.width
-                self.equations[first] = NormalEquations(*sizes, states[0].device)
+                self.equations[first] = NormalEquations(*sizes, states[0].device, in_single=True)
             self.equations[first].update(states[first], torch.cat([states[e] for e in ends], -1))
 
     def best(self, other: _RunSums, states: Sequence[Tensor]) -> dict[Place | Block, AffineMap]:

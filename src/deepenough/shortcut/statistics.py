@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepenough.errors import UserError
+from deepenough.hf.intercept import OneDnnProducts
 
 logger = logging.getLogger("deepenough")
 
@@ -79,8 +80,18 @@ class NormalEquations:
     """
 
     def __init__(
-        self, num_inputs: int, num_outputs: int, device: torch.device | str = "cpu"
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        device: torch.device | str = "cpu",
+        in_single: bool = False,
     ) -> None:
+        """Start from nothing.
+
+        With `in_single`, products of a few hundred rows are made in float32 before they are added,
+        three times as fast and good enough for maps with a ridge.
+        """
+        self.in_single = in_single
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.num_inputs = num_inputs
         self.products = zeros(num_inputs, num_inputs + num_outputs)
@@ -97,8 +108,16 @@ class NormalEquations:
     def flush(self) -> None:
         """Bring the rows that wait into the sums."""
         if self._waiting:
-            rows = torch.cat(self._waiting).double()
+            rows = torch.cat(self._waiting)
             self._waiting.clear()
+            if self.in_single:
+                turned = rows.float().T.contiguous()
+                with torch.no_grad(), OneDnnProducts():
+                    self.products += F.linear(turned[: self.num_inputs], turned)
+                self.sums += rows.sum(0, dtype=torch.float64)
+                self.count += len(rows)
+                return
+            rows = rows.double()
             self.add(rows[:, : self.num_inputs], rows[:, self.num_inputs :])
 
     def add(self, inputs_NI: Tensor, outputs_NO: Tensor) -> None:

@@ -89,11 +89,14 @@ class SubmoduleStatistics:
         adapter: Adapter,
         kinds: Sequence[str] = (*KINDS, RESIDUALS),
         massive: float = math.inf,
+        in_single: bool = False,
     ) -> None:
         """Observe parts of these kinds, but tokens whose input or output is massive.
 
-        That is, more than so many times the median size of those it is observed with.
+        That is, more than so many times the median size of those it is observed with. `in_single`
+        is of `NormalEquations`.
         """
+        self.in_single = in_single
         self.parts = {p: chain for p, chain in parts_of(adapter).items() if p[0] in kinds}
         self.massive = massive
         self.equations: dict[Place, NormalEquations] = {}
@@ -159,7 +162,8 @@ class SubmoduleStatistics:
             usual = (size <= self.massive * size.median(dim=1, keepdim=True).values).all(0)
             x_ND, y_ND = x_ND[usual], y_ND[usual]
         if place not in self.equations:
-            self.equations[place] = NormalEquations(x_ND.shape[1], y_ND.shape[1], x_ND.device)
+            sizes = x_ND.shape[1], y_ND.shape[1]
+            self.equations[place] = NormalEquations(*sizes, x_ND.device, self.in_single)
         self.equations[place].update(x_ND, y_ND)
 
 

@@ -199,7 +199,8 @@ function drawChart(box, panel, state) {
 function drawLine(a, panel, s, row, state) {
   const place = colorOf(s, state), ink = color(place), at = i => `${a.x.place(s.x[i]).toFixed(1)},${a.y.place(s.y[i]).toFixed(1)}`;
   if (s.low.length) {
-    const upper = s.x.map((v, i) => `${a.x.place(v)},${a.y.place(s.high[i])}`), lower = s.x.map((v, i) => `${a.x.place(v)},${a.y.place(s.low[i])}`);
+    const end = v => a.y.place(panel.y.scale === "log" ? Math.max(v, a.y.low) : v);  // which 0 is below
+    const upper = s.x.map((v, i) => `${a.x.place(v)},${end(s.high[i])}`), lower = s.x.map((v, i) => `${a.x.place(v)},${end(s.low[i])}`);
     a.inner.append(svg("polygon", { points: [...upper, ...lower.reverse()].join(" "), fill: ink, opacity: 0.18 }));
   }
   // What a scale cannot show, as 0 on a logarithmic one, is left out.
@@ -286,22 +287,22 @@ function drawScatter(box, panel, state) {
   if (path) a.inner.append(svg("path", { d: path, fill: "none", stroke: "var(--muted)", "stroke-width": 1.5, "stroke-dasharray": "5 4" }));
   for (const p of shown) {
     const place = state.names.indexOf(p.group), [x, y] = spot(p), ink = color(place);
-    const bars = svg("g", { stroke: ink, opacity: p.optimal ? 0.8 : 0.4 });
+    const bars = svg("g", { stroke: ink, opacity: p.optimal !== false ? 0.8 : 0.4 });
     if (p.y_low !== null) bars.append(svg("line", { x1: x, x2: x, y1: a.y.place(p.y_low), y2: a.y.place(p.y_high) }));
     if (p.x_low !== null) bars.append(svg("line", { x1: a.x.place(p.x_low), x2: a.x.place(p.x_high), y1: y, y2: y }));
     a.inner.append(bars);
     const mark = symbol(place, x, y, p.optimal ? 6.5 : 5);
-    mark.setAttribute("fill", p.optimal ? ink : "var(--card)");
+    mark.setAttribute("fill", p.optimal !== false ? ink : "var(--card)");
     mark.setAttribute("stroke", ink);
     mark.setAttribute("stroke-width", 1.6);
-    describe(mark, [p.name, ...p.details, p.optimal ? "no other point is as good and cheaper" : "another point is at least as good and cheaper"].join("\n"));
+    describe(mark, [p.name, ...p.details, ...(p.optimal === null ? [] : [p.optimal ? "no other point is as good and cheaper" : "another point is at least as good and cheaper"])].join("\n"));
     const choose = () => { state.picked = p.name; showPoint(detail, p); };
     mark.addEventListener("click", choose);
     mark.addEventListener("keydown", event => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); } });
     a.drawing.append(mark);
   }
   a.taken = shown.map(spot).map(([x, y]) => [x - 7, y - 7, x + 7, y + 7]);
-  for (const p of [...best, ...shown.filter(p => !p.optimal)]) nameBeside(a, p.name, ...spot(p), p.optimal ? "name" : "name beaten");
+  for (const p of [...best, ...shown.filter(p => !p.optimal)]) nameBeside(a, p.name, ...spot(p), p.optimal !== false ? "name" : "name beaten");
   wireKeys(a.drawing);
   box.append(a.drawing, detail);
   const picked = panel.points.find(p => p.name === state.picked);
@@ -313,7 +314,7 @@ function showPoint(place, p) {
   place.replaceChildren(html("strong", {}, p.name), html("p", {}, p.details.join("; ")));
   if (p.folder) {
     const run = html("p", {}, "run: ");
-    run.append(p.section === null ? html("code", {}, p.folder) : html("a", { href: `#section-${p.section}` }, p.folder));
+    run.append(p.section === null ? html("code", {}, p.folder) : html("a", { href: `#run-${p.section}` }, p.folder));
     place.append(run);
   }
   if (p.command) place.append(command(p.command));
@@ -327,15 +328,17 @@ function shareOf(axis, value) {
   return (f(value) - low) / (high - low || 1);
 }
 
-function grid(box, panel, values, texts) {
+// The cells with their texts; `leastCell` is their least width, and `tip` tells what is said of one.
+function grid(box, panel, values, texts, { leastCell = 0, tip = null } = {}) {
   const rows = values.length, columns = values[0].length;
-  const width = Math.min(panel.square ? 560 : Infinity, Math.max(240, box.clientWidth || 600)), top = 8, bottom = 44;
+  const room = Math.max(240, box.clientWidth || 600, leastCell * columns + 70);
+  const width = Math.min(panel.square ? 560 : Infinity, room), top = 8, bottom = 44;
   const longest = Math.max(...panel.rows.map(r => r.length));
   const left = Math.min(width * 0.4, 7 * longest + (panel.y.label ? 30 : 14));
   const cell = (width - left - 10) / columns;
   const height = Math.min(panel.square ? Infinity : rows <= 4 ? 48 : 30, Math.max(12, cell));
   const total = top + bottom + rows * height;
-  const drawing = svg("svg", { viewBox: `0 0 ${width} ${total}`, role: "group", "aria-label": panel.title || panel.value.label, style: `max-width:${width}px` });
+  const drawing = svg("svg", { viewBox: `0 0 ${width} ${total}`, role: "group", "aria-label": panel.title || panel.value.label, style: `max-width:${width}px${leastCell ? `;width:${width}px` : ""}` });
   const at = r => top + (panel.upwards ? rows - 1 - r : r) * height;
   const widest = Math.max(...panel.columns.map(c => c.length)) * 7 + 8;
   const every = Math.max(1, Math.ceil(widest / cell)), rowEvery = Math.max(1, Math.ceil(14 / height));
@@ -348,22 +351,23 @@ function grid(box, panel, values, texts) {
       const share = shareOf(panel.value, value), below = value < panel.value.low;
       const mark = svg("rect", { x: left + c * cell + 0.5, y: at(r) + 0.5, width: Math.max(1, cell - 1), height: height - 1, fill: below ? "var(--line)" : shade(share) });
       if (framed.has(`${r},${c}`)) { mark.classList.add("framed"); mark.setAttribute("width", Math.max(1, cell - 3)); mark.setAttribute("x", left + c * cell + 1.5); }
-      describe(mark, `${panel.y.label || "row"} ${panel.rows[r]}, ${panel.x.label} ${panel.columns[c]}\n${panel.value.label} ${show(value, panel.value.percent)}${below ? ` (below ${panel.value.low})` : ""}${panel.details.length ? `\n${panel.details[r][c]}` : ""}`, panel.upwards ? rows - 1 - r : r, c);
+      describe(mark, tip ? tip(r, c) : `${panel.y.label || "row"} ${panel.rows[r]}, ${panel.x.label} ${panel.columns[c]}\n${panel.value.label} ${show(value, panel.value.percent)}${below ? ` (below ${panel.value.low})` : ""}${panel.details?.length ? `\n${panel.details[r][c]}` : ""}`, panel.upwards ? rows - 1 - r : r, c);
       drawing.append(mark);
       const word = texts.length ? texts[r][c] : "";
       if (word && word.length * 6.6 < cell && height > 13) drawing.append(svg("text", { x: left + (c + 0.5) * cell, y: at(r) + height / 2 + 4, "text-anchor": "middle", style: `fill:${inkOn(share)};pointer-events:none` }, word));
     }
   }
   for (let c = 0; c < columns; c += every) drawing.append(svg("text", { class: "tick", x: left + (c + 0.5) * cell, y: total - bottom + 15, "text-anchor": "middle" }, panel.columns[c]));
-  drawing.append(svg("text", { x: left + (width - left) / 2, y: total - 6, "text-anchor": "middle" }, panel.x.label));
+  // Of cells that are scrolled through, the middle may be out of sight.
+  drawing.append(svg("text", { x: leastCell ? left : left + (width - left) / 2, y: total - 6, "text-anchor": leastCell ? "start" : "middle" }, panel.x.label));
   labelRows(box, drawing, panel.y.label, top, top + rows * height);
   wireKeys(drawing);
   return drawing;
 }
 
 function scaleBar(box, low, high, name, below) {
-  const line = html("div", { class: "caption" }), bar = html("span", { class: "scale" });
-  bar.style.background = `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(shade).join(",")})`;
+  const line = html("div", { class: "caption" }), bar = svg("svg", { class: "scale", viewBox: "0 0 144 13", "aria-hidden": "true" });
+  for (let i = 0; i < 48; i++) bar.append(svg("rect", { x: 3 * i, y: 0, width: 6, height: 13, fill: shade(i / 47) }));
   line.append(`${low} `, bar, ` ${high} ${name}`);
   if (below) { const swatch = html("span", { class: "scale below" }); line.append(" ", swatch, ` below ${low}`); }
   box.append(line);
@@ -408,50 +412,50 @@ function drawFrames(box, panel, state) {
 
 // -- texts and diagrams -------------------------------------------------------------------------
 
-function drawTokens(box, panel) {
+function drawTokens(box, panel, state) {
   const text = html("div", { class: "tokens" });
   panel.tokens.forEach((token, i) => {
     const depth = panel.depth[i], share = depth === null ? null : depth / panel.last;
     const told = depth === null ? "part of the prompt" : `${panel.depth_name}: ${show(depth)} of ${show(panel.last)}`;
-    const button = html(panel.lens ? "button" : "span", { ...(panel.lens ? { type: "button" } : { role: "img" }), class: "token", "aria-label": `${token}: ${told}` }, token);
-    button.dataset.tip = told;
-    if (share !== null) { button.style.background = shade(share); button.style.color = inkOn(share); }
-    if (panel.lens) {
-      button.setAttribute("aria-haspopup", "dialog");
-      button.setAttribute("aria-expanded", "false");
-      button.addEventListener("click", () => openLens(panel, i, button));
-    }
-    text.append(button);
+    const mark = html("span", { role: "img", class: "token", "aria-label": `${token}: ${told}` }, token);
+    mark.dataset.tip = told;
+    if (share !== null) { mark.style.background = shade(share); mark.style.color = inkOn(share); }
+    text.append(mark);
   });
   wireKeys(text);
   box.append(text);
   scaleBar(box, "0", show(panel.last), panel.depth_name);
+  if (panel.lens) drawLens(box, panel, state);
 }
 
-function openLens(panel, token, button) {
-  const dialog = document.getElementById("lens"), lens = panel.lens, last = lens.layers.length - 1;
-  const head = html("div", { class: "tools" }), close = html("button", { type: "button" }, "Close");
-  close.addEventListener("click", () => dialog.close());
-  head.append(html("h3", {}, `after “${panel.tokens[token]}”`), close);
-  const table = html("table"), title = html("tr");
-  for (const name of ["layer", "predicts", "probability", ""]) title.append(html("th", { scope: "col" }, name));
-  table.append(title);
-  for (let row = last; row >= 0; row--) {
-    const line = html("tr", lens.agrees[row][token] ? { class: "last" } : {}), p = lens.probability[row][token];
-    line.append(html("td", {}, String(lens.layers[row])), html("td", {}, lens.predictions[row][token]), html("td", {}, show(p)));
-    const cell = html("td"), bar = html("div", { class: "bar" });
-    bar.style.width = `${Math.round(100 * (p || 0))}%`;
-    cell.append(bar);
-    line.append(cell);
-    table.append(line);
+// Layers by tokens: what is predicted, shaded by a statistic of the reader's choice.
+function drawLens(box, panel, state) {
+  const lens = panel.lens, last = lens.layers.length - 1, tables = { probability: lens.probability, ...lens.statistics };
+  const controls = html("div", { class: "controls" }), label = html("label", {}, "shade by "), place = html("div");
+  const select = html("select", { "aria-label": "what the cells are shaded by" });
+  for (const name of Object.keys(tables)) select.append(html("option", { value: name }, name));
+  select.value = state.statistic ?? "probability";
+  label.append(select);
+  controls.append(label);
+  box.append(controls, place);
+  const tip = (r, c) => [
+    `layer ${lens.layers[r]}, after “${panel.tokens[c]}”`,
+    ...(lens.top.length ? lens.top[r][c].map((word, i) => `${i + 1}. ${lens.words[word]}  ${show(lens.top_probability[r][c][i], true)}`) : [`${lens.predictions[r][c]}  ${show(lens.probability[r][c], true)}`]),
+    ...Object.entries(lens.statistics).filter(([, table]) => table[r][c] !== null).map(([name, table]) => `${name}: ${show(table[r][c])}`),
+  ].join("\n");
+  const framed = panel.tokens.map((_, c) => [lens.layers.findIndex(layer => layer >= panel.depth[c]), c]).filter(([r]) => r < last);
+  function update() {
+    const name = state.statistic = select.value, values = tables[name], known = values.flat().filter(v => v !== null);
+    const isRank = name.startsWith("rank"), high = name === "probability" ? 1 : Math.max(...known, isRank ? 2 : 0.01);
+    const value = { label: name, scale: isRank ? "log" : "linear", low: isRank ? 1 : 0, high, percent: false };
+    const heat = { rows: lens.layers.map(String), columns: panel.tokens, x: { label: "token read" }, y: { label: "layer" }, value, framed, upwards: true, square: false, title: name };
+    const scroll = html("div", { class: "scroll", tabindex: "-1" });
+    place.replaceChildren(scroll);
+    scroll.append(grid(place, heat, values, lens.predictions, { leastCell: 52, tip }));
+    scaleBar(place, show(value.low), show(value.high), `${name}; framed: from this layer on the prediction stays the same`);
   }
-  const from = panel.depth[token];
-  const note = html("p", { class: "caption" }, "Bold: the last layer’s prediction. " + (from >= lens.layers[last] ? "The layer before it still differs." : `From layer ${from} on every layer makes it.`));
-  dialog.replaceChildren(head, note, table);
-  dialog.setAttribute("aria-label", `what every layer predicts after ${panel.tokens[token]}`);
-  button.setAttribute("aria-expanded", "true");
-  dialog.addEventListener("close", () => { button.setAttribute("aria-expanded", "false"); button.focus(); }, { once: true });
-  dialog.showModal();
+  select.addEventListener("change", update);
+  update();
 }
 
 function drawDiagram(box, panel) {

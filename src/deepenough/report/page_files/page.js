@@ -61,7 +61,7 @@ function drawFigure(figure, spec, state) {
     box.append(rows);
     const places = panels.map(panel => {
       const place = html("div");
-      if (panel.title && !spec.choice && !panel.frames?.length) place.append(html("h4", {}, panel.title));
+      if (panel.title && !spec.choice && !panel.frames?.length) place.append(html("h5", {}, panel.title));
       rows.append(place);
       return place;
     });
@@ -146,6 +146,7 @@ function start() {
     const state = { number, off: new Set(), chosen: 0, names: [] };
     const figure = document.getElementById(`figure-${number}`);
     wireData(figure, spec, state);
+    wirePictures(figure, spec, state);
     return drawFigure(figure, spec, state);
   });
   let width = innerWidth, timer = null;

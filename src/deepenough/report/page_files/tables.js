@@ -20,8 +20,8 @@ const TABLES = {
     rows: panel.values.map((row, r) => [panel.rows[r], ...row]),
   },
   tokens: panel => ({
-    columns: ["token", panel.depth_name, ...(panel.lens ? panel.lens.layers.map(l => `layer ${l}`) : [])],
-    rows: panel.tokens.map((t, i) => [t, panel.depth[i], ...(panel.lens ? panel.lens.predictions.map(row => row[i]) : [])]),
+    columns: ["token", panel.depth_name, ...(panel.lens ? panel.lens.layers.flatMap(l => [`layer ${l}`, `probability, layer ${l}`]) : [])],
+    rows: panel.tokens.map((t, i) => [t, panel.depth[i], ...(panel.lens ? panel.lens.predictions.flatMap((row, l) => [row[i], panel.lens.probability[l][i]]) : [])]),
   }),
   diagram: panel => ({ columns: ["block", "type"], rows: panel.blocks.map((block, i) => [i + 1, block]) }),
 };
@@ -80,4 +80,71 @@ function dataTable(spec, panel) {
   const save = html("a", { class: "save", download: `${name.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}.csv`,
     href: `data:text/csv;charset=utf-8,${encodeURIComponent(csv(content).replace(/[\uD800-\uDFFF]/gu, "\uFFFD"))}` }, spec.panels.length > 1 && panel.title ? `Save “${panel.title}” as CSV` : "Save as CSV");
   return [save, table];
+}
+
+// -- pictures -----------------------------------------------------------------------------------
+
+const LOOK = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "opacity", "paint-order", "font-size", "font-family", "font-weight", "text-anchor"];
+
+// A drawing by itself: with the look that the style sheet gives it, and nothing that is only for the page.
+function standalone(drawing) {
+  const copy = drawing.cloneNode(true), copies = [copy, ...copy.querySelectorAll("*")];
+  [drawing, ...drawing.querySelectorAll("*")].forEach((element, i) => {
+    const look = getComputedStyle(element);
+    for (const name of [...copies[i].getAttributeNames()]) if (/^(class|style|role|tabindex|data-.*|aria-.*)$/.test(name)) copies[i].removeAttribute(name);
+    for (const name of LOOK) copies[i].setAttribute(name, look.getPropertyValue(name));
+  });
+  return copy;
+}
+
+// A figure as one drawing: its title, and all that stands in it where it stands.
+function picture(figure, title) {
+  const chart = figure.querySelector(".chart"), origin = chart.getBoundingClientRect(), parts = [], margin = 12, head = 34;
+  const base = getComputedStyle(chart);
+  let right = 0, bottom = 0;
+  const move = box => { const x = box.left - origin.left + chart.scrollLeft, y = box.top - origin.top + head; right = Math.max(right, x + box.width); bottom = Math.max(bottom, y + box.height); return [x, y]; };
+  function words(node, look) {
+    for (const found of node.textContent.matchAll(/\S+/g)) {
+      const range = document.createRange();
+      range.setStart(node, found.index);
+      range.setEnd(node, found.index + found[0].length);
+      const box = range.getBoundingClientRect(), [x, y] = move(box);
+      parts.push(svg("text", { x, y: y + 0.78 * box.height, fill: look.color, "font-size": look.fontSize, "font-family": look.fontFamily, "font-weight": look.fontWeight }, found[0]));
+    }
+  }
+  function walk(element) {
+    if (element.hidden || element.classList.contains("controls")) return;
+    const look = getComputedStyle(element), box = element.getBoundingClientRect();
+    if (element.namespaceURI === NS) {
+      const [x, y] = move(box), copy = standalone(element);
+      for (const [name, value] of Object.entries({ x, y, width: box.width, height: box.height })) copy.setAttribute(name, value);
+      parts.push(copy);
+      return;
+    }
+    const [x, y] = move(box), dashes = look.borderTopStyle === "dashed" ? "4 3" : "none", edge = parseFloat(look.borderTopWidth) || 0;
+    const ground = look.backgroundColor, clear = ground === "rgba(0, 0, 0, 0)";
+    if (!clear || (edge && look.borderTopColor !== "rgba(0, 0, 0, 0)")) parts.push(svg("rect", { x, y, width: box.width, height: box.height, rx: parseFloat(look.borderRadius) || 0, fill: clear ? "none" : ground, ...(edge ? { stroke: look.borderTopColor, "stroke-width": edge, "stroke-dasharray": dashes } : {}) }));
+    for (const child of element.childNodes) child.nodeType === Node.TEXT_NODE ? words(child, look) : child.nodeType === Node.ELEMENT_NODE && walk(child);
+  }
+  for (const child of chart.children) walk(child);
+  const width = Math.ceil(right) + 2 * margin, height = Math.ceil(bottom) + 2 * margin;
+  const whole = svg("svg", { xmlns: NS, width, height, viewBox: `${-margin} ${-margin} ${width} ${height}` });
+  whole.append(svg("rect", { x: -margin, y: -margin, width, height, fill: getComputedStyle(figure).backgroundColor }));
+  whole.append(svg("text", { x: 0, y: 14, fill: base.color, "font-size": "16px", "font-weight": "bold", "font-family": base.fontFamily }, title), ...parts);
+  const text = new XMLSerializer().serializeToString(whole).replace(/[\uD800-\uDFFF]/gu, "\uFFFD");
+  return { width, height, url: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}` };
+}
+
+function saveAs(name, url) { html("a", { href: url, download: `${name.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}` + (url.startsWith("data:image/png") ? ".png" : ".svg") }).click(); }
+
+function wirePictures(figure, spec, state) {
+  const title = () => spec.choice ? `${spec.title}: ${spec.panels[state.chosen].title}` : spec.title;
+  figure.querySelector(".save-svg").addEventListener("click", () => saveAs(title(), picture(figure, title()).url));
+  figure.querySelector(".save-png").addEventListener("click", async () => {
+    const { width, height, url } = picture(figure, title()), image = new Image(), canvas = html("canvas", { width: 2 * width, height: 2 * height });
+    image.src = url;
+    await image.decode();
+    canvas.getContext("2d").drawImage(image, 0, 0, 2 * width, 2 * height);
+    saveAs(title(), canvas.toDataURL("image/png"));
+  });
 }
