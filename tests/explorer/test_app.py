@@ -55,7 +55,7 @@ def test_requests_are_answered_or_refused_with_a_reason(serve):
     client = Client(address)
     found = client.ask("write", WRITE)
     assert found.kind == "answered" and found.started is not None and found.first is not None
-    seen = client.ask("lens", ["The capital", "linear", "KL from the last layer"])
+    seen = client.ask("lens", ["The capital", "linear", "KL to the last layer"])
     assert seen.kind == "answered"
     for event, data, reason in (
         ("write", ["", 16, 0.3, "depth"], "empty"),

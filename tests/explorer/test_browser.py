@@ -217,7 +217,7 @@ def test_every_control_of_every_tab(page: Any) -> None:
     assert "10. " in tip and "entropy" in tip and "KL" in tip
     page.switch_to.active_element.send_keys("\ue014")  # right: the next cell
     assert one(page, ".tip").text != tip
-    for name in ("entropy", "rank of the next token", "cross-entropy of the next token"):
+    for name in ("entropy", "rank of the next token", "loss on the next token"):
         choose(page, name)
         wait_for(lambda: name.split()[0] in one(page, "#lens-table .chart").text)  # noqa: B023
     for mode, said in (("linear", "linear map"), ("tuned", "KL-tuned map")):
@@ -259,9 +259,8 @@ def test_streaming_while_another_tab_waits_and_cancels(browser: Any, address: st
         wait_for(lambda: "queue" in one(browser, "body").text)  # it is told its place
         one(browser, "#stop-writing").click()
         browser.switch_to.window(first)
-        before = num_tokens(browser)
         wait_for(lambda: "times the speed" in one(browser, "#verdict").text)
-        assert num_tokens(browser) == 3 * 256 > before
+        assert num_tokens(browser) == 3 * 256  # all of it, whatever the other tab did
         one(browser, "#write").click()  # and a second one that is stopped on its way
         wait_for(lambda: "waits for its turn" in one(browser, "#pane-exit").text)
         one(browser, "#stop-writing").click()

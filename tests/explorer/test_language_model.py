@@ -87,9 +87,10 @@ def test_a_lens_without_maps_is_the_head_at_every_layer(writer):
             torch.tensor(values["kl"][layer]).float(), kl, rtol=1e-3, atol=1e-4
         )
         best = log_q.exp().topk(10)
-        for place, row in enumerate(values["top"][layer]):
-            assert [p for _, p in row] == pytest.approx(best.values[place].tolist(), rel=1e-3)
-            assert row[0][0] == values["words"][layer][place]
+        for place, row in enumerate(values["top_probability"][layer]):
+            expected = pytest.approx(best.values[place].tolist(), rel=1e-3, abs=1e-5)
+            assert row == expected
+            assert values["top"][layer][place][0] == values["words"][layer][place]
     assert values["target_rank"][0][-1] is None  # nobody knows what comes next
 
 

@@ -16,8 +16,8 @@ COLOURS = {
     "probability": "probability",
     "entropy": "entropy",
     "rank of the next token": "target_rank",
-    "KL from the last layer": "kl",
-    "cross-entropy of the next token": "cross_entropy",
+    "KL to the last layer": "kl",
+    "loss on the next token": "cross_entropy",
 }
 
 
