@@ -154,7 +154,7 @@ class TestDispatch:
 
     def test_unknown_command_unlike_any(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["xyzzy"]) == 2
-        assert "there are par, ponder, lazy, shortcut, decode, compare" in capsys.readouterr().err
+        assert "there are par, ponder, lazy, shortcut, decode, profile" in capsys.readouterr().err
 
     @pytest.mark.parametrize("verb", ["search", "train"])
     def test_a_verb_without_its_method_gets_a_suggestion(

@@ -198,7 +198,9 @@ def test_result_files_have_the_schema() -> None:
 
 #: Long benchmarks whose first result is still to come; an entry goes when its result is there.
 NOT_RUN_YET = {
-    *("decode_bench", "decode_native", "par_encoder"),
+    *("decode_bench", "decode_exit_frontier-smollm2", "decode_exit_frontier-stories15m"),
+    *("decode_floor-1b", "decode_floor-bf16", "decode_floor-context", "decode_identity"),
+    *("decode_native", "explorer_load", "par_encoder"),
     *("prune_domains", "prune_healing", "prune_models", "prune_smollm2-time"),
     *("prune_smollm2-weights", "prune_tasks"),
 }

@@ -15,15 +15,17 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepenough.artifacts import read_json, write_json
-from deepenough.compare.config import CompareConfig, Grid
 from deepenough.config import Command, bounded, processor, provenance, resolve, validate
 from deepenough.errors import UserError
 from deepenough.measurement import content_of, median_interval
 from deepenough.registry import METHODS
 from deepenough.runs import Record, RunFolder, read_records, replace_records
+
+if TYPE_CHECKING:
+    from deepenough.compare.config import CompareConfig
 
 SHORTCUT, DECODE = (next(m for m in METHODS if m.name == name) for name in ("shortcut", "decode"))
 Model: Any = SHORTCUT.load("config", "PretrainedModelConfig")
@@ -278,6 +280,8 @@ class Profile:
 
     def _compare(self) -> None:
         """Measure the ways to generate; early exit at the thresholds that the evaluation found."""
+        from deepenough.compare.config import CompareConfig, Grid
+
         from deepenough.compare.frontier import run_comparison
         from deepenough.training.logging import reading
 
