@@ -281,7 +281,6 @@ class Profile:
     def _compare(self) -> None:
         """Measure the ways to generate; early exit at the thresholds that the evaluation found."""
         from deepenough.compare.config import CompareConfig, Grid
-
         from deepenough.compare.frontier import run_comparison
         from deepenough.training.logging import reading
 
