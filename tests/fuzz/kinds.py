@@ -269,7 +269,21 @@ def check_frontier(case: bytes, world: World) -> None:
 # -- pages -----------------------------------------------------------------------------------------
 
 TAGS = {
-    *("html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "h3", "nav", "a"),
+    *(
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "header",
+        "h1",
+        "h2",
+        "h3",
+        "h4",
+        "nav",
+        "a",
+    ),
     *(
         "main",
         "section",
