@@ -71,8 +71,8 @@ class ModelShortcuts:
     def _read(self) -> bool:
         """Read what is fitted so far; return whether nothing is missing."""
         if (self.folder / "shortcuts" / "shortcuts.json").is_file():
-            cls = find_method("shortcut").load("modeling", "Shortcuts")
-            self.found = cls.from_pretrained(self.folder / "shortcuts")
+            kind = find_method("shortcut").load("modeling", "Shortcuts")
+            self.found = kind.from_pretrained(self.folder / "shortcuts")
         return bool(self.found and self.found.tuned)
 
     def _fit(self) -> None:
