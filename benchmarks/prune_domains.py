@@ -1,4 +1,4 @@
-"""A pruned model is best on text like that which it was fitted on; mixed text serves all.
+"""What a pruned model loses on the text that it was fitted on, on other kinds, and on mixed text.
 
 SmolLM2 is pruned to 0.83 of its layers' weights on articles (WikiText-2), on the prose of Python,
 on sentences of film reviews (SST-2), and on a mixture of the three, and measured on other text of

@@ -1,4 +1,4 @@
-"""On a story teller of 15M weights and on a MiniLM classifier, maps lose less than dropped layers.
+"""What a story teller of 15M weights and a MiniLM classifier lose by maps and by dropped layers.
 
 `stories15M` is pruned on stories that it has written itself and measured on others of its own.
 MiniLM gets a head for SST-2 by a short fine-tuning, is pruned on sentences of the training split,

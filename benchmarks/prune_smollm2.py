@@ -1,4 +1,4 @@
-"""SmolLM2-135M with 0.83 or 0.73 of its layers loses half as much by linear maps as by dropping.
+"""What SmolLM2-135M loses at 0.83 and 0.73 of its layers, by linear maps and by dropped layers.
 
 Pruned on the training split of WikiText-2 (raw), measured on the first 20,000 tokens of its
 validation split, in windows of 512 tokens that follow one another: perplexity, KL from the full
