@@ -1,4 +1,4 @@
-"""A token costs what its bytes cost: long contexts, bf16 weights, and a model of a billion weights.
+"""What a token costs beside its bytes: long contexts, bf16 weights, a billion weights.
 
 Each variant times single passes of the native backend behind a prompt and compares them with the
 floor: the bytes of the weights, and of the keys and values that are attended to, at the rate at

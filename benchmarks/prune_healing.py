@@ -1,4 +1,4 @@
-"""What equal steps of healing on equal text give a model with linear maps and one of dropped layers.
+"""What equal steps of healing give a model with linear maps and one of dropped layers.
 
 Takes the models that `python -m benchmarks prune_smollm2-weights runs=RUNS` has left and trains
 each towards the full model's outputs for 60, 200 and 600 steps of 1,024 tokens, on articles of
