@@ -20,8 +20,8 @@ def main(
 
     early = de.early_exit(model, shortcuts)
     found = de.calibrate(early, tokenizer, held_out, max_disagreement, new_tokens=new_tokens)
-    if not found.holds():
-        print(f"No exit changes at most {max_disagreement:.0%} of the tokens of this model.")
+    print(found.holds())
+    if found.threshold is None:
         return found
 
     early = de.early_exit(model, shortcuts, guarantee=found)
