@@ -428,6 +428,7 @@ def ponder_trained(kind: str, objective: str = "ponder") -> Path:
     own = {"data": reviews(), "dataset__batch_size": 8, "model__encoder": encoder(kind)}
     own |= {"ponder__halting_target": 0.4, "ponder__objective": objective}
     own |= {"ponder__pooling": "mean" if kind == "bert" else "cls", "head_lr": 1.0}
+    own |= {"ponder__halting_head": "previous", "ponder__distill": 0.0}
     own |= {"ponder__exit": "patience" if objective == "weighted" else "quantile"}
     schedule = training() | {"epochs": 2.0}
     del schedule["train__steps"]

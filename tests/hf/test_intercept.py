@@ -158,3 +158,7 @@ def test_products_of_onednn_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) 
     with OneDnnProducts():  # what is to be trained
         assert nn.functional.linear(hidden, weight.requires_grad_()).requires_grad
     assert len(calls) == 4
+    monkeypatch.setattr("deepenough.hf.intercept.processor_has", lambda flag: flag != "amx_bf16")
+    with torch.no_grad(), OneDnnProducts(in_half=True):
+        rounded = nn.functional.linear(*(x.bfloat16() for x in (hidden, weight, bias))).float()
+        assert torch.equal(nn.functional.linear(hidden, weight, bias), rounded)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepenough.nn.adaptive_computation_time import EPSILON, act_halting
+from deepenough.nn.layers import EPSILON, act_halting
 
 HALT = st.floats(0.001, 0.999)
 

@@ -108,7 +108,7 @@ def load(
     options: dict[str, Any] = {"name": name, "revision": revision}
     options["trust_remote_code"] = trust_remote_code
     with without_bars():
-        own_class = _own_class(name, place, revision)
+        own_class = saved_class(name, place, revision)
         config = from_pretrained(AutoConfig, place, "config", **options)
         chosen = saved_kind(config) if kind == "auto" else kind
         how: dict[str, Any] = {
@@ -160,8 +160,11 @@ def find_place(name: str) -> str:
     return str(model_folder(name)) if find_run(name).is_dir() else name
 
 
-def _own_class(name: str, place: str, revision: str | None) -> Any:
-    """Return the class of a saved model of deepenough's own, which transformers knows by now."""
+def saved_class(name: str, place: str, revision: str | None = None) -> Any:
+    """Return the class of a saved model of deepenough's own, which transformers knows by now.
+
+    None for any other model.
+    """
     try:
         options = {"revision": revision, "local_files_only": is_only_local(place)}
         saved, _ = PreTrainedConfig.get_config_dict(place, trust_remote_code=False, **options)
@@ -305,7 +308,8 @@ def packaged_folder(name: str) -> Path | None:
 
 def stored_gguf(model: PreTrainedModel) -> Path | None:
     """Return the GGUF file that a packaged model comes from, None for other models."""
-    packaged = PACKAGED.get(str(model.config._name_or_path))
+    # A pruned model's own name is that of its folder, that of the model it was made from inside.
+    packaged = PACKAGED.get(str(model.config.get_text_config()._name_or_path))
     package = package_folder(packaged.module) if packaged and packaged.gguf else None
     path = package / packaged.gguf if packaged and package else None
     return path if path and path.is_file() else None

@@ -26,8 +26,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from deepenough.artifacts import ASIDE, DamagedError, atomic_path, restore, seal, verify
 from deepenough.errors import UserError
-from deepenough.runs import RunFolder
-from deepenough.training.logging import writing
+from deepenough.runs import RunFolder, model_folder
+from deepenough.training.logging import without_bars, writing
 
 log = logging.getLogger("deepenough")
 
@@ -207,6 +207,24 @@ class SealedPreTrainedModel(PreTrainedModel):
         if saved is not None and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(folder)
         return loaded if wants_info else model
+
+
+def load_finished(run: str, kind: Any, instead: str) -> tuple[Any, Any]:
+    """Return the model and tokenizer of a finished run, or of a folder in Hugging Face form.
+
+    A model that is not of this `kind` is refused, saying what to do `instead`.
+    """
+    from deepenough.data.tokenizer import load_tokenizer
+    from deepenough.hf.loading import from_pretrained, saved_class
+
+    place = str(model_folder(run))
+    own = saved_class(run, place)
+    if own is None or not issubclass(own, kind):
+        name = "model of another kind" if own is None else own.__name__
+        raise UserError(f"The model in {run} is a {name}, {instead}.")
+    with without_bars():
+        model = from_pretrained(own, place, "model", name=run, trust_remote_code=None)
+    return model.eval(), load_tokenizer(place)
 
 
 def _saved_weights(folder: Path) -> dict[str, Any] | None:

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from deepenough.data.config import DatasetConfig
-from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.tokens import ContextBatches, Prepared, TokenFile
 from deepenough.errors import UserError
 from deepenough.measurement import Interval, intervals_of, perplexity_interval
 from deepenough.training.config import TrainingConfig, seed_at
 from deepenough.training.distributed import from_all, place_among
-from deepenough.training.logging import perplexity, without_bars
+from deepenough.training.logging import perplexity
 from deepenough.training.task import WEIGHTS, BatchLoss, Task
 
 Memories = tuple[Tensor | None, ...]
@@ -89,8 +88,6 @@ class LanguageTask(Task):
 
     model: PreTrainedModel
     unit = "tokens"
-    is_warm = False
-    """Whether the model began with the weights of another."""
 
     def __init__(
         self,
@@ -100,8 +97,8 @@ class LanguageTask(Task):
         train: TrainingConfig,
         accelerator: Accelerator,
     ) -> None:
-        self.model, self.prepared, self.data, self.train = model, prepared, data, train
-        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+        super().__init__(model, train, accelerator)
+        self.prepared, self.data, self.tokenizer = prepared, data, prepared.tokenizer
         self.batches = {WEIGHTS: self._streams(prepared.tokens["train"].ids)}
         self.memories: dict[str, Memories | None] = {WEIGHTS: None}
         self.masking = masking_for(model, prepared.tokenizer)
@@ -185,26 +182,22 @@ class LanguageTask(Task):
         own = vars(self.model.config)
         names = sorted(own.keys() - vars(PreTrainedConfig()).keys())
         tokens = self.prepared.tokens.items()
-        return {
+        return super().identity() | {
             "model": {name: own[name] for name in names},
             "dataset": {"batch_size": self.data.batch_size, "length": self.data.length}
             # The folder's name is a hash of the text and its tokenizer.
             | {split: f"{len(file)} tokens ({file.folder.name})" for split, file in tokens},
-            "train": self.train.identity(),
-            "start": {"warm": self.is_warm},
         }
 
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer as transformers loads them."""
-        model, tokenizer = self.model, self.prepared.tokenizer
+        model, tokenizer = self.model, self.tokenizer
         # Of several prompts the shorter ones are padded in front of the text, not behind it.
         side = "left" if self.masking is None else "right"
         tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = side
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.pad_token_id = tokenizer.pad_token_id
-        with without_bars():
-            model.save_pretrained(folder)
-        save_tokenizer(tokenizer, folder)
+        super().save(folder)
 
 
 @torch.no_grad()

@@ -1,14 +1,18 @@
 """`Task`: what a method tells the training loop."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from deepenough.errors import UserError
+from deepenough.training.config import TrainingConfig
+from deepenough.training.distributed import mean_of_all, place_among
+from deepenough.training.logging import without_bars
 
 WEIGHTS = "weights"
 
@@ -33,12 +37,22 @@ class Task(ABC):
 
     unit: str
     """What the progress bar counts: tokens, examples."""
-    model: nn.Module
+    model: Any
+    tokenizer: Any = None
+    """What is saved with the model, where it reads text."""
+    terms: Mapping[str, float] = MappingProxyType({})
+    """The terms of the last loss on this process, which are recorded beside it."""
+    is_warm = False
+    """Whether the model began with the weights of another."""
     phase = WEIGHTS
     """Name of the one optimiser."""
     deals_rows = False
     """Whether processes are dealt the rows of one batch in turn, padded alike. On a CPU they then
     drop what one process would; else each draws a dropout of its own."""
+
+    def __init__(self, model: Any, train: TrainingConfig, accelerator: Accelerator) -> None:
+        self.model, self.train, self.accelerator = model, train, accelerator
+        self.rank, self.world_size = place_among(accelerator)
 
     def weights(self) -> list[nn.Parameter]:
         """Return the parameters that the one optimiser trains."""
@@ -70,8 +84,8 @@ class Task(ABC):
         """Do what follows a step."""
 
     def train_values(self) -> dict[str, Any]:
-        """Return what to record beside the loss."""
-        return {}
+        """Return what to record beside the loss: the means of its terms over all processes."""
+        return mean_of_all(self.accelerator, self.terms) if self.terms else {}
 
     @abstractmethod
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
@@ -88,10 +102,15 @@ class Task(ABC):
     def load_state(self, state: dict[str, Tensor]) -> None:  # noqa: B027 - as above
         """Take up the state of this process's streams; the model's weights are loaded before."""
 
-    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return what must not change between a checkpoint and the run that goes on from it."""
+        return {"train": self.train.identity(), "start": {"warm": self.is_warm}}
 
-    @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write the model in its final form."""
+        """Write the model, and its tokenizer if it has one, in Hugging Face form."""
+        from deepenough.data.tokenizer import save_tokenizer  # which loads SentencePiece
+
+        with without_bars():
+            self.model.save_pretrained(folder)
+        if self.tokenizer is not None:
+            save_tokenizer(self.tokenizer, folder)

@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from deepenough.artifacts import atomic_path, is_intact, restore, seal
 from deepenough.config import dump, load_yaml, to_dict, validate
 from deepenough.errors import UserError
+from deepenough.nn.products import fast_products
 from deepenough.runs import RunFolder, read_records
 from deepenough.training import checkpoint as checkpoints
 from deepenough.training.checkpoint import Checkpoint
 from deepenough.training.config import TrainingConfig, lr_factor, seed_at
-from deepenough.training.distributed import SharedDropout, agree, on_main
+from deepenough.training.distributed import SharedDropout, agree, make_accelerator, on_main
 from deepenough.training.logging import Meter, Recorder, announce, log_to, reading, writing
 from deepenough.training.task import Task
 
@@ -296,6 +297,23 @@ def make_optimizer(settings: TrainingConfig, groups: list[dict[str, Any]]) -> to
     return made
 
 
+def begin_run(config: Any, may_skip: bool = True) -> Accelerator:
+    """Check the settings and the run folder before long work begins; return the processes.
+
+    `may_skip` is as for `make_accelerator`.
+    """
+    accelerator = make_accelerator(validate(config).train, may_skip)
+    check_folder(config, accelerator)
+    return accelerator
+
+
+def fit_run(config: Any, task: Task, accelerator: Accelerator) -> RunFolder:
+    """Train from the first step, or from the last checkpoint, to the end; return the run."""
+    with training(config, task, accelerator) as trainer:
+        trainer.fit()
+    return trainer.run
+
+
 def check_folder(config: Any, accelerator: Accelerator) -> None:
     """Refuse a run folder that is in the way before long work begins."""
     options = {"resume": config.resume, "overwrite": config.overwrite}
@@ -320,6 +338,7 @@ def training(config: Any, task: Task, accelerator: Accelerator) -> Iterator[Trai
             dump(replace(config, resume=False, overwrite=False), run.config)
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(fast_products())
         agree(lambda: stack.enter_context(run.lock()))
         if accelerator.is_main_process:
             stack.enter_context(log_to(run.log))
