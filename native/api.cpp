@@ -90,6 +90,9 @@ Pass make_pass(Cache* cache, const int* rows, const int* starts, int sequences, 
 
 extern "C" {
 
+// The number of this interface, which `native_weights.py` expects: raised with every change of a call.
+DE_PUBLIC int de_interface() { return 2; }
+
 DE_PUBLIC const char* de_error() { return last_error.c_str(); }
 
 // The kernels that would be used: the fastest, or those of a name; null if this CPU has none such.
@@ -179,10 +182,13 @@ DE_PUBLIC int de_embed(void* model, const int64_t* tokens, int count, float* hid
     return guarded([&] { static_cast<Model*>(model)->embed(tokens, count, hidden); });
 }
 
+// `embeddings` are what a draft head reads beside the states; null for a model.
 DE_PUBLIC int de_layers(void* model, void* cache, const int* rows, const int* starts, int sequences, int tokens,
-              int first, int last, float* hidden, float* normed, float* logits, int64_t* best) {
+              int first, int last, const float* embeddings, float* hidden, float* normed, float* logits,
+              int64_t* best) {
     return guarded([&] {
-        const Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
+        Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
+        pass.embeddings = embeddings;
         static_cast<Model*>(model)->run_layers(pass, first, last, hidden, normed, logits, best);
     });
 }
@@ -212,16 +218,6 @@ DE_PUBLIC int de_take_rows(void* maps, void* model, const int64_t* rows, int cou
 DE_PUBLIC int de_finish(void* model, const float* hidden, int count, int is_normed, float* normed, float* logits) {
     return guarded([&] {
         static_cast<Model*>(model)->finish(hidden, count, is_normed != 0, normed, logits);
-    });
-}
-
-// What a draft head makes of states and embeddings in place of the states; see `de_layers`.
-DE_PUBLIC int de_head_layer(void* head, void* cache, const int* rows, const int* starts, int sequences,
-                  int tokens, const float* embeddings, float* hidden) {
-    return guarded([&] {
-        Pass pass = make_pass(static_cast<Cache*>(cache), rows, starts, sequences, tokens);
-        pass.embeddings = embeddings;
-        static_cast<Model*>(head)->run_layers(pass, 0, 1, hidden, nullptr, nullptr, nullptr);
     });
 }
 
@@ -263,30 +259,6 @@ DE_PUBLIC double de_read_rate(int64_t bytes, int threads, int rounds) {
         if (total == 0) throw std::logic_error("nothing was read");
     });
     return best;
-}
-
-// The product of a matrix with some rows, for tests.
-DE_PUBLIC int de_product(const char* name, int exact, int format, const void* stored, int rows, int cols,
-               const float* values, int count, float* out) {
-    return guarded([&] {
-        const Kernels* kernels = find_kernels(name);
-        if (kernels == nullptr) throw std::invalid_argument("this CPU lacks the instructions");
-        Matrix matrix;
-        Slabs slabs;
-        if (!matrix.pack(Format(format), static_cast<const uint8_t*>(stored), rows, cols, nullptr, slabs))
-            throw std::invalid_argument("the columns do not fill blocks of 32");
-        const size_t blocks = size_t(cols / kBlock) * count;
-        std::vector<int8_t> digits(blocks * kDigits * kBlock + 1);
-        std::vector<int32_t> sums(blocks * kDigits + 1);
-        std::vector<float> scales(blocks + 1), totals(blocks + 1);
-        for (int row = 0; row < count; row++) {
-            const size_t at = size_t(row) * (cols / kBlock);
-            kernels->quantise(values + size_t(row) * cols, cols, &digits[at * kDigits * kBlock],
-                              &sums[at * kDigits], &scales[at], &totals[at]);
-        }
-        const Rows input{count, cols, values, digits.data(), sums.data(), scales.data(), totals.data()};
-        kernels->products(matrix, exact != 0, 0, matrix.tiles(), input, out, rows, false);
-    });
 }
 
 }  // extern "C"

@@ -86,67 +86,48 @@ uint8_t* Slabs::take(size_t bytes) {
     return found;
 }
 
-size_t Matrix::weights_at(int index) const {
-    const int tile = index / kTile;
-    return band_bytes * (tile / kBand) + weight_bytes(format) * (tile % kBand);
-}
-
-size_t Matrix::scales_at(int index) const {
-    const int tile = index / kTile;
-    return band_bytes * (tile / kBand) + kBand * weight_bytes(format) +
-           scale_bytes(format) * (tile % kBand);
+template <class Copy>
+void Matrix::each_part(int index, Copy copy) const {
+    const size_t record = record_bytes(format), tile = index / kTile, lane = index % kTile;
+    const uint8_t* weights = data + band_bytes * (tile / kBand) + weight_bytes(format) * (tile % kBand);
+    if (!is_quantised(format)) {
+        const size_t element = element_bytes(format);
+        for (int col = 0; col < cols; col++)
+            copy(weights + col * record + lane * element, col * element, element);
+        return;
+    }
+    const uint8_t* scales = data + band_bytes * (tile / kBand) + kBand * weight_bytes(format) +
+                            scale_bytes(format) * (tile % kBand);
+    const size_t size = gguf_block_bytes(format), head = format == Q4_1 ? 4 : 2;
+    for (size_t at = 0; at < size * blocks(); at += size, weights += record, scales += record) {
+        copy(scales + 2 * lane, at, 2);
+        if (format == Q4_1) copy(scales + 32 + 2 * lane, at + 2, 2);
+        for (size_t group = 0; head + 4 * group < size; group++)
+            copy(weights + 64 * group + 4 * lane, at + head + 4 * group, 4);
+    }
 }
 
 bool Matrix::pack(Format new_format, const uint8_t* stored, int new_rows, int new_cols,
                   const int* order, Slabs& slabs) {
     if (is_quantised(new_format) && new_cols % kBlock != 0) return false;
     format = new_format, rows = new_rows, cols = new_cols;
-    const size_t record = record_bytes(format);
-    band_bytes = record * (is_quantised(format) ? blocks() : cols);
+    band_bytes = record_bytes(format) * (is_quantised(format) ? blocks() : cols);
     uint8_t* packed = slabs.take(bytes());
     data = packed;
     std::memset(packed, 0, bytes());
-    const size_t row_bytes = stored_row_bytes(format, cols), element = element_bytes(format);
     for (int index = 0; index < rows; index++) {
-        const uint8_t* from = stored + row_bytes * (order ? order[index] : index);
-        uint8_t *weights = packed + weights_at(index), *scales = packed + scales_at(index);
-        const int lane = index % kTile;
-        if (!is_quantised(format)) {
-            for (int col = 0; col < cols; col++)
-                std::memcpy(weights + col * record + lane * element, from + col * element, element);
-            continue;
-        }
-        for (int block = 0; block < blocks(); block++, weights += record, scales += record) {
-            std::memcpy(scales + 2 * lane, from, 2);
-            if (format == Q4_1) std::memcpy(scales + 32 + 2 * lane, from + 2, 2);
-            const uint8_t* bytes = from + (format == Q4_1 ? 4 : 2);
-            const int count = format == Q8_0 ? 32 : 16;  // nibbles: col, and col + 16
-            for (int col = 0; col < count; col++)
-                weights[(col / 4) * 64 + lane * 4 + col % 4] = bytes[col];
-            from += gguf_block_bytes(format);
-        }
+        const uint8_t* from = stored + stored_row_bytes(format, cols) * (order ? order[index] : index);
+        each_part(index, [&](const uint8_t* own, size_t at, size_t bytes) {
+            std::memcpy(packed + (own - data), from + at, bytes);
+        });
     }
     return true;
 }
 
 void Matrix::stored_row(int index, uint8_t* out) const {
-    const uint8_t *weights = data + weights_at(index), *scales = data + scales_at(index);
-    const size_t record = record_bytes(format), element = element_bytes(format);
-    const int lane = index % kTile;
-    if (!is_quantised(format)) {
-        for (int col = 0; col < cols; col++)
-            std::memcpy(out + col * element, weights + col * record + lane * element, element);
-        return;
-    }
-    for (int block = 0; block < blocks(); block++, weights += record, scales += record) {
-        std::memcpy(out, scales + 2 * lane, 2);
-        if (format == Q4_1) std::memcpy(out + 2, scales + 32 + 2 * lane, 2);
-        uint8_t* bytes = out + (format == Q4_1 ? 4 : 2);
-        const int count = format == Q8_0 ? 32 : 16;
-        for (int col = 0; col < count; col++)
-            bytes[col] = weights[(col / 4) * 64 + lane * 4 + col % 4];
-        out += gguf_block_bytes(format);
-    }
+    each_part(index, [&](const uint8_t* own, size_t at, size_t bytes) {
+        std::memcpy(out + at, own, bytes);
+    });
 }
 
 void Matrix::pack_rows(const Matrix& from, const int64_t* chosen, int count, Slabs& slabs) {
@@ -157,26 +138,21 @@ void Matrix::pack_rows(const Matrix& from, const int64_t* chosen, int count, Sla
 }
 
 void Matrix::row(int index, float* out) const {
-    const uint8_t *weights = data + weights_at(index), *scales = data + scales_at(index);
-    const size_t record = record_bytes(format), element = element_bytes(format);
-    const int lane = index % kTile;
+    std::vector<uint8_t> stored(stored_row_bytes(format, cols));
+    stored_row(index, stored.data());
+    const uint8_t* from = stored.data();
     if (!is_quantised(format)) {
         for (int col = 0; col < cols; col++)
-            out[col] = stored_float(format, weights + col * record + lane * element);
+            out[col] = stored_float(format, from + col * element_bytes(format));
         return;
     }
-    for (int block = 0; block < blocks(); block++, weights += record, scales += record) {
-        const float scale = stored_float(F16, scales + 2 * lane);
-        const float minimum = format == Q4_1 ? stored_float(F16, scales + 32 + 2 * lane) : 0.0f;
-        float* values = out + block * kBlock;
+    for (int block = 0; block < blocks(); block++, from += gguf_block_bytes(format), out += kBlock) {
+        const float scale = stored_float(F16, from);
+        const float minimum = format == Q4_1 ? stored_float(F16, from + 2) : 0.0f;
+        const uint8_t* bytes = from + (format == Q4_1 ? 4 : 2);
         for (int col = 0; col < kBlock; col++) {
-            if (format == Q8_0) {
-                values[col] = scale * float(int8_t(weights[(col / 4) * 64 + lane * 4 + col % 4]));
-                continue;
-            }
-            const uint8_t both = weights[(col % 16 / 4) * 64 + lane * 4 + col % 4];
-            const int q = col < 16 ? both & 15 : both >> 4;
-            values[col] = format == Q4_0 ? scale * float(q - 8) : scale * float(q) + minimum;
+            const int q = format == Q8_0 ? int8_t(bytes[col]) : col < 16 ? bytes[col] & 15 : bytes[col - 16] >> 4;
+            out[col] = format == Q4_0 ? scale * float(q - 8) : scale * float(q) + minimum;
         }
     }
 }

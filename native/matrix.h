@@ -50,9 +50,9 @@ struct Matrix : Tiles {
 
 private:
     void stored_row(int index, uint8_t* out) const;  // as it was packed
-    // Where the weights of a row's tile begin, in its first block or column, and its scales.
-    size_t weights_at(int index) const;
-    size_t scales_at(int index) const;
+    // Call `copy(packed, place in the stored row, bytes)` for what neighbours in both forms of a row.
+    template <class Copy>
+    void each_part(int index, Copy copy) const;
 };
 
 size_t stored_row_bytes(Format format, int cols);

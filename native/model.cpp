@@ -116,6 +116,10 @@ void Model::RowsBuffer::reserve(int new_count, int new_cols) {
     }
 }
 
+Rows Model::RowsBuffer::rows(int count, int cols) const {
+    return {count, cols, values.get(), digits.get(), sums.get(), scales.get(), totals.get()};
+}
+
 void Model::reserve(const Pass& pass) {
     int longest = 0;
     for (int s = 0; s < pass.sequences; s++) longest = std::max(longest, pass.starts[s]);
@@ -135,7 +139,7 @@ void Model::reserve(const Pass& pass) {
     queries_ = make_buffer<float>(count * config.query_width());
     keys_ = make_buffer<float>(count * config.kv_width());
     values_ = make_buffer<float>(count * config.kv_width());
-    inner_ = make_buffer<float>(count * config.inner);
+    inner_ = make_buffer<float>(count * std::max(config.inner, config.width));
     if (config.paired) pairs_ = make_buffer<float>(count * 2 * config.width);
     largest_ = make_buffer<float>(wanted);
     sums_ = make_buffer<float>(wanted);
@@ -179,13 +183,7 @@ Rows Model::prepare(int thread, int count, int cols, const float* from, const fl
         while (threads_.claim(thread, 1, &row, &end)) prepare_one(row);
         threads_.meet(thread, next_tasks);
     }
-    return {count,
-            cols,
-            buffer.values.get(),
-            buffer.digits.get(),
-            buffer.sums.get(),
-            buffer.scales.get(),
-            buffer.totals.get()};
+    return buffer.rows(count, cols);
 }
 
 Rows Model::prepare(int thread, int count, int cols, const float* from, const float* norm,
@@ -264,33 +262,32 @@ static void add_bias(float* values, const std::vector<float>& bias, int first, i
         for (int i = 0; i < count; i++) values[i] += bias[first + i];
 }
 
-// Rotate and store the new keys of a head, and its values.
-static void new_key(const Config& config, const Kernels& kernels, const Layer& layer, int head,
-                    const float* keys, const float* values, float* key, float* value) {
-    const int width = config.head_width;
+// Rotate the new key of a head, and store it and the value, of all heads' `keys` and `values` of a row.
+void Model::store_new(int thread, const Pass& pass, int index, int row, int head, const float* keys,
+                      const float* values) {
+    const Layer& layer = layers[index];
+    const int width = config.head_width, s = row / pass.tokens;
+    const int position = pass.starts[s] + row % pass.tokens;
+    std::vector<float>& own = scratch_[thread].key;
+    own.resize(2 * width);
+    float *key = own.data(), *value = key + width;
     std::memcpy(key, keys + head * width, width * sizeof(float));
     std::memcpy(value, values + head * width, width * sizeof(float));
     add_bias(key, layer.key_bias, head * width, width);
     add_bias(value, layer.value_bias, head * width, width);
     if (!layer.key_norm.empty())
-        kernels.rms_norm(key, layer.key_norm.data(), width, config.eps, key);
+        kernels_.rms_norm(key, layer.key_norm.data(), width, config.eps, key);
+    rotate(key, position);
+    pass.cache->store(index, pass.rows[s], head, position, key, value);
 }
 
 void Model::attention_work(int thread, const Pass& pass, const Layer& layer, int index) {
     int task, end;
     if (pass.tokens > kPrivateRows) {  // other tasks attend to keys of this one: all are stored first
-        std::vector<float>& key = scratch_[thread].key;
-        key.resize(2 * config.head_width);
-        float* value = key.data() + config.head_width;
         while (threads_.claim(thread, 1, &task, &end)) {
-            const int s = task / pass.tokens, position = pass.starts[s] + task % pass.tokens;
-            const size_t row = size_t(task) * config.kv_width();
-            for (int head = 0; head < config.kv_heads; head++) {
-                new_key(config, kernels_, layer, head, keys_.get() + row, values_.get() + row,
-                        key.data(), value);
-                rotate(key.data(), position);
-                pass.cache->store(index, pass.rows[s], head, position, key.data(), value);
-            }
+            const size_t at = size_t(task) * config.kv_width();
+            for (int head = 0; head < config.kv_heads; head++)
+                store_new(thread, pass, index, task, head, keys_.get() + at, values_.get() + at);
         }
         threads_.meet(thread, attention_tasks(pass));
     }
@@ -311,7 +308,6 @@ void Model::attend(int thread, const Pass& pass, const Layer& layer, int index, 
     const int count = std::min(tokens_in_task_, pass.tokens - first);
     const int start = pass.starts[s], is_last = piece == pieces_ - 1;
     scratch.query.resize(size_t(count) * group * width);
-    scratch.key.resize(2 * width);
     scratch.scores.resize(4 * kChunk + kTile);
     std::vector<int>& limits = scratch.limits;
     limits.resize(size_t(count) * group);
@@ -327,14 +323,9 @@ void Model::attend(int thread, const Pass& pass, const Layer& layer, int index, 
             rotate(query, start + first + t);
             limits[t * group + g] = start + first + t + 1;
         }
-        if (pass.tokens <= kPrivateRows && is_last) {
-            new_key(config, kernels_, layer, head, keys_.get() + row * config.kv_width(),
-                    values_.get() + row * config.kv_width(), scratch.key.data(),
-                    scratch.key.data() + width);
-            rotate(scratch.key.data(), start + first + t);
-            pass.cache->store(index, pass.rows[s], head, start + first + t, scratch.key.data(),
-                              scratch.key.data() + width);
-        }
+        if (pass.tokens <= kPrivateRows && is_last)
+            store_new(thread, pass, index, int(row), head, keys_.get() + row * config.kv_width(),
+                      values_.get() + row * config.kv_width());
     }
     const size_t at = (size_t(s) * config.kv_heads + head) * pieces_ + piece;
     const size_t query_at = at * pass.tokens * group + size_t(first) * group;
@@ -377,15 +368,18 @@ void Model::attended(const Pass& pass, int row, float* out) const {
     }
 }
 
+// Memory for rows that threads make each for itself if they are few, else `shared`.
+float* Model::memory_for(int thread, int count, int cols, float* shared) {
+    if (count > kPrivateRows) return shared;
+    std::vector<float>& own = scratch_[thread].gate;
+    own.resize(std::max(own.size(), size_t(count) * cols));
+    return own.data();
+}
+
 Rows Model::attended_rows(int thread, const Pass& pass, int next_tasks) {
     const int count = pass.count(), cols = config.query_width();
     // The queries have been read; where rows are shared out, their memory takes what they have found.
-    std::vector<float>& own = scratch_[thread].gate;
-    float* found = queries_.get();
-    if (count <= kPrivateRows) {
-        own.resize(std::max(own.size(), size_t(count) * cols));
-        found = own.data();
-    }
+    float* found = memory_for(thread, count, cols, queries_.get());
     return prepare(thread, count, cols, found, nullptr, next_tasks,
                    [&](int row) { attended(pass, row, found + size_t(row) * cols); });
 }
@@ -394,12 +388,7 @@ Rows Model::attended_rows(int thread, const Pass& pass, int next_tasks) {
 Rows Model::paired_rows(int thread, const Pass& pass, const Layer& layer, const float* hidden,
                         int next_tasks) {
     const int count = pass.count(), width = config.width, cols = 2 * width;
-    std::vector<float>& own = scratch_[thread].gate;
-    float* pairs = pairs_.get();
-    if (count <= kPrivateRows) {
-        own.resize(std::max(own.size(), size_t(count) * cols));
-        pairs = own.data();
-    }
+    float* pairs = memory_for(thread, count, cols, pairs_.get());
     return prepare(thread, count, cols, pairs, nullptr, next_tasks, [&](int row) {
         float* to = pairs + size_t(row) * cols;
         kernels_.rms_norm(pass.embeddings + size_t(row) * width, layer.input_norm.data(), width,
@@ -412,6 +401,35 @@ Rows Model::paired_rows(int thread, const Pass& pass, const Layer& layer, const 
 // Tasks of the phase that begins products: rows to be prepared if they are many, else tiles.
 static int first_tasks(int count, int tiles) { return count <= kPrivateRows ? tiles : count; }
 
+// Add to the states what a linear map makes of them, or put it in their place.
+void Model::linear_work(int thread, int count, const Matrix& matrix, const std::vector<float>& norm,
+                        const std::vector<float>& bias, float* hidden, int next_tasks) {
+    const size_t width = config.width;
+    const Rows input =
+        prepare(thread, count, config.width, hidden, norm.empty() ? nullptr : norm.data(), matrix.tiles());
+    const Part map = {&matrix, inner_.get(), width};
+    multiply(thread, input, &map, 1, false);
+    threads_.meet(thread, count);  // others prepare rows of the states until then
+    int row, end;
+    while (threads_.claim(thread, 1, &row, &end)) {
+        float* to = hidden + row * width;
+        const float* from = inner_.get() + row * width;
+        for (size_t i = 0; i < width; i++) to[i] = (norm.empty() ? 0.f : to[i]) + (from[i] + bias[i]);
+    }
+    threads_.meet(thread, next_tasks);
+}
+
+// Tasks of the phase that begins what is left of the layers from a part on.
+int Model::tasks_from(const Pass& pass, int index, bool is_inner, int last, int tasks_afterwards) const {
+    for (; index < last; index++, is_inner = false) {
+        const Layer& layer = layers[index];
+        if (!is_inner && layer.query.rows) return first_tasks(pass.count(), query_tiles(layer));
+        for (const Matrix* matrix : {is_inner ? nullptr : &layer.output, &layer.gate, &layer.down})
+            if (matrix != nullptr && matrix->rows) return first_tasks(pass.count(), matrix->tiles());
+    }
+    return tasks_afterwards;
+}
+
 void Model::layers_work(int thread, const Pass& pass, int first, int last, float* hidden,
                         int tasks_afterwards) {
     const int count = pass.count(), width = config.width;
@@ -419,23 +437,34 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
     for (int index = first; index < last; index++) {
         const Layer& layer = layers[index];
         const bool is_prompt = pass.tokens > kPrivateRows, is_short = count <= kPrivateRows;
-        const int tiles = query_tiles(layer);
-        const Rows input =
-            config.paired ? paired_rows(thread, pass, layer, hidden, tiles)
-                          : prepare(thread, count, width, hidden, layer.input_norm.data(), tiles);
-        const Part parts[] = {{&layer.query, queries_.get(), size_t(config.query_width())},
-                              {&layer.key, keys_.get(), kv_width},
-                              {&layer.value, values_.get(), kv_width}};
-        multiply(thread, input, parts, 3, false);
-        if (is_short) fetch_cache(pass, index, threads_.first_task(thread, attention_tasks(pass)));
-        threads_.meet(thread, is_prompt ? count : attention_tasks(pass));
-        attention_work(thread, pass, layer, index);
-        if (is_short) fetch_tiles(thread, {&layer.output});
-        threads_.meet(thread, first_tasks(count, layer.output.tiles()));
-        const Part output = {&layer.output, hidden, size_t(width)};
-        multiply(thread, attended_rows(thread, pass, layer.output.tiles()), &output, 1, true);
-        if (is_short) fetch_tiles(thread, {&layer.gate}), fetch_tiles(thread, {&layer.up});
-        threads_.meet(thread, first_tasks(count, layer.gate.tiles()));
+        const int inner_tasks = tasks_from(pass, index, true, last, tasks_afterwards);
+        if (layer.query.rows) {
+            const int tiles = query_tiles(layer);
+            const Rows input =
+                config.paired ? paired_rows(thread, pass, layer, hidden, tiles)
+                              : prepare(thread, count, width, hidden, layer.input_norm.data(), tiles);
+            const Part parts[] = {{&layer.query, queries_.get(), size_t(config.query_width())},
+                                  {&layer.key, keys_.get(), kv_width},
+                                  {&layer.value, values_.get(), kv_width}};
+            multiply(thread, input, parts, 3, false);
+            if (is_short) fetch_cache(pass, index, threads_.first_task(thread, attention_tasks(pass)));
+            threads_.meet(thread, is_prompt ? count : attention_tasks(pass));
+            attention_work(thread, pass, layer, index);
+            if (is_short) fetch_tiles(thread, {&layer.output});
+            threads_.meet(thread, first_tasks(count, layer.output.tiles()));
+            const Part output = {&layer.output, hidden, size_t(width)};
+            multiply(thread, attended_rows(thread, pass, layer.output.tiles()), &output, 1, true);
+            if (is_short) fetch_tiles(thread, {&layer.gate}), fetch_tiles(thread, {&layer.up});
+            threads_.meet(thread, inner_tasks);
+        } else if (layer.output.rows) {
+            linear_work(thread, count, layer.output, layer.input_norm, layer.query_bias, hidden, inner_tasks);
+        }
+        const int next_tasks = tasks_from(pass, index + 1, false, last, tasks_afterwards);
+        if (!layer.gate.rows) {
+            if (layer.down.rows)
+                linear_work(thread, count, layer.down, layer.inner_norm, layer.key_bias, hidden, next_tasks);
+            continue;
+        }
         const Rows inner = prepare(thread, count, width, hidden, layer.inner_norm.data(), layer.gate.tiles());
         Scratch& scratch = scratch_[thread];
         constexpr int most = kChunkTiles * kTile;
@@ -462,7 +491,7 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
             fetch_tiles(thread, {&next.query, &next.key, &next.value});
         }
         if (is_short && !goes_on && tasks_afterwards) fetch_tiles(thread, {&output_matrix()});
-        threads_.meet(thread, goes_on ? first_tasks(count, query_tiles(layers[index + 1])) : tasks_afterwards);
+        threads_.meet(thread, next_tasks);
     }
 }
 
@@ -531,24 +560,19 @@ void Model::run_layers(const Pass& pass, int first, int last, float* hidden, flo
             layers_work(thread, pass, first, last, hidden, head_tasks(pass.count(), logits));
             head_work(thread, pass.count(), hidden, final_norm.data(), normed, logits);
         },
-        first_tasks(pass.count(), query_tiles(layers[first])));
+        tasks_from(pass, first, false, last, head_tasks(pass.count(), logits)));
     if (best != nullptr) find_best(pass.count(), best);
 }
 
 void Model::write_layer_kv(int thread, const Pass& pass, int index, const Layer* map,
                            const float* hidden) {
     const Layer& layer = layers[index];
+    if (!layer.key.rows) return;  // its attention was replaced
     Scratch& scratch = scratch_[thread];
     const int count = pass.count(), width = config.width;
     const size_t kv_width = config.kv_width();
     scratch.rows.reserve(count, width);
-    const Rows rows{count,
-                    width,
-                    scratch.rows.values.get(),
-                    scratch.rows.digits.get(),
-                    scratch.rows.sums.get(),
-                    scratch.rows.scales.get(),
-                    scratch.rows.totals.get()};
+    const Rows rows = scratch.rows.rows(count, width);
     if (map != nullptr) {
         scratch.gate.resize(std::max(scratch.gate.size(), size_t(count) * width));
         float* mapped = scratch.gate.data();
@@ -561,19 +585,12 @@ void Model::write_layer_kv(int thread, const Pass& pass, int index, const Layer*
     for (int row = 0; row < count; row++)
         prepare_row(scratch.rows, row, width, hidden + size_t(row) * width, layer.input_norm.data());
     scratch.up.resize(std::max(scratch.up.size(), 2 * count * kv_width));
-    scratch.key.resize(2 * config.head_width);
-    float *keys = scratch.up.data(), *values = keys + count * kv_width, *key = scratch.key.data();
+    float *keys = scratch.up.data(), *values = keys + count * kv_width;
     kernels_.products(layer.key, config.exact, 0, layer.key.tiles(), rows, keys, kv_width, false);
     kernels_.products(layer.value, config.exact, 0, layer.value.tiles(), rows, values, kv_width, false);
-    for (int row = 0; row < count; row++) {
-        const int s = row / pass.tokens, position = pass.starts[s] + row % pass.tokens;
-        for (int head = 0; head < config.kv_heads; head++) {
-            new_key(config, kernels_, layer, head, keys + row * kv_width, values + row * kv_width, key,
-                    key + config.head_width);
-            rotate(key, position);
-            pass.cache->store(index, pass.rows[s], head, position, key, key + config.head_width);
-        }
-    }
+    for (int row = 0; row < count; row++)
+        for (int head = 0; head < config.kv_heads; head++)
+            store_new(thread, pass, index, row, head, keys + row * kv_width, values + row * kv_width);
 }
 
 void Model::write_kv(const Pass& pass, int first, int last, const Model* maps, const int* which,

@@ -25,6 +25,9 @@ struct Config {
     int kv_width() const { return kv_heads * head_width; }
 };
 
+// Of a part that a linear map stands for, only the matrix of the last product is there (`output` or
+// `down`), and the map's bias stands in `query_bias` or `key_bias`; of one that was removed, nothing.
+// A map without a norm before it stands for the whole layer.
 struct Layer {
     Matrix query, key, value, output, gate, up, down;
     std::vector<float> input_norm, inner_norm, query_norm, key_norm;
@@ -106,6 +109,7 @@ private:
         Buffer<int32_t> sums;
         int count = 0, cols = 0;
         void reserve(int new_count, int new_cols);
+        Rows rows(int count, int cols) const;
     };
     struct Scratch {  // of one thread
         RowsBuffer rows;
@@ -122,15 +126,21 @@ private:
     Rows prepare(int thread, int count, int cols, const float* from, const float* norm, int next_tasks);
     Rows attended_rows(int thread, const Pass&, int next_tasks);
     Rows paired_rows(int thread, const Pass&, const Layer&, const float* hidden, int next_tasks);
+    float* memory_for(int thread, int count, int cols, float* shared);
     void attended(const Pass&, int row, float* out) const;
     void multiply(int thread, const Rows&, const Part* parts, int num_parts, bool add);
     void fetch_tiles(int thread, std::initializer_list<const Matrix*> matrices) const;
     void fetch_cache(const Pass&, int index, int task) const;
+    void linear_work(int thread, int count, const Matrix&, const std::vector<float>& norm,
+                     const std::vector<float>& bias, float* hidden, int next_tasks);
+    int tasks_from(const Pass&, int index, bool is_inner, int last, int tasks_afterwards) const;
     void layers_work(int thread, const Pass&, int first, int last, float* hidden, int tasks_afterwards);
     int head_tasks(int count, const float* logits) const;
     void attention_work(int thread, const Pass&, const Layer&, int index);
     void attend(int thread, const Pass&, const Layer&, int index, int task);
     void rotate(float* head, int position) const;
+    void store_new(int thread, const Pass&, int index, int row, int head, const float* keys,
+                   const float* values);
     void head_work(int thread, int count, const float* hidden, const float* norm, float* normed,
                    float* logits);
     void find_best(int count, int64_t* best) const;

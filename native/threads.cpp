@@ -64,7 +64,10 @@ bool Threads::claim(int thread, int most, int* first, int* last) {
             const int begin = is_open ? int(state >> kBits & kMask) : first_task(owner, own.tasks);
             const int end = is_open ? int(state & kMask) : first_task(owner + 1, own.tasks);
             if (begin >= end) break;
-            const int count = std::min(most - begin % most, end - begin);
+            // Less at a time towards the end, so that nobody waits long for a neighbour's last tasks.
+            int wanted = most;
+            while (wanted > 2 && wanted * 2 > end - begin) wanted /= 2;
+            const int count = std::min(wanted - begin % wanted, end - begin);
             if (!share.compare_exchange_weak(state, packed(own.phase, begin + count, end),
                                              std::memory_order_acq_rel))
                 continue;

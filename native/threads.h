@@ -26,8 +26,8 @@ public:
     // the others as they come; returns when all tasks are done and nobody is at work any more.
     void run(const std::function<void(int)>& work, int tasks);
 
-    // Claim up to `most` neighbouring tasks of the thread's phase, up to a multiple of that, of its own
-    // share first and then of the others'. Returns false when there are none left: then those it has
+    // Claim up to `most` neighbouring tasks of the thread's phase, fewer towards the end of a share and
+    // up to a multiple of their number, of its own share first and then of the others'. Returns false when there are none left: then those it has
     // claimed are done.
     bool claim(int thread, int most, int* first, int* last);
 

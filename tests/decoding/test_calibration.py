@@ -149,7 +149,7 @@ def test_a_calibrated_model(model, shortcuts, tmp_path, fill) -> None:
     assert found.p_values[found.thresholds.index(found.threshold)] <= 0.1
     assert found.texts == 100 and found.tokens <= 1000 and found.layers < 3
     assert told[-1] == (100, 100)
-    assert f"Threshold {found.threshold:g}" in found.holds()
+    assert f"Threshold {found.threshold:g}" in found.verdict()
 
     found.save_pretrained(tmp_path)
     assert Calibration.from_pretrained(tmp_path) == found
@@ -181,7 +181,7 @@ def test_that_none_holds_is_said(model, shortcuts) -> None:
     fast = exiting(model, shortcuts)
     found = calibrate(fast, tokens, make_texts(30), **LIMITS, thresholds=[0.0])
     assert (found.threshold, found.layers) == (None, None)
-    assert len(found.p_values) == 1 and "No threshold holds" in found.holds()
+    assert len(found.p_values) == 1 and "No threshold holds" in found.verdict()
     with pytest.raises(UserError, match="No threshold holds"):
         early_exit(model, shortcuts, guarantee=found)
 

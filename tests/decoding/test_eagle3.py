@@ -9,6 +9,7 @@ import torch
 from deepenough import UserError
 from deepenough.decoding import native_backend
 from deepenough.decoding.api import speculate
+from deepenough.decoding.backends import BACKENDS, make_engine
 from deepenough.decoding.draft_model import DraftModel
 from deepenough.decoding.drafters import FallbackDrafter, LinearDrafter, LookupDrafter
 from deepenough.decoding.eagle3 import (
@@ -19,7 +20,6 @@ from deepenough.decoding.eagle3 import (
     count_accepted,
     layers_read,
 )
-from deepenough.decoding.engine import BACKENDS, make_engine
 from deepenough.decoding.export import public_tensors
 from deepenough.decoding.self_generated import continue_prompts
 from deepenough.hf.adapter import adapt

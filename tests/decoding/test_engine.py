@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from deepenough import UserError
-from deepenough.decoding import engine
+from deepenough.decoding import backends
 from deepenough.decoding.api import speculate
 from deepenough.decoding.general_backend import GeneralEngine
 from deepenough.decoding.self_generated import decode_prompts
@@ -169,8 +169,8 @@ def test_rotary_codes_end_where_they_change(make_model, prompts) -> None:
 def test_what_cannot_be_tried_is_decoded_up_to_its_first_switch(
     make_model, prompts, monkeypatch, switches, limit
 ) -> None:
-    monkeypatch.setattr(engine, "make_twin", lambda model: (None, switches))
-    monkeypatch.setattr(engine, "_trials", {})
+    monkeypatch.setattr(backends, "make_twin", lambda model: (None, switches))
+    monkeypatch.setattr(backends, "_trials", {})
     fast = speculate(make_model(), "lookup")
     assert fast.decoding_engine.max_length == limit
     assert fast.decoding_engine.ignores_padding  # tried on the model itself
@@ -179,21 +179,21 @@ def test_what_cannot_be_tried_is_decoded_up_to_its_first_switch(
 
 
 def test_a_model_whose_twin_differs_is_refused(make_model, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "_trials", {})
-    own = engine.Engine.head
+    monkeypatch.setattr(backends, "_trials", {})
+    own = backends.Engine.head
     small = lambda adapter: adapter.model.config.vocab_size == 64  # noqa: E731 - a twin's
     monkeypatch.setattr(
         GeneralEngine, "head", lambda self, normed: own(self, normed) * (1 + small(self.adapter))
     )
     with pytest.raises(UserError, match=r"small model of the same kind.*the prompt are others"):
-        engine.make_engine(make_model(vocab_size=80), "general")
+        backends.make_engine(make_model(vocab_size=80), "general")
 
 
 def test_a_twin_is_tried_once(make_model, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "_trials", {})
+    monkeypatch.setattr(backends, "_trials", {})
     made: list[Any] = []
-    own = engine.make_twin
-    monkeypatch.setattr(engine, "make_twin", lambda model: made.append(model) or own(model))
+    own = backends.make_twin
+    monkeypatch.setattr(backends, "make_twin", lambda model: made.append(model) or own(model))
     for _ in range(2):
         speculate(make_model(), "none")
     speculate(make_model(rms_norm_eps=0.1), "none")

@@ -5,13 +5,13 @@ import torch
 
 from deepenough import Shortcuts
 from deepenough.decoding.api import early_exit, speculate
+from deepenough.decoding.backends import make_engine
 from deepenough.decoding.early_exit import (
     KV_PROPAGATIONS,
     ConfidenceGap,
     FixedLayer,
     TopProbability,
 )
-from deepenough.decoding.engine import make_engine
 from deepenough.decoding.exit_scoring import write_planning_texts
 from deepenough.hf.adapter import adapt
 

@@ -5,8 +5,8 @@ import torch
 
 from deepenough import UserError
 from deepenough.decoding.api import speculate
+from deepenough.decoding.backends import make_engine
 from deepenough.decoding.drafters import LinearDrafter
-from deepenough.decoding.engine import make_engine
 from deepenough.decoding.self_generated import SelfGenerated, continue_prompts, prompts_from
 from deepenough.decoding.training import choose_draft_vocab, fit_linear_drafter, linear_inputs
 from deepenough.hf.adapter import adapt

@@ -18,8 +18,16 @@ from transformers import (
 from deepenough import UserError
 from deepenough.decoding import native_backend
 from deepenough.decoding.api import speculate
-from deepenough.decoding.engine import make_engine
-from deepenough.decoding.native_backend import FORMATS, NativeEngine, as_stored, kernel_names
+from deepenough.decoding.backends import make_engine
+from deepenough.decoding.native_backend import NativeEngine
+from deepenough.decoding.native_weights import (
+    FORMATS,
+    LIBRARY,
+    NativeConfig,
+    NativeWeights,
+    as_stored,
+    kernel_names,
+)
 from deepenough.hf.adapter import adapt
 
 pytestmark = pytest.mark.skipif(
@@ -67,6 +75,21 @@ def weights(name: str, rows: int, cols: int, generator) -> tuple[np.ndarray, np.
     return stored, dequantize(stored, kind)
 
 
+def product(
+    kernels: str, exact: bool, name: str, stored: np.ndarray, rows: int, values: np.ndarray
+) -> np.ndarray:
+    """Return the products of rows of activations with a stored matrix, in compiled code."""
+    config = NativeConfig((ctypes.c_int * 8)(1, *[values.shape[1]] * 7), 0.0, 1.0, exact, False)
+    library = native_backend.load_library()
+    made = NativeWeights(library.de_model_new(ctypes.byref(config), kernels.encode(), 2))
+    made.call(
+        "de_model_matrix", 0, 0, FORMATS[name], stored.ctypes.data, rows, values.shape[1], None
+    )
+    found = np.full((len(values), rows), np.nan, np.float32)
+    made.call("de_multiply", 0, 0, values.ctypes.data, len(values), found.ctypes.data)
+    return found
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(
@@ -78,13 +101,7 @@ def test_products_are_those_of_the_formula(kernels, name, exact, rows, cols, cou
     stored, floats = weights(name, rows, cols, generator)
     spread = generator.choice([1e-4, 1.0, 50.0], cols)
     values = (generator.standard_normal((count, cols)) * spread).astype(np.float32)
-    found = np.full((count, rows), np.nan, np.float32)
-    arrays = [ctypes.c_void_p(each.ctypes.data) for each in (stored, values, found)]
-    library = native_backend.load_library()
-    code = library.de_product(
-        kernels.encode(), exact, FORMATS[name], arrays[0], rows, cols, arrays[1], count, arrays[2]
-    )
-    assert code == 0
+    found = product(kernels, exact, name, stored, rows, values)
     expected = values.astype(np.float64) @ floats.astype(np.float64).T
     size = np.abs(values).astype(np.float64) @ np.abs(floats).astype(np.float64).T
     assert np.abs(found - expected).max() <= 3e-7 * size.max()
@@ -97,11 +114,7 @@ def test_extreme_activations_are_exact(kernels) -> None:
     values[2] = np.where(np.arange(64) % 2, 127.0, -128.0)
     values[3, :32] = np.linspace(-1, 1, 32)
     stored, floats = weights("Q4_1", 16, 64, np.random.default_rng(0))
-    found = np.empty((4, 16), np.float32)
-    arrays = [ctypes.c_void_p(each.ctypes.data) for each in (stored, values, found)]
-    native_backend.load_library().de_product(
-        kernels.encode(), True, FORMATS["Q4_1"], arrays[0], 16, 64, arrays[1], 4, arrays[2]
-    )
+    found = product(kernels, True, "Q4_1", stored, 16, values)
     expected = values.astype(np.float64) @ floats.astype(np.float64).T
     assert np.array_equal(found[0], np.zeros(16))
     np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-5)
@@ -207,9 +220,16 @@ def test_what_does_not_fit_is_left_to_the_other_backends() -> None:
 
 
 def test_without_a_compiled_library_torch_is_used(monkeypatch) -> None:
-    monkeypatch.setattr(native_backend, "LIBRARY", native_backend.LIBRARY.with_name("missing.so"))
+    missing = LIBRARY.with_name("missing.so")
+    monkeypatch.setattr("deepenough.decoding.native_weights.LIBRARY", missing)
     monkeypatch.setattr(native_backend, "load_library", native_backend.load_library.__wrapped__)
     assert make_engine(make(LlamaConfig)).backend == "torch"
+
+
+def test_a_library_of_another_version_is_not_used(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("deepenough.decoding.native_weights.INTERFACE", 1)
+    assert native_backend.load_library.__wrapped__() is None
+    assert "compile it anew" in caplog.text
 
 
 def test_more_threads_than_cores_change_nothing() -> None:

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 from deepenough import UserError
+from deepenough.decoding import backends as engines
 from deepenough.decoding.api import early_exit, speculate
 
 OPTIONS = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True}
-KEEPING = ["native", "torch"]
+KEEPING = ["native", "torch", "general"]
 
 
 def asked(fast, ids, **options):
@@ -33,22 +35,41 @@ def more(ids: torch.Tensor, seed: int, count: int = 5) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
-@pytest.mark.parametrize("backend", [*KEEPING, "general"])
+@pytest.mark.parametrize("backend", [*KEEPING, "whole"])
 def test_a_chat_is_read_once(model, backend, drafter) -> None:
-    fast, keeps = speculate(model, drafter, backend=backend), backend in KEEPING
+    fast = speculate(model, drafter, backend="general" if backend == "whole" else backend)
+    if backend == "whole":
+        fast.engine_and_state = engines._whole_engine(model), fast.engine_and_state[1]
     ids, known = more(torch.empty(1, 0, dtype=torch.long), 0), 0
     for turn in range(3):
         ids = check(fast, model, ids, known)
-        # The last token has not been through the model.
-        known = ids.shape[1] - 1 if keeps else 0
+        known = ids.shape[1] - 1  # the last token has not been through the model
         ids = more(ids, turn + 1)
     # The same prompt again, one that ends earlier, one that differs in the middle, and another.
     check(fast, model, ids, known)
-    check(fast, model, ids[:, :10], 9 if keeps else 0)
+    check(fast, model, ids[:, :10], 9)
     other = ids.clone()
     other[0, 6] = (other[0, 6] + 1) % 40
-    check(fast, model, other, 6 if keeps else 0)
+    check(fast, model, other, 6)
     check(fast, model, (other + 1) % 40, 0)
+
+
+def test_what_a_window_has_dropped_is_read_anew(make_model) -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None}
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=10)).eval()
+    fast = speculate(model)
+    ids = check(fast, model, more(torch.empty(1, 0, dtype=torch.long), 0, 20), 0)
+    known, ids = ids.shape[1] - 1, more(ids, 1)
+    check(fast, model, ids, known)
+    check(fast, model, ids[:, :-2], 0)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], 1)
+    given = {"attention_mask": (torch.arange(padded.shape[1]) >= 3).long()[None]}
+    for _ in range(2):
+        found = fast.generate(padded, **given, **OPTIONS)
+        assert torch.equal(found.sequences, model.generate(padded, **given, **OPTIONS).sequences)
+        assert not found.reused
 
 
 @pytest.mark.parametrize("backend", KEEPING)
@@ -126,6 +147,19 @@ def test_past_key_values_are_handed_back_and_forth(model) -> None:
     assert torch.equal(asked(fast, ids, past_key_values=past).sequences, found.sequences)
     with pytest.raises(UserError, match="does not begin with the 12 tokens"):
         asked(fast, (ids + 1) % 40, past_key_values=past)
+
+
+def test_an_empty_cache_may_be_given_to_every_turn_of_a_chat(model) -> None:
+    """As transformers' own guide to chats does."""
+    fast, cache = speculate(model), DynamicCache()
+    ids = more(torch.empty(1, 0, dtype=torch.long), 0)
+    for turn in (1, 2):
+        found = asked(fast, ids, past_key_values=cache)
+        assert torch.equal(found.sequences, asked(model, ids).sequences)
+        assert (found.reused > 0) == (turn > 1)
+        ids = more(found.sequences, turn)
+    with pytest.raises(UserError, match="leaves it empty"):
+        model(ids, past_key_values=cache)
 
 
 @pytest.mark.parametrize("backend", KEEPING)

@@ -13,10 +13,10 @@ from deepenough import UserError
 from deepenough.__main__ import main
 from deepenough.decoding import training
 from deepenough.decoding.api import speculate
+from deepenough.decoding.backends import make_engine
 from deepenough.decoding.config import DraftHeadConfig, DraftTrainConfig, SelfGeneratedConfig
 from deepenough.decoding.draft_model import DraftModel
 from deepenough.decoding.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Head
-from deepenough.decoding.engine import make_engine
 from deepenough.decoding.self_generated import (
     SelfGenerated,
     continue_prompts,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    GenerationConfig,
     Lfm2Config,
     Lfm2ForCausalLM,
     MambaConfig,
@@ -17,13 +18,16 @@ from transformers import (
     RwkvForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from deepenough import UserError
-from deepenough.decoding import engine as engines
+from deepenough.decoding import backends as engines
 from deepenough.decoding.api import early_exit, speculate
+from deepenough.decoding.backends import make_engine
 from deepenough.decoding.drafters import Drafter, LookupDrafter, Proposal
-from deepenough.decoding.engine import Pace, make_engine
+from deepenough.decoding.engine import Pace
 from deepenough.decoding.general_backend import WholeModelEngine
 from deepenough.hf.twin import _scatter
 
@@ -53,6 +57,16 @@ def t5() -> Any:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     config = T5Config(vocab_size=40, **sizes, **END, decoder_start_token_id=0)
     return T5ForConditionalGeneration(config)
+
+
+def whisper() -> Any:
+    sizes = {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 20, "vocab_size": 40}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 48}
+    tokens = {**END, "decoder_start_token_id": 1, "begin_suppress_tokens": None}
+    model = WhisperForConditionalGeneration(WhisperConfig(**sizes, **tokens, suppress_tokens=None))
+    model.generation_config = GenerationConfig(pad_token_id=0, decoder_start_token_id=1)
+    return model
 
 
 @pytest.fixture
@@ -149,6 +163,19 @@ def test_the_encoder_runs_once(build) -> None:
     assert torch.equal(
         found, model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=9)
     )
+
+
+def test_whisper_returns_what_its_own_generate_makes_of_the_output(build) -> None:
+    model = build(whisper)
+    heard = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
+    for rows in (1, 2):
+        options = {"do_sample": False, "max_new_tokens": 9, "return_dict_in_generate": True}
+        options["output_scores"] = True
+        found, expected = (
+            each.generate(heard[:rows], **options) for each in (speculate(model), model)
+        )
+        assert torch.equal(found["sequences"], expected["sequences"])
+        torch.testing.assert_close(torch.stack(found["scores"]), torch.stack(expected["scores"]))
 
 
 def test_what_one_engine_does_not_take_the_whole_model_does(make_model, prompts) -> None:

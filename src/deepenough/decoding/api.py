@@ -21,10 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import (
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
+from transformers.utils.generic import ModelOutput
 
+from deepenough.decoding.backends import make_engine, suited_engine
 from deepenough.decoding.draft_model import DraftModel
 from deepenough.decoding.drafters import Drafter, LinearDrafter, make_drafter
 from deepenough.decoding.early_exit import (
@@ -34,14 +39,7 @@ from deepenough.decoding.early_exit import (
     KVPropagation,
     make_policy,
 )
-from deepenough.decoding.engine import (
-    Engine,
-    ModelState,
-    is_untouched,
-    make_engine,
-    row_lengths,
-    suited_engine,
-)
+from deepenough.decoding.engine import Engine, ModelState, is_untouched, row_lengths
 from deepenough.decoding.exit_scoring import ExitForwardPass, choose_exits, count_before
 from deepenough.decoding.lookup import LookupTable
 from deepenough.decoding.request import SequenceState, check_prompt, make_request
@@ -299,7 +297,9 @@ class AdaptiveDecoding:
     def free_cache(self) -> None:
         """Free the keys and values that the last call has left for the next."""
         with self.decoding_lock:
-            self.engine_and_state[0].release()
+            engine = self.engine_and_state[0]
+            for each in filter(None, (engine, engine.whole)):
+                each.release()
             self.cached = None
 
     def __reduce__(self) -> Any:
@@ -315,18 +315,23 @@ class AdaptiveDecoding:
         *,
         streamer: Any = None,
         **kwargs: Any,
-    ) -> DecodingOutput | Tensor:
+    ) -> ModelOutput | Tensor:
         """Generate as `generate` of transformers does, whose arguments it takes."""
-        ids = kwargs.get("input_ids", inputs)
-        if isinstance(kwargs.get("past_key_values"), CachedText):
-            given = kwargs.pop("past_key_values").tokens
+        ids, past = kwargs.get("input_ids", inputs), kwargs.get("past_key_values")
+        is_empty = type(past) is DynamicCache and not past.get_seq_length()
+        if is_empty or isinstance(past, CachedText):
+            del kwargs["past_key_values"]
+        check_prompt(ids, kwargs, self.config.is_encoder_decoder)  # type: ignore[attr-defined]
+        if isinstance(past, CachedText):
+            given = past.tokens
             if ids is None or len(ids) != 1 or ids[0, : len(given)].tolist() != given:
                 raise UserError(
                     f"The prompt does not begin with the {len(given)} tokens of past_key_values: "
                     "give the whole text so far, or leave out past_key_values."
                 )
-        is_pair = self.config.is_encoder_decoder  # type: ignore[attr-defined]
-        check_prompt(ids, kwargs, is_pair)
+        elif isinstance(past, DynamicCache) and is_empty:
+            # It stays empty, for this generate() to take again; nobody shall think it filled.
+            vars(past)["update"] = _refuse_update
         usual = self.generation_config.stop_strings  # type: ignore[attr-defined]
         usual = getattr(generation_config, "stop_strings", None) or usual
         kwargs = {name: value for name, value in kwargs.items() if name != "custom_generate"}
@@ -340,6 +345,8 @@ class AdaptiveDecoding:
                 [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
             )
         rule = self.exit_rule
+        # Whisper's own generate() goes on with the output, and knows no fields of ours.
+        is_read_on = super().generate.__module__.startswith("transformers.models.")  # type: ignore[misc]
 
         def loop(
             model: Any,
@@ -348,7 +355,7 @@ class AdaptiveDecoding:
             stopping_criteria: Any,
             generation_config: Any,
             **model_kwargs: Any,
-        ) -> DecodingOutput | Tensor:
+        ) -> ModelOutput | Tensor:
             # There is one cache: a second call, from another thread, waits.
             with self.decoding_lock:
                 engine = self.decoding_engine
@@ -372,7 +379,7 @@ class AdaptiveDecoding:
                 left, self.cached = self.cached, None
                 # Exits leave keys and values of their own, and some drafters read whole prompts.
                 keeps = rule is None and not (drafter and drafter.reads_prompt)
-                keeps = keeps and type(engine).keep_prefix is not Engine.keep_prefix
+                keeps = keeps and not model.config.is_encoder_decoder
                 known = left.tokens if keeps and left and left.owner is engine.prompt else []
                 try:
                     decoded = decode(engine, request, strategy, known)
@@ -397,10 +404,15 @@ class AdaptiveDecoding:
             # Made in inference mode: the clones are ordinary tensors.
             scores: Any = tuple(each.clone() for each in decoded.scores)
             logits: Any = tuple(each.clone() for each in decoded.logits)
+            usual: Any = {
+                "sequences": sequences,
+                "scores": scores if config.output_scores else None,
+                "logits": logits if config.output_logits else None,
+            }
+            if is_read_on:
+                return GenerateEncoderDecoderOutput(**usual)
             return DecodingOutput(
-                sequences=sequences,  # type: ignore[arg-type]
-                scores=scores if config.output_scores else None,
-                logits=logits if config.output_logits else None,
+                **usual,
                 trace=self.trace,
                 passes=decoded.passes,
                 drafted=sum(decoded.drafted_at),
@@ -447,6 +459,13 @@ class AdaptiveDecoding:
                 if isinstance(value, Tensor):
                     value.requires_grad_().register_hook(_refuse_gradient)
         return output
+
+
+def _refuse_update(*_: Any, **__: Any) -> None:
+    raise UserError(
+        "This cache has been given to a generate() that keeps keys and values itself and leaves it "
+        "empty: go on giving it to that one, or make a new cache for the model's own."
+    )
 
 
 def _refuse_gradient(_: Tensor) -> None:

@@ -23,8 +23,8 @@ import torch
 from deepenough.artifacts import write_json
 from deepenough.config import dump
 from deepenough.decoding.api import speculate
+from deepenough.decoding.backends import BACKENDS
 from deepenough.decoding.config import BenchConfig, SelfGeneratedConfig
-from deepenough.decoding.engine import BACKENDS
 from deepenough.decoding.self_generated import make_prompts
 from deepenough.errors import UserError
 from deepenough.hf.adapter import kind_of
@@ -58,6 +58,8 @@ def bench_run(
     rows: dict[str, dict[str, Any]] = {}
     left_out: dict[str, str] = {}
     for name, make in _ways(config, model, tokenizer):
+        if name in (config.leave_out or ()) and name != BASE:
+            continue
         try:
             run = make()
             run(prompts[0], False)
@@ -71,7 +73,7 @@ def bench_run(
     turns, written = take_turns(ways, prompts, config.rounds, progress)
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    rates: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}  # of each prompt in each round
     expected: list[list[int]] = []  # what the first way writes
     for name, run in ways.items():
         found = [
@@ -79,13 +81,19 @@ def bench_run(
         ]
         # Without end tokens, which not all engines return.
         texts = [[token for token in text if token not in ends] for text in found]
-        expected, tokens = expected or texts, sum(map(len, texts))
-        rates[name] = [tokens / seconds for seconds in turns[name]]
+        expected, lengths = expected or texts, [max(1, len(text)) for text in texts]
+        rates[name] = [
+            length / seconds
+            for turn in turns[name]
+            for length, seconds in zip(lengths, turn, strict=True)
+        ]
+        rounds = [sum(lengths) / sum(turn) for turn in turns[name]]
         rows[name] |= {
-            "tokens_per_second": list(median_interval(rates[name])),
-            "times_generate": list(_ratio(rates[name], rates[BASE])),
+            "tokens_per_second": list(median_interval(rounds)),
+            "times_generate": list(times_as_fast(rates[name], rates[BASE])),
             "identical": sum(a == b for a, b in zip(texts, expected, strict=True)),
             "agreement": _agreement(model, prompts, texts),
+            "rates": rates[name],
         }
     content = {
         "model": config.model.name,
@@ -107,9 +115,9 @@ def take_turns(
     prompts: Sequence[Sequence[int]],
     rounds: int,
     progress: Callable[[int, int | None], None] | None = None,
-) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
-    """Return the seconds of every way in each round, and what it wrote in the last."""
-    turns: dict[str, list[float]] = {name: [0.0] * rounds for name in ways}
+) -> tuple[dict[str, list[list[float]]], dict[str, list[list[int]]]]:
+    """Return the seconds of every way, by round and prompt, and what it wrote in the last round."""
+    turns: dict[str, list[list[float]]] = {name: [[] for _ in range(rounds)] for name in ways}
     written: dict[str, list[list[int]]] = {name: [[] for _ in prompts] for name in ways}
     order = list(ways)
     for number in range(rounds):
@@ -117,7 +125,7 @@ def take_turns(
             for name in order:
                 began = time.perf_counter()
                 written[name][place] = ways[name](prompt, False)
-                turns[name][number] += time.perf_counter() - began
+                turns[name][number].append(time.perf_counter() - began)
             order = [*order[1:], order[0]]  # nobody always follows the same
             if progress is not None:
                 progress(number * len(prompts) + place + 1, rounds * len(prompts))
@@ -144,7 +152,7 @@ def verdict(rows: dict[str, Any], rates: dict[str, list[float]], prompts: int) -
         said = f"{first} is {shown(times[0], times[1:])} times as fast as {BASE}, "
         said += f"tokens identical on {same} of {prompts} prompts"
     if others and others[0] != BASE:
-        ratio = _ratio(rates[first], rates[others[0]])
+        ratio = times_as_fast(rates[first], rates[others[0]])
         if ratio.low > 1:
             said += f", and {shown(ratio.value, ratio[1:])} times as fast as {others[0]}"
         else:
@@ -152,8 +160,8 @@ def verdict(rows: dict[str, Any], rates: dict[str, list[float]], prompts: int) -
     return said + "."
 
 
-def _ratio(own: Sequence[float], other: Sequence[float]) -> Interval:
-    """Return how many times as fast one is, round by round."""
+def times_as_fast(own: Sequence[float], other: Sequence[float]) -> Interval:
+    """Return how many times as fast one is, prompt by prompt and round by round."""
     return median_interval([a / b for a, b in zip(own, other, strict=True)])
 
 
@@ -238,7 +246,7 @@ def _llama_cpp(path: str, most: int) -> Run:
     threads = [n for n in (1, 2, 4, 8, 16, 32) if n <= (os.cpu_count() or 1)]
     made = {str(n): make(n) for n in threads}
     turns, _ = take_turns(made, [[1, 2, 3]], 2)
-    return made[min(turns, key=lambda name: turns[name][1])]
+    return made[min(turns, key=lambda name: turns[name][1][0])]
 
 
 def _ctranslate2(model: Any, tokenizer: Any, most: int) -> Run:

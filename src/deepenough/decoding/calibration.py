@@ -213,7 +213,7 @@ class Calibration:
     maps: str
     """A hash of the maps from the exits to the last layer, and of those that fill the cache."""
 
-    def holds(self) -> str:
+    def verdict(self) -> str:
         """Return the result in one sentence."""
         limit, sure = f"{self.max_disagreement:g}", f"{self.confidence:g}"
         bound = f"a disagreement of at most {limit} with confidence {sure}"
@@ -226,7 +226,7 @@ class Calibration:
         """Return the calibrated way to exit; refuse another model or other maps."""
         if self.threshold is None:
             raise UserError(
-                f"{self.holds()} Use speculate() instead, or calibrate with a greater "
+                f"{self.verdict()} Use speculate() instead, or calibrate with a greater "
                 "max_disagreement or more texts."
             )
         policy: ExitPolicy = POLICIES[self.policy](self.threshold, **self.policy_options)  # type: ignore[call-arg]

@@ -359,7 +359,7 @@ def _show_calibration(found: Calibration, num_layers: int) -> None:
     for threshold, risk, p_value in zip(found.thresholds, found.risks, found.p_values, strict=True):
         table.add_row(f"{threshold:g}", _share(risk, found.texts), f"{p_value:.2g}")
     Console(highlight=False).print(table)
-    print(found.holds())
+    print(found.verdict())
     if found.layers is not None:
         layers = ", ".join(map(str, found.exit_layers))
         print(f"{found.layers:.1f} of {num_layers} layers a token, exits after layers {layers}")

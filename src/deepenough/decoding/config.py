@@ -182,6 +182,9 @@ class BenchConfig(RunConfig):
     ours_only: bool = False
     """Leave out other engines, and transformers but for its generate()."""
 
+    leave_out: list[str] | None = None
+    """Further ways that are left out, by the names in the table."""
+
     json: bool = False
     """Print one JSON object instead."""
 

@@ -258,8 +258,11 @@ def most_likely(logits_BS: Tensor, tokens_S: Tensor | None = None) -> tuple[Tens
 
 def make_proposal(places: list[tuple[Tensor, Tensor]], flops: float, **others: Any) -> Proposal:
     """Return a proposal of the drafts `[B]` and their probabilities, place by place."""
-    tokens, probs = (torch.stack(each, dim=1).tolist() for each in zip(*places, strict=True))
-    return Proposal(tokens, flops=flops, probs=probs, **others)
+    tokens, probs = (torch.stack(each, dim=1) for each in zip(*places, strict=True))
+    # One read for both, since a device waits for each; float32 holds any vocabulary's ids exactly.
+    drafts, found = torch.stack([tokens.float(), probs.float()]).tolist()
+    whole = [[int(token) for token in row] for row in drafts]
+    return Proposal(whole, flops=flops, probs=found, **others)
 
 
 class LinearDrafter(Drafter):

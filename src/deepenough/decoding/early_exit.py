@@ -220,12 +220,12 @@ class ExitRule:
 
 @dataclass
 class ExitDecision:
-    """Which tokens leave at a layer."""
+    """Which of N tokens leave at a layer; tokens are named by their places among the N."""
 
-    exits_N: Tensor
+    leaving: list[int]
     logits: Tensor
     """Of those that leave, `[n, V]`."""
-    full_head_N: Tensor
+    full_head: list[int]
     """For which tokens the logits of the whole vocabulary were computed."""
 
 
@@ -265,18 +265,18 @@ class ExitCheck:
     def decide(self, layer: int, jumped_ND: Tensor, generated_N: Tensor) -> ExitDecision:
         """Decide which tokens leave at a layer, from what `jump` made of their states.
 
-        `generated_N` is how many tokens their sequences have generated.
+        `generated_N` is how many tokens their sequences have generated. The decision is read from
+        the device once, or twice where a part of the vocabulary is looked at first.
         """
         policy, normed_ND = self.rule.policy, self.engine.norm(jumped_ND)
-        full_head_N = torch.ones_like(generated_N, dtype=torch.bool)
+        full_head = list(range(len(normed_ND)))
         partial = self.partial_logits(normed_ND)
         if partial is not None:
-            full_head_N = policy.exits(_observed(layer, partial, generated_N))
-        logits = self.engine.head(normed_ND[full_head_N])
-        sure = policy.exits(_observed(layer, logits, generated_N[full_head_N]))
-        exits_N = full_head_N.clone()
-        exits_N[full_head_N] = sure
-        return ExitDecision(exits_N, logits[sure], full_head_N)
+            full_head = _places(policy.exits(_observed(layer, partial, generated_N)))
+            normed_ND, generated_N = normed_ND[full_head], generated_N[full_head]
+        logits = self.engine.head(normed_ND)
+        sure = _places(policy.exits(_observed(layer, logits, generated_N)))
+        return ExitDecision([full_head[place] for place in sure], logits[sure], full_head)
 
     def confidence(
         self, layer: int, state_ND: Tensor, generated_N: Tensor
@@ -293,6 +293,10 @@ class ExitCheck:
         if partial is not None:
             sure_N = sure_N.minimum(policy.confidence(_observed(layer, partial, generated_N)))
         return sure_N, logits_NV.argmax(-1)
+
+
+def _places(flags_N: Tensor) -> list[int]:
+    return [place for place, flag in enumerate(flags_N.tolist()) if flag]
 
 
 def _observed(layer: int, logits: Tensor, generated_N: Tensor) -> ExitObservation:
@@ -405,21 +409,18 @@ class ExitingDepth(ForwardStrategy):
                 break
             jumped_BD = self.check.jump(end, state_BD)
             decision = self.check.decide(end, jumped_BD, generated_B[going])
-            leaving, staying = [], []
-            flags = zip(decision.exits_N.tolist(), decision.full_head_N.tolist(), strict=True)
-            for place, (leaves, full_head) in zip(going, flags, strict=True):
+            leaving = [going[place] for place in decision.leaving]
+            for place in going:
                 overhead[place] += self.check.flops
-                if leaves:  # with the head of its choice, which is counted there
-                    leaving.append(place)
-                    depths[place] = end
-                    overhead[place] += self.engine.costs.filling(end, self.rule.kv_propagation)
-                else:
-                    staying.append(place)
-                    overhead[place] += self.engine.costs.head * full_head
+            for place in leaving:  # with the head of its choice, which is counted there
+                depths[place] = end
+                overhead[place] += self.engine.costs.filling(end, self.rule.kv_propagation)
+            for place in {going[place] for place in decision.full_head} - set(leaving):
+                overhead[place] += self.engine.costs.head
             if leaving:
                 self.forward.leave(rows, leaving, end)
                 logits |= dict(zip(leaving, decision.logits, strict=True))
-            going = staying
+            going = [place for place in going if place not in leaving]
             if not going:
                 break
         stacked_BV = torch.stack([logits[place] for place in range(len(rows))])

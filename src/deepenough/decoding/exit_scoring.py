@@ -105,12 +105,12 @@ class ExitForwardPass:
             jumped = self.check.jump(layer, hidden_ND[units])
             decision = self.check.decide(layer, jumped, self.generated_N[units])
             self.checks_N[units] += 1
-            self.heads_N[units] += decision.full_head_N
-            gone = units[decision.exits_N]
+            self.heads_N[units[decision.full_head]] += 1
+            gone = units[decision.leaving]
             self.depth_N[gone] = layer
             self.going_N[gone] = False
             self.left_ND[gone] = hidden_ND[gone]
-            self.last_ND[gone] = jumped[decision.exits_N]
+            self.last_ND[gone] = jumped[decision.leaving]
 
     def _last_output(self, hidden_BTD: Tensor) -> Tensor:
         """Return `h_L`, for tokens that left as their shortcut predicts it."""
@@ -201,7 +201,7 @@ def choose_exits(engine: Engine, rule: ExitRule) -> list[int]:
 
     def cost(layer: int) -> float:
         decision = check.decide(layer, check.jump(layer, states[layer]), generated_N)
-        right = decision.logits.argmax(-1) == expected_N[decision.exits_N]
+        right = decision.logits.argmax(-1) == expected_N[decision.leaving]
         share = int(right.sum()) / len(generated_N)
         left = layer * run + (last - layer) * skip + leave
         return share * left + (1 - share) * (last * run + head)

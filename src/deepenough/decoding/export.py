@@ -19,7 +19,7 @@ from torch import Tensor
 from deepenough.artifacts import atomic_path, save_tensors, write_text
 from deepenough.decoding.draft_model import DraftModel
 from deepenough.decoding.eagle3 import NUM_STEPS, Eagle3Head
-from deepenough.decoding.native_backend import MATRICES
+from deepenough.decoding.native_weights import MATRICES
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import stored_gguf

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import (
     Cache,
     DummyLayer,
@@ -162,6 +163,13 @@ class GeneralEngine(Engine):
                 self._cache.shift(row, width - end, max(width, end))
         self._cache.commit(width)
 
+    def keep_prefix(self, count: int, capacity: int) -> bool:
+        """Go on from the first tokens of what is cached; see `Engine.keep_prefix`."""
+        self._cache.grow(capacity)
+        self._cache.commit(count)
+        self.capacity, self.lengths = self._cache.capacity, [count]
+        return True
+
     def release(self) -> None:
         """Free the memory of the cache."""
         self._cache, self.lengths = _RewritableCache(0, 0), []
@@ -192,6 +200,13 @@ class _RewritableCache(Cache):
             for cached_BHCK in (layer.all_keys, layer.all_values):
                 moved = cached_BHCK[row, :, :width]
                 moved.copy_(moved.roll(places, dims=1))
+
+    def grow(self, capacity: int) -> None:
+        more = max(0, capacity - self.capacity)
+        self.capacity += more
+        for layer in self.entries:
+            layer.all_keys = F.pad(layer.all_keys, (0, 0, 0, more))
+            layer.all_values = F.pad(layer.all_values, (0, 0, 0, more))
 
     def choose(self, rows: Tensor) -> None:
         for layer in self.entries:
@@ -253,6 +268,7 @@ class WholeModelEngine(Engine):
     backend = "general"
     takes_groups = False
     layered = False
+    tokens_at_once = 256  # of all of them logits are made
     pace = Pace()
 
     def prefill(self, ids_BT: Tensor, mask_BT: Tensor | None, capacity: int) -> Tensor:
@@ -263,7 +279,7 @@ class WholeModelEngine(Engine):
                 f"{type(model).__name__} is run as a whole and takes prompts padded on the left: "
                 'set tokenizer.padding_side = "left".'
             )
-        self.lengths, self.capacity = row_lengths(ids_BT, mask_BT), capacity
+        self.lengths, self.capacity, self.prompt = row_lengths(ids_BT, mask_BT), capacity, []
         mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
         inputs = self.inputs or inputs_of_generate(model, inputs=ids_BT, attention_mask=mask_BT)[1]
         tensors = {name: each for name, each in inputs.items() if isinstance(each, Tensor)}
@@ -341,6 +357,32 @@ class WholeModelEngine(Engine):
         self._ids_BT = torch.cat([self._ids_BT, self._entered_BT[:, :kept]], 1)
         self._again_BT = self._entered_BT[:, :0]
 
+    def keep_prefix(self, count: int, capacity: int) -> bool:
+        """Go on from the first tokens of what is cached; see `Engine.keep_prefix`.
+
+        Not where a pass takes few tokens, would need what a full window has dropped, or padding is
+        or was before the text, which may count for something.
+        """
+        model, extra = self.adapter.model, self.lengths[0] - count
+        can_read_on = self._crops and self._takes_several and self.pace.limit(count) is None
+        mask_BT = self.inputs.get("attention_mask")
+        has_padding = mask_BT is not None and not bool(mask_BT.all())
+        has_padding = has_padding or self._ids_BT.shape[1] > self.lengths[0]
+        if model.config.is_encoder_decoder or has_padding or not can_read_on:
+            return False
+        windows = [layer for layer in self._cache.layers if getattr(layer, "is_sliding", False)]
+        if extra and any(each.get_seq_length() >= each.sliding_window for each in windows):
+            return False
+        ids_BT = self._ids_BT[:, :count]
+        mask_BT = torch.ones_like(ids_BT)
+        inputs = inputs_of_generate(model, inputs=ids_BT, attention_mask=mask_BT)[1]
+        if inputs.keys() != self.inputs.keys():  # something else is given with this prompt
+            return False
+        self._cache.crop(-extra)
+        self.lengths, self.capacity = [count], capacity
+        self._ids_BT, self._inputs = ids_BT, {**inputs, "use_cache": True}
+        return True
+
     def norm(self, hidden: Tensor) -> Tensor:
         """Return logits as they are."""
         return hidden
@@ -364,6 +406,7 @@ class WholeModelEngine(Engine):
     def release(self) -> None:
         """Free the memory of the cache."""
         self.lengths, self.inputs, self._inputs, self._output, self._before = [], {}, {}, {}, None
+        self.prompt = []
 
 
 def _copied(cache: Any) -> Any:

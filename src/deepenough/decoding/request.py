@@ -224,7 +224,7 @@ def _refuse(arguments: dict[str, Any]) -> None:
             )
 
 
-def check_prompt(ids: Tensor | None, given: dict[str, Any], is_read: bool) -> None:
+def check_prompt(ids: Any, given: dict[str, Any], is_read: bool) -> None:
     """Refuse what transformers would not hand on, and a call without a prompt, which it begins.
 
     What an encoder reads instead of continuing it (`is_read`) may be anything.
@@ -235,6 +235,11 @@ def check_prompt(ids: Tensor | None, given: dict[str, Any], is_read: bool) -> No
     _refuse(refused | {"cache_implementation": given.get("cache_implementation") == "paged"})
     if is_read:
         return
+    if ids is not None and not isinstance(ids, Tensor):
+        raise UserError(
+            f"input_ids must be a tensor, not a {type(ids).__name__}: give "
+            '**tokenizer(text, return_tensors="pt").'
+        )
     if ids is None or ids.numel() == 0:
         raise UserError("The prompt is empty: give input_ids with at least one token a row.")
     if ids.ndim != 2 or ids.dtype not in (torch.long, torch.int):

@@ -41,6 +41,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from deepenough.config import dump, provenance, validate
+from deepenough.decoding.backends import make_engine
 from deepenough.decoding.config import DraftTrainConfig
 from deepenough.decoding.draft_model import DraftModel
 from deepenough.decoding.drafters import LinearDrafter, head_rows
@@ -51,7 +52,7 @@ from deepenough.decoding.eagle3 import (
     count_accepted,
     layers_read,
 )
-from deepenough.decoding.engine import Engine, make_engine
+from deepenough.decoding.engine import Engine
 from deepenough.decoding.self_generated import (
     SelfGenerated,
     count_new,

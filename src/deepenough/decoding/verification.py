@@ -144,7 +144,7 @@ def _read_prompts(
         return engine.prefill(request.ids_BT, request.mask_BT, capacity)
     result.reused = shared
     new_1T = torch.tensor([prompt[shared:]], device=request.ids_BT.device)
-    for part_1T in new_1T.split(2048, dim=1):  # as many as are in memory at once
+    for part_1T in new_1T.split(engine.tokens_at_once, dim=1):
         step = engine.start_step(part_1T)
         hidden_BTD = engine.run_layers(step, step.hidden, 0, engine.num_layers)
         engine.keep([part_1T.shape[1]])
