@@ -55,19 +55,28 @@ training in `metrics.jsonl`:
 
 
 def ship(run: Path, name: str, top: Path = FOLDER) -> Path:
-    """Write a model's folder, without its card, and return it."""
+    """Write a model's folder, without its card, and return it.
+
+    Of a search, the model that was trained from what it found ships, with the records of the search
+    before its own.
+    """
     source, folder = RunFolder.open(run), top / name
+    records = list(thinned(read_records(source.metrics)[0]))
+    if (source.derived / "model" / "config.json").is_file():
+        source = RunFolder.open(source.derived)
+        records += thinned(read_records(source.metrics)[0])
     verify(source.model)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(source.model, folder / "model")
     shutil.copy(source.config, folder / "config.yaml")
-    for record in thinned(read_records(source.metrics)[0]):
+    for record in records:
         append_record(folder / "metrics.jsonl", record)
     weights = folder / "model" / "model.safetensors"
     halves = {key: tensor.half() for key, tensor in load_file(weights).items()}
     if not all(bool(torch.isfinite(half).all()) for half in halves.values()):
         raise SystemExit(f"{run} has weights that 16 bits cannot hold.")
     save_file(halves, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)
     seal(folder / "model")
     return folder
 
@@ -173,7 +182,7 @@ def main() -> None:
             from deepenough.data.config import ClassificationConfig
 
             splits = open_classification("sst2", ClassificationConfig()).splits
-            texts = (" ".join(filter(None, example.texts)) for example in splits["train"])
+            texts = (f"{example.text} {example.pair or ''}" for example in splits["train"])
             keep_pieces(folder / "model", texts, options.pieces)
             seal(folder / "model")
     else:

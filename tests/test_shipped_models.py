@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +14,9 @@ from safetensors.torch import load_file
 
 import deepenough as de
 from deepenough import runs
+from deepenough.data.classification import open_classification
+from deepenough.data.config import ClassificationConfig
+from deepenough.data.corpus import open_corpus
 from deepenough.errors import UserError
 from deepenough.runs import Record, append_record, find_run, read_records
 
@@ -92,3 +97,49 @@ def test_a_smaller_vocabulary_leaves_its_words_as_they_were(tiny_bert, tmp_path)
     )
     assert torch.equal(found, expected)
     assert json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"] == own.get_vocab()
+
+
+def test_a_model_that_is_not_in_the_package_is_said(shipped):
+    with pytest.raises(UserError, match="has no lazy-multi30k"):
+        find_run("lazy-multi30k")
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """The scores on a model's card; the package is the repository's."""
+    monkeypatch.syspath_prepend(ROOT / "models" / "src")
+    monkeypatch.delitem(sys.modules, "deepenough_models", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = ROOT / "models" / "src" / "deepenough_models"
+    return lambda name: json.loads((folder / name / "scores.json").read_text())
+
+
+needs_data = pytest.mark.skipif("DEEPENOUGH_DATA" not in os.environ, reason="needs DEEPENOUGH_DATA")
+
+
+@needs_data
+def test_the_classifier_answers_as_its_card_says(card):
+    examples = open_classification("sst2", ClassificationConfig()).splits["test"][:200]
+    model, tokenizer = de.load("ponder-sst2")
+    texts = tokenizer([e.text for e in examples], padding=True, return_tensors="pt")
+    answers = model(**texts).logits.argmax(-1)
+    accuracy = (answers == torch.tensor([e.label for e in examples])).double().mean()
+    stated, low = (
+        card("ponder-sst2")["accuracy, labelled test set, saved exit"].split(" to ")[0].split(" (")
+    )
+    assert float(low) - 0.04 <= accuracy <= float(stated) + 0.06, "of 200 sentences"
+
+
+@needs_data
+def test_the_language_model_reads_as_its_card_says(card):
+    model, tokenizer = de.load("par-wikitext2")
+    lines = list(open_corpus("wikitext-2").lines("test"))[:120]
+    ids = tokenizer("\n".join(lines).lower(), return_tensors="pt").input_ids[:, :2048]
+    total, memories = 0.0, None
+    for start in range(0, ids.shape[1] - 1, 32):
+        read, targets = ids[:, start : start + 32], ids[:, start + 1 : start + 33]
+        output = model(read[:, : targets.shape[1]], targets=targets, memories=memories)
+        total, memories = total + float(output.loss) * targets.shape[1], output.memories
+    perplexity = math.exp(total / (ids.shape[1] - 1))
+    stated = float(card("par-wikitext2")["perplexity, test"].split()[0])
+    assert 0.4 * stated < perplexity < 1.6 * stated, "of the first 2,000 tokens"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deepenough.data.babi import read_stories
 from deepenough.data.classification import ClassificationConfig, Example, open_classification
+from deepenough.data.tasks import read_stories
 from deepenough.errors import UserError
 
 TASK_1 = """1 Mary moved to the bathroom.

@@ -8,7 +8,7 @@ import pytest
 from deepenough.data import classification
 from deepenough.data.classification import Example, LabelledTexts, open_classification
 from deepenough.data.config import MULTI_LABEL, REGRESSION, ClassificationConfig
-from deepenough.data.glue import TASKS
+from deepenough.data.tasks import TASKS
 from deepenough.errors import UserError
 
 FILES: dict[str, dict[str, str]] = {

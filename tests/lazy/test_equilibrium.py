@@ -7,7 +7,13 @@ import torch
 
 from deepenough.errors import UserError
 from deepenough.lazy.equilibrium import run_in_full, run_with_halting
-from deepenough.lazy.layers import EncoderMemory, PaddedContext, causal_mask, padding_mask
+from deepenough.lazy.layers import (
+    EncoderMemory,
+    PaddedContext,
+    StepOptions,
+    causal_mask,
+    padding_mask,
+)
 from deepenough.lazy.transition import step_similarity
 from deepenough.nn.layers import Dropout
 
@@ -45,7 +51,7 @@ def test_equal_to_the_reference(make_translator, sources, form, patience):
     context = PaddedContext(2, padding_mask(mask))
     epsilon = (median_angle if "halt_on" in form else median_gate)(model, sources)
     with torch.no_grad():
-        args = (stack, state, positions, context, STEPS, epsilon, patience)
+        args = (stack, state, positions, context, StepOptions(STEPS, epsilon, patience))
         fast, slow = run_with_halting(*args, mask), run_in_full(*args)
     real = mask.bool()
     assert torch.allclose(fast.state[real], slow.state[real], atol=1e-12)
@@ -68,7 +74,7 @@ def test_the_decoders_too(make_translator, sources, patience):
         memory = EncoderMemory(states, padding_mask(sources["attention_mask"]), 2)
         context = PaddedContext(2, causal_mask(None, 6, 6, state.device), memory=memory)
         epsilon = float(stack(state, positions, context, STEPS).gates.median())
-        args = (stack, state, positions, context, STEPS, epsilon, patience)
+        args = (stack, state, positions, context, StepOptions(STEPS, epsilon, patience))
         fast, slow = run_with_halting(*args), run_in_full(*args)
     assert torch.allclose(fast.state, slow.state, atol=1e-12)
     assert torch.equal(fast.ran, slow.ran)

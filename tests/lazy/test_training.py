@@ -467,5 +467,5 @@ def test_programs_do_not_start_from_words(lazy, language_run, tmp_path):
 
 
 def test_a_language_model_does_not_translate(language_run):
-    with pytest.raises(UserError, match="is a language model, which has no source"):
+    with pytest.raises(UserError, match="LazyTransformerForCausalLM, which has no source"):
         load_translator(str(language_run))

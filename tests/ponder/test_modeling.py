@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from deepenough import UserError
+from deepenough.data.config import MULTI_LABEL
 from deepenough.hf.adapter import adapt
 from deepenough.ponder.halting import (
     FixedExit,
@@ -481,16 +482,17 @@ def test_baselines_weigh_passes(make_model, batch):
     [
         ({"problem_type": "regression"}, "A regression has one value: got num_labels 3"),
         ({"num_labels": 1, "exit": "confidence"}, "A value has no probability: choose"),
-        ({"num_labels": 1, "halting_head": "answer"}, "another halting_head than answer"),
-        (
-            {"problem_type": "multi_label_classification", "halting_head": "answer"},
-            "Only one of several labels leads",
-        ),
     ],
 )
 def test_labels_that_do_not_fit_the_problem_are_refused(make_model, options, reason):
     with pytest.raises(UserError, match=reason):
         make_model(**options)
+
+
+@pytest.mark.parametrize("options", [{"num_labels": 1}, {"problem_type": MULTI_LABEL}, {}])
+def test_halting_reads_the_lead_of_an_answer_where_one_leads(make_model, options):
+    heads = make_model(halting_head="answer", **options).halting
+    assert {head.kind for head in heads} == {"previous" if options else "answer"}
 
 
 def test_learns(make_albert, make_batch):

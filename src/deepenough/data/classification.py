@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from deepenough.config import validate
-from deepenough.data.babi import BABI, read_babi
 from deepenough.data.config import (
     MULTI_LABEL,
     REGRESSION,
@@ -44,7 +43,7 @@ from deepenough.data.corpus import (
     read_rows,
     split_of,
 )
-from deepenough.data.glue import COLA_COLUMNS, HUB, TASKS, GlueTask, glue_task
+from deepenough.data.tasks import BABI, COLA_COLUMNS, HUB, TASKS, GlueTask, glue_task, read_babi
 from deepenough.errors import UserError
 from deepenough.training.logging import announce_split
 

@@ -12,7 +12,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -302,19 +302,24 @@ def fast_tokenizer(
             Regex("<(?=0x[0-9A-F]{2}>)"), behavior="merged_with_previous"
         )
     ids = {role: getattr(spec, f"{role}_id") for role in SPECIAL_TOKENS}
-    special = {
-        f"{role}_token": AddedToken(model.pieces[number].piece, normalized=False, special=True)
-        for role, number in ids.items()
-        if 0 <= number < len(model.pieces)
+    known = {role: number for role, number in ids.items() if 0 <= number < len(model.pieces)}
+    tokenizer = as_tokenizer(backend, {r: model.pieces[n].piece for r, n in known.items()})
+    setattr(tokenizer, ATTRIBUTE, SentencePieceEncoder(content, lowercase))
+    return tokenizer
+
+
+def as_tokenizer(backend: Tokenizer, special: Mapping[str, str]) -> PreTrainedTokenizerBase:
+    """Return a backend as transformers uses it; `special` are the tokens of roles such as eos."""
+    tokens = {
+        f"{role}_token": AddedToken(text, normalized=False, special=True)
+        for role, text in special.items()
     }
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
-        **special,
+        **tokens,
     )
-    setattr(tokenizer, ATTRIBUTE, SentencePieceEncoder(content, lowercase))
-    return tokenizer
 
 
 def _normalizer(model: Model, lowercase: bool) -> normalizers.Normalizer:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from deepenough.config import Command, load_yaml
 from deepenough.errors import UserError
-from deepenough.runs import RunFolder
 
 if TYPE_CHECKING:
-    from deepenough.lazy.config import (
-        LazyEvalConfig,
-        LazyGenerateConfig,
-        LazyPlotConfig,
-        SweepConfig,
-        TranslateConfig,
-    )
+    from deepenough.lazy.config import SweepConfig
 
 
 SWEPT = (
@@ -30,72 +23,34 @@ SWEPT = (
 """Columns of the table that a sweep prints, where its task has them."""
 
 
-def train(config: Any) -> None:
-    """Train for the task of the settings and say what can be done next."""
+def train(config: Any) -> str:
+    """Train for the task of the settings and return what can be done next."""
     from deepenough.lazy import programs, training
-    from deepenough.training.distributed import is_main_process
 
-    tasks: dict[str, tuple[Callable[[Any], RunFolder], str, str]] = {
+    tasks: dict[str, tuple[Any, str, str]] = {
         "translation": (training.train_translation, "translate", " < sentences.txt"),
         "programs": (programs.train_programs, "eval", ""),
         "language": (training.train_language, "generate", " The"),
     }
     train_task, verb, rest = tasks[config.task]
     run = train_task(config)
-    if is_main_process():
-        print(f"model in {run.model}; next: deepenough lazy {verb} {quote(str(run.path))}{rest}")
+    return f"model in {run.model}; next: deepenough lazy {verb} {quote(str(run.path))}{rest}"
 
 
-def evaluate(config: LazyEvalConfig) -> None:
-    """Measure a model at the task it was trained for and print the figures."""
-    from deepenough.lazy.evaluation import evaluate as measure
-    from deepenough.measurement import figure_lines
-
-    print(*figure_lines(measure(config)), sep="\n")
-
-
-def generate(config: LazyGenerateConfig) -> None:
-    """Print a prompt and what the model writes after it."""
-    from deepenough.lazy.inference import continue_text
-
-    print(continue_text(config))
-
-
-def translate(config: TranslateConfig) -> None:
-    """Print the translation of every line."""
-    from deepenough.data.corpus import read_input_lines
-    from deepenough.lazy.inference import load_translator, translate_lines
-
-    translator = load_translator(config.run)
-    lines = read_input_lines(config.file)
-    for translation in translate_lines(translator, lines, config.search, config.rows):
-        print(translation, flush=True)
-
-
-def sweep(config: SweepConfig) -> None:
-    """Print a table of quality, depth and cost, one line per measurement."""
+def sweep(config: SweepConfig) -> Iterator[str]:
+    """Yield the lines of a table of quality, depth and cost, one a measurement."""
     from deepenough.lazy.evaluation import sweep as measurements
     from deepenough.measurement import shown
 
     for number, point in enumerate(measurements(config)):
         columns = [name for name in SWEPT if name in point]
         if number == 0:
-            print("".join(f"{name.replace('_', ' '):>17}" for name in columns))
-        print("".join(f"{shown(point[name]):>17}" for name in columns), flush=True)
-
-
-def inspect(config: LazyPlotConfig) -> None:
-    """Look inside a run's model and record what was found, for its figures."""
-    from deepenough.lazy.inspection import inspect_run
-
-    inspect_run(config)
-
-
-# -- which task ------------------------------------------------------------------------------------
-# A task has options of its own, so it decides which settings `train` takes.
+            yield "".join(f"{name.replace('_', ' '):>17}" for name in columns)
+        yield "".join(f"{shown(point[name]):>17}" for name in columns)
 
 
 def _train_config(argv: list[str]) -> type:
+    """Return the settings of `train`: a task has options of its own."""
     from deepenough.lazy.config import train_config
 
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -125,7 +80,7 @@ COMMANDS = (
         name="eval",
         help="measure its quality, how deep its tokens go and what that costs",
         config="deepenough.lazy.config:LazyEvalConfig",
-        run=evaluate,
+        run="deepenough.lazy.evaluation:evaluate",
         description="Measure a model at the task it was trained for: BLEU and chrF with their\n"
         "signatures, BLEU by length, encoder steps, FLOPs and seconds of a translator; exact\n"
         "match of a program executor; perplexity of a language model, and how many last words of\n"
@@ -137,8 +92,7 @@ COMMANDS = (
         name="translate",
         help="translate lines of text as they come",
         config="deepenough.lazy.config:TranslateConfig",
-        run=translate,
-        description="Translate sentences, one per line, with a finished model.",
+        run="deepenough.lazy.inference:translate",
         example="deepenough lazy translate runs/lazy-multi30k < sentences.txt",
         positional=("run", "file"),
     ),
@@ -146,8 +100,7 @@ COMMANDS = (
         name="generate",
         help="write text with a language model",
         config="deepenough.lazy.config:LazyGenerateConfig",
-        run=generate,
-        description="Continue a prompt with a finished language model.",
+        run="deepenough.lazy.inference:continue_text",
         example="deepenough lazy generate runs/lazy-language 'The function returns'",
         positional=("run", "prompt"),
     ),
@@ -166,7 +119,7 @@ COMMANDS = (
         name="plot",
         help="draw how far each token still moves at each step, and what sweeps have found",
         config="deepenough.lazy.config:LazyPlotConfig",
-        run=inspect,
+        run="deepenough.lazy.inspection:inspect_run",
         draws="run",
         description="Draw gates and similarities token by step for a sentence and its\n"
         "translation, a program and what it prints, or a text; how alike its states are at any\n"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepenough.lazy.config import ANGLE
-from deepenough.lazy.layers import PaddedContext, StackOutput, StepStack
+from deepenough.lazy.layers import PaddedContext, StackOutput, StepOptions, StepStack
 from deepenough.lazy.transition import squared_cosine
 
 
@@ -67,20 +67,16 @@ def run_with_halting(
     state_BTD: Tensor,
     positions: Tensor,
     batch: PaddedContext,
-    num_steps: int,
-    epsilon: float,
-    patience: int,
+    options: StepOptions,
     real_BT: Tensor | None = None,
-    keep_states: bool = False,
-    halt_on: str | None = None,
 ) -> StackOutput:
     """Apply the steps of a stack with equilibrium exit; padding is never computed.
 
     For evaluation only, without gradients: rows are written in place. The list of active rows is
     rebuilt only when a token has halted: active states stay in one piece from step to step, and
-    are copied back when they halt. `real_BT` says which tokens are not padding, None for all;
-    `halt_on` what is compared with `epsilon`, by default what the config says.
+    are copied back when they halt. `real_BT` says which tokens are not padding, None for all.
     """
+    num_steps, epsilon, patience, halt_on, keep_states = options
     stack.check_steps(num_steps)
     shape = state_BTD.shape[:2]
     context = ActiveContext(batch, state_BTD)
@@ -141,10 +137,7 @@ def run_in_full(
     state_BTD: Tensor,
     positions: Tensor,
     batch: PaddedContext,
-    num_steps: int,
-    epsilon: float,
-    patience: int,
-    halt_on: str | None = None,
+    options: StepOptions,
 ) -> StackOutput:
     """Compute all tokens in every step and put back those that have halted.
 
@@ -152,6 +145,7 @@ def run_in_full(
     that a model learns to do with tokens at rest, and as the reference of tests. In training a
     token halts by how far it would have turned without dropout, as in use.
     """
+    num_steps, epsilon, patience, halt_on, _ = options
     stack.check_steps(num_steps)
     context = _FrozenContext(batch.num_heads, batch.mask, batch.cache, batch.memory)
     state, noise = state_BTD, stack.initial_noise(state_BTD)

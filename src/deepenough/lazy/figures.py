@@ -13,24 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from deepenough.figure import (
-    BLUE,
-    CHANGES,
-    VERMILION,
-    Axis,
-    Chart,
-    FigureBuilder,
-    FigureSpec,
-    HeatMap,
-    Line,
-    Run,
-    Section,
-    build_figures,
-    number,
-    numbers,
-    shortened,
-    visible,
-)
+from deepenough import figure as fig
 
 HEADING = "Lazy"
 TOKENS, STEPS, PROGRAMS = "lazy_tokens", "steps", "programs"
@@ -55,16 +38,18 @@ SAME = (
 """What is the same in all points of a sweep over steps."""
 
 
-def step_points(run: Run) -> tuple[str, list[dict[str, Any]]]:
+def step_points(run: fig.Run) -> tuple[str, list[dict[str, Any]]]:
     """Return what a sweep over steps measured, and its points as far as measured as the last."""
-    found = [r.values for r in run.of_kind(STEPS) if numbers(r.values, "decoder_steps") is not None]
+    found = [
+        r.values for r in run.of_kind(STEPS) if fig.numbers(r.values, "decoder_steps") is not None
+    ]
     quality = next(name for name in (*QUALITIES, "") if name in found[-1] or not name)
     last = [found[-1].get(name) for name in SAME]
     points = [values for values in found if [values.get(name) for name in SAME] == last]
-    return quality, [values for values in points if number(values.get(quality)) is not None]
+    return quality, [values for values in points if fig.number(values.get(quality)) is not None]
 
 
-def step_grid(run: Run) -> dict[tuple[int, int], float]:
+def step_grid(run: fig.Run) -> dict[tuple[int, int], float]:
     """Return the quality by encoder and decoder steps; a language model makes 0 of the former."""
     quality, points = step_points(run)
     return {
@@ -73,7 +58,7 @@ def step_grid(run: Run) -> dict[tuple[int, int], float]:
     }
 
 
-def _last(run: Run, kind: str) -> dict[str, Any]:
+def _last(run: fig.Run, kind: str) -> dict[str, Any]:
     """Return the values of the last record of a kind, none if there is no record."""
     found = run.of_kind(kind)
     return found[-1].values if found else {}
@@ -82,11 +67,11 @@ def _last(run: Run, kind: str) -> dict[str, Any]:
 # -- figures ----------------------------------------------------------------------------------
 
 
-def _if_recorded(build: Callable[[Run], FigureSpec]) -> FigureBuilder:
+def _if_recorded(build: Callable[[fig.Run], fig.FigureSpec]) -> fig.FigureBuilder:
     """Return a builder that returns None where the run lacks a record, or it is damaged."""
 
     @functools.wraps(build)
-    def guarded(run: Run) -> FigureSpec | None:
+    def guarded(run: fig.Run) -> fig.FigureSpec | None:
         with contextlib.suppress(
             LookupError, TypeError, ValueError, AttributeError, ArithmeticError
         ):
@@ -97,20 +82,20 @@ def _if_recorded(build: Callable[[Run], FigureSpec]) -> FigureBuilder:
 
 
 @_if_recorded
-def tokens_figure(run: Run) -> FigureSpec:
+def tokens_figure(run: fig.Run) -> fig.FigureSpec:
     """Return gates and similarities of the inspected pair, token by step."""
     pair = _last(run, TOKENS)
     panels = []
     for side, name in _sides(pair).items():
         part = pair[side]
         if "gates" in part:
-            scale = Axis("gate", "root", low=0.0, high=1.0)
+            scale = fig.Axis("gate", "root", low=0.0, high=1.0)
             panels.append(_heat(part, "gates", scale, f"{name}: gate (share of the update taken)"))
         low = math.floor(10 * min(*map(min, part["similarity"]), 0.9)) / 10
-        scale = Axis("similarity", "angle", low=max(low, 0.0), high=1.0)
+        scale = fig.Axis("similarity", "angle", low=max(low, 0.0), high=1.0)
         panels.append(_heat(part, "similarity", scale, f"{name}: similarity to the step before"))
     texts = [pair[key] for key in ("source", "target") if key in pair]
-    caption = " and ".join(f"“{shortened(visible(text), 80)}”" for text in texts) + "."
+    caption = " and ".join(f"“{fig.shortened(fig.visible(text), 80)}”" for text in texts) + "."
     if any(panel.framed for panel in panels):
         caption += f" Frames: the last step of a token with epsilon {pair['epsilon']:g}."
     longest = max(len(pair[side]["tokens"]) for side in _sides(pair))
@@ -118,7 +103,7 @@ def tokens_figure(run: Run) -> FigureSpec:
         caption += f" The first {MAX_TOKENS} of {longest} tokens are shown."
     title, columns = "How much each token still changes", len(panels) // len(_sides(pair))
     command = _plot_command(run, pair)
-    return FigureSpec(
+    return fig.FigureSpec(
         "lazy_tokens", title, caption, panels, run.name, command, columns=columns, wide=True
     )
 
@@ -129,26 +114,28 @@ def _sides(pair: dict[str, Any]) -> dict[str, str]:
     return found if "encoder" in found else {"decoder": "text"}
 
 
-def _heat(part: dict[str, Any], key: str, scale: Axis, title: str) -> HeatMap:
+def _heat(part: dict[str, Any], key: str, scale: fig.Axis, title: str) -> fig.HeatMap:
     """Return one table of a side, tokens by steps; the last steps are framed in that of gates."""
     tokens, num_steps = part["tokens"], len(part["sentence"])
     table = np.array(part[key], dtype=float)
     depth = part.get("depth", ()) if key == "gates" else ()
     if table.shape != (len(tokens), num_steps) or len(depth) not in (0, len(tokens)):
         raise ValueError("a table that does not fit its tokens")
-    names = [shortened(visible(token), 16) for token in tokens[:MAX_TOKENS]]
+    names = [fig.shortened(fig.visible(token), 16) for token in tokens[:MAX_TOKENS]]
     steps = [str(step + 1) for step in range(num_steps)]
     framed = [(token, last - 1) for token, last in enumerate(depth[:MAX_TOKENS])]
-    return _step_map(names, steps, table[:MAX_TOKENS], Axis(), scale, title=title, framed=framed)
+    return _step_map(
+        names, steps, table[:MAX_TOKENS], fig.Axis(), scale, title=title, framed=framed
+    )
 
 
 def _step_map(
-    rows: list[str], steps: list[str], table: np.ndarray, y: Axis, scale: Axis, **look: Any
-) -> HeatMap:
+    rows: list[str], steps: list[str], table: np.ndarray, y: fig.Axis, scale: fig.Axis, **look: Any
+) -> fig.HeatMap:
     """Return a table by steps, with its numbers where there is room for them."""
     texts = [[_digits(value) for value in row] for row in table]
     look["texts"] = texts if len(steps) <= MAX_NUMBERED else ()
-    return HeatMap(rows, steps, table.tolist(), Axis("step"), y, scale, **look)
+    return fig.HeatMap(rows, steps, table.tolist(), fig.Axis("step"), y, scale, **look)
 
 
 def _digits(value: float) -> str:
@@ -158,25 +145,27 @@ def _digits(value: float) -> str:
 
 
 @_if_recorded
-def sentence_figure(run: Run) -> FigureSpec:
+def sentence_figure(run: fig.Run) -> fig.FigureSpec:
     """Return how much the mean state of each side still changes from step to step."""
     pair = _last(run, TOKENS)
     lines = []
-    looks = {"encoder": (BLUE, "solid"), "decoder": (VERMILION, "dashed")}
+    looks = {"encoder": (fig.BLUE, "solid"), "decoder": (fig.VERMILION, "dashed")}
     for side, name in _sides(pair).items():
         own = pair[side]["sentence"]
         steps = [float(step) for step in range(1, len(own) + 1)]
-        lines.append(Line(name, steps, own, *looks[side]))
+        lines.append(fig.Line(name, steps, own, *looks[side]))
     lowest = min(min(line.y) for line in lines)
-    y = Axis("similarity to the step before", "angle", low=max(0.0, lowest - 0.05), high=1.0)
+    y = fig.Axis("similarity to the step before", "angle", low=max(0.0, lowest - 0.05), high=1.0)
     caption = "Squared cosine of the mean state before and after each step; at 1 nothing changes."
-    chart = Chart(Axis("step", whole=True), y, lines)
+    chart = fig.Chart(fig.Axis("step", whole=True), y, lines)
     title = "How much a whole sentence still changes"
-    return FigureSpec("lazy_sentence", title, caption, [chart], run.name, _plot_command(run, pair))
+    return fig.FigureSpec(
+        "lazy_sentence", title, caption, [chart], run.name, _plot_command(run, pair)
+    )
 
 
 @_if_recorded
-def cka_figure(run: Run) -> FigureSpec:
+def cka_figure(run: fig.Run) -> fig.FigureSpec:
     """Return how alike all states of the inspected text are at any two steps."""
     pair = _last(run, TOKENS)
     panels = []
@@ -185,20 +174,20 @@ def cka_figure(run: Run) -> FigureSpec:
         steps = [str(step) for step in range(len(pair[side]["sentence"]) + 1)]
         if table.shape != (len(steps), len(steps)):
             raise ValueError("a table that does not fit its steps")
-        scale = Axis("CKA", low=math.floor(10 * table.min()) / 10, high=1.0)
+        scale = fig.Axis("CKA", low=math.floor(10 * table.min()) / 10, high=1.0)
         look = {"upwards": True, "square": True, "title": f"{name}: CKA of the states at two steps"}
-        panels.append(_step_map(steps, steps, table, Axis("step"), scale, **look))
-    caption = f"Linear CKA over the tokens of “{shortened(visible(pair['source']), 80)}”"
+        panels.append(_step_map(steps, steps, table, fig.Axis("step"), scale, **look))
+    caption = f"Linear CKA over the tokens of “{fig.shortened(fig.visible(pair['source']), 80)}”"
     caption += " and its target" * ("target" in pair) + "; step 0 are the embeddings."
     title = "How alike a sentence is at any two steps"
     command = _plot_command(run, pair)
-    return FigureSpec(
+    return fig.FigureSpec(
         "lazy_cka", title, caption, panels, run.name, command, columns=len(panels), wide=True
     )
 
 
 @_if_recorded
-def grid_figure(run: Run) -> FigureSpec:
+def grid_figure(run: fig.Run) -> fig.FigureSpec:
     """Return the quality for other numbers of steps than those of training."""
     found = step_grid(run)
     quality = QUALITIES[step_points(run)[0]]
@@ -214,35 +203,37 @@ def grid_figure(run: Run) -> FigureSpec:
         framed = [(decoder.index(trained[1]), encoder.index(trained[0]))]
         caption += " Framed: the steps of training."
     if encoder == [0]:
-        line = Line(quality, [float(d) for d in decoder], [found[0, d] for d in decoder], BLUE)
-        chart = Chart(Axis("steps", whole=True), Axis(quality), [line])
+        line = fig.Line(
+            quality, [float(d) for d in decoder], [found[0, d] for d in decoder], fig.BLUE
+        )
+        chart = fig.Chart(fig.Axis("steps", whole=True), fig.Axis(quality), [line])
         command = _command(run, "sweep", decoder_steps=decoder)
-        return FigureSpec("lazy_steps", title, caption, [chart], run.name, command)
+        return fig.FigureSpec("lazy_steps", title, caption, [chart], run.name, command)
     values = [[found.get((e, d)) for e in encoder] for d in decoder]
-    panel = HeatMap(
+    panel = fig.HeatMap(
         [f"{steps}" for steps in decoder],
         [f"{steps}" for steps in encoder],
         values,
-        Axis("encoder steps"),
-        Axis("decoder steps"),
-        Axis(quality, low=min(found.values()), high=max(found.values())),
+        fig.Axis("encoder steps"),
+        fig.Axis("decoder steps"),
+        fig.Axis(quality, low=min(found.values()), high=max(found.values())),
         texts=[["" if value is None else f"{value:.3g}" for value in row] for row in values],
         framed=framed,
         upwards=True,
     )
     command = _command(run, "sweep", encoder_steps=encoder, decoder_steps=decoder)
-    return FigureSpec("lazy_steps", title, caption, [panel], run.name, command)
+    return fig.FigureSpec("lazy_steps", title, caption, [panel], run.name, command)
 
 
-FIGURES: tuple[FigureBuilder, ...] = (tokens_figure, sentence_figure, cka_figure, grid_figure)
+FIGURES: tuple[fig.FigureBuilder, ...] = (tokens_figure, sentence_figure, cka_figure, grid_figure)
 
 
-def _plot_command(run: Run, pair: dict[str, Any]) -> str:
+def _plot_command(run: fig.Run, pair: dict[str, Any]) -> str:
     options = {name: pair.get(name) for name in ("source", "epsilon", "halt_on")}
     return _command(run, "plot", **options)
 
 
-def _command(run: Run, verb: str, **options: Any) -> str:
+def _command(run: fig.Run, verb: str, **options: Any) -> str:
     """Return a command line without the options that are None; lists become `[1,2]`."""
     words = [run.path]
     for name, value in options.items():
@@ -253,7 +244,7 @@ def _command(run: Run, verb: str, **options: Any) -> str:
     return f"deepenough lazy {verb} {shlex.join(words)}"
 
 
-def training_command(run: Run) -> str:
+def training_command(run: fig.Run) -> str:
     """Return the command that trains the run again."""
     return f"deepenough lazy train --config {shlex.quote(f'{run.path}/config.yaml')}"
 
@@ -261,16 +252,16 @@ def training_command(run: Run) -> str:
 # -- section ----------------------------------------------------------------------------------
 
 
-def section(run: Run) -> Section | None:
+def section(run: fig.Run) -> fig.Section | None:
     """Return what a Lazy Transformer or its baselines have recorded, or None if nothing."""
-    figures = build_figures(run, FIGURES)
+    figures = fig.build_figures(run, FIGURES)
     findings = []
-    exact = number(_last(run, PROGRAMS).get("exact"))
+    exact = fig.number(_last(run, PROGRAMS).get("exact"))
     if exact is not None:
         findings.append(
             f"{100 * exact:.1f} % of programs never trained on are executed without an error."
         )
-    perplexity = number(_last(run, "test").get("perplexity"))
+    perplexity = fig.number(_last(run, "test").get("perplexity"))
     if run.method == "lazy" and perplexity is not None:
         findings.append(f"Perplexity on the test text: {perplexity:.4g}.")
     if not figures and not findings:
@@ -279,4 +270,4 @@ def section(run: Run) -> Section | None:
     if _last(run, TOKENS).get("epsilon") is not None:
         about += " A gate decides how much of each update a token takes, and a token whose gate "
         about += "stays below epsilon is not computed any further."
-    return Section(HEADING, about, findings, figures, CHANGES)
+    return fig.Section(HEADING, about, findings, figures, fig.CHANGES)

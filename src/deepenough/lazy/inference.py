@@ -18,26 +18,26 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from deepenough.artifacts import parse_json, write_text
 from deepenough.config import resolve, validate
 from deepenough.data.batches import cut_by_tokens
-from deepenough.data.corpus import read_lines
-from deepenough.data.tokenizer import check_text, load_tokenizer
+from deepenough.data.corpus import read_input_lines, read_lines
+from deepenough.data.tokenizer import check_text
 from deepenough.data.translation import IGNORE_INDEX, EncodedPairs, Pair, encode_pairs
 from deepenough.errors import UserError
 from deepenough.hf import generation
-from deepenough.hf.loading import from_pretrained
 from deepenough.lazy.config import (
     BeamSearchConfig,
     LanguageTrainConfig,
     LazyGenerateConfig,
-    LazyTransformerConfig,
+    TranslateConfig,
     train_config,
 )
 from deepenough.lazy.modeling import (
+    LazyPreTrainedModel,
     LazyTransformerForCausalLM,
     LazyTransformerForConditionalGeneration,
 )
 from deepenough.runs import Metrics, Record, RunFolder, model_folder, read_config, read_records
+from deepenough.training.checkpoint import load_finished
 from deepenough.training.distributed import from_all, place_among
-from deepenough.training.logging import without_bars
 
 C = TypeVar("C")
 
@@ -59,60 +59,25 @@ class TrainedModel(NamedTuple):
 
 def load_model(run: str) -> TrainedModel:
     """Return the model of a finished run, or of a folder in Hugging Face form, ready for use."""
-    _check_method(run)
-    place = str(model_folder(run))
-    options: dict[str, Any] = {"name": run, "trust_remote_code": None}
-    config = from_pretrained(LazyTransformerConfig, place, "config", **options)
-    is_causal = LazyTransformerForCausalLM.__name__ in (config.architectures or ())
-    kind = LazyTransformerForCausalLM if is_causal else LazyTransformerForConditionalGeneration
-    with without_bars():
-        return TrainedModel(from_pretrained(kind, place, "model", **options), load_tokenizer(place))
+    instead = "not one of deepenough lazy: give the folder of deepenough lazy train"
+    return TrainedModel(*load_finished(run, LazyPreTrainedModel, instead))
 
 
 def load_translator(run: str) -> TrainedModel:
     """Return the model of a finished run that translates or executes programs."""
-    found = load_model(run)
-    if not found.model.config.is_encoder_decoder:
-        raise UserError(
-            f"The model in {run} is a language model, which has no source to translate: give the "
-            "folder of a translator."
-        )
-    return found
+    instead = "which has no source to translate: give the folder of a translator"
+    return TrainedModel(*load_finished(run, LazyTransformerForConditionalGeneration, instead))
 
 
 def load_writer(run: str) -> TrainedModel:
     """Return the language model of a finished run."""
-    found = load_model(run)
-    if found.model.config.is_encoder_decoder:
-        raise UserError(
-            f"The model in {run} answers to a source and does not continue text: use deepenough "
-            "lazy translate, or give the folder of a language model."
-        )
-    return found
+    instead = "which does not continue text: give the folder of a language model"
+    return TrainedModel(*load_finished(run, LazyTransformerForCausalLM, instead))
 
 
 def run_folder(run: str) -> RunFolder:
     """Return the folder of the run that a model belongs to, where it belongs to one."""
     return RunFolder(model_folder(run).parent)
-
-
-def _check_method(run: str) -> None:
-    """Refuse the model of another method, which transformers would fill with new weights."""
-    folder = run_folder(run)
-    method = read_config(str(folder.path)).get("method") if folder.config.is_file() else None
-    if method not in (None, LanguageTrainConfig.METHOD):
-        raise UserError(
-            f"{run} is a run of deepenough {method}: give the folder of deepenough lazy train."
-        )
-    try:
-        kind = parse_json((model_folder(run) / "config.json").read_bytes()).get("model_type")
-    except (OSError, ValueError):  # said when it is loaded
-        return
-    if kind != LazyTransformerConfig.model_type:
-        raise UserError(
-            f"The model in {run} is of the type {kind}, not {LazyTransformerConfig.model_type}: "
-            "give the folder of deepenough lazy train."
-        )
 
 
 def _trained_folder(run: str) -> RunFolder:
@@ -126,8 +91,12 @@ def _trained_folder(run: str) -> RunFolder:
 
 def task_of(run: str) -> str:
     """Return what a run was trained for; translation where its settings do not tell."""
-    _check_method(run)
-    return train_config(read_config(str(_trained_folder(run).path)).get("task")).task
+    settings = read_config(str(_trained_folder(run).path))
+    if (method := settings.get("method")) not in (None, LanguageTrainConfig.METHOD):
+        raise UserError(
+            f"{run} is a run of deepenough {method}: give the folder of deepenough lazy train."
+        )
+    return train_config(settings.get("task")).task
 
 
 def trained_with(config_class: type[C], run: str) -> C:
@@ -288,6 +257,12 @@ def translate_lines(
         translations = translate_pairs(*translator, encoded, search)
         for line, translation in zip(chunk, translations, strict=True):
             yield translation if line.strip() else ""
+
+
+def translate(config: TranslateConfig) -> Iterator[str]:
+    """Return the translations of the lines of a file, or of standard input, as they come."""
+    translator, lines = load_translator(config.run), read_input_lines(config.file)
+    return translate_lines(translator, lines, config.search, config.rows)
 
 
 def encode_input(translator: TrainedModel, pairs: Iterable[Pair]) -> EncodedPairs:

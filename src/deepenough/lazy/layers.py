@@ -30,8 +30,7 @@ from transformers.cache_utils import DynamicLayer
 from deepenough.errors import UserError
 from deepenough.lazy.config import ACT, LAZY, TRANSFORMER, LazyTransformerConfig
 from deepenough.lazy.transition import LazyTransition, dropout_noise
-from deepenough.nn.adaptive_computation_time import act_halting
-from deepenough.nn.layers import Dropout
+from deepenough.nn.layers import Dropout, act_halting
 
 LONGEST_WAVE = 10_000.0
 
@@ -229,6 +228,17 @@ class LazyBlock(nn.Module):
             update = update + self.cross_o_proj(context.cross_attention(query, self))
         inner = F.relu(self.ff_in(self.ff_norm(state + update)), inplace=True)
         return update + self.ff_out(self.ff_dropout(inner))
+
+
+class StepOptions(NamedTuple):
+    """How the steps of one side are made; None is for what the config says."""
+
+    num_steps: Any
+    epsilon: Any = None
+    patience: Any = None
+    halt_on: str | None = None
+    keep_states: bool = False
+    """Whether to return the states of every step."""
 
 
 class StackOutput(NamedTuple):

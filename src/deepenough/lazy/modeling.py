@@ -13,7 +13,7 @@ steps, V vocabulary, R predicted tokens.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ from deepenough.lazy.layers import (
     EncoderMemory,
     PaddedContext,
     StackOutput,
+    StepOptions,
     StepStack,
     causal_mask,
     padding_mask,
@@ -103,17 +104,6 @@ class LazyOutput(ModelOutput):
 # -- encoder and decoder ---------------------------------------------------------------------------
 
 
-class StepOptions(NamedTuple):
-    """How the steps of one side are made; None for what the config says."""
-
-    num_steps: int | None = None
-    epsilon: float | None = None
-    patience: int | None = None
-    halt_on: str | None = None
-    keep_states: bool = False
-    """Whether to return the states of every step."""
-
-
 class _Side(nn.Module):
     """What encoder and decoder share: embeddings and a stack of steps."""
 
@@ -149,21 +139,17 @@ class _Side(nn.Module):
         In training they do only where the call gives an epsilon, whatever the config says.
         """
         config = self.config
-        num_steps, epsilon, patience, halt_on, keep_states = options
-        if self.training and epsilon is None:
-            epsilon = 0.0
-        num_steps = getattr(config, self.steps_option) if num_steps is None else num_steps
-        epsilon = getattr(config, self.epsilon_option) if epsilon is None else epsilon
-        config.check_epsilon(epsilon, self.epsilon_option)
-        config.check_halt_on(halt_on)
-        steps = (self.stack, state, positions, context, num_steps)
-        if epsilon == 0.0:
-            output: StackOutput = self.stack(*steps[1:], keep_states)
+        usual_epsilon = 0.0 if self.training else getattr(config, self.epsilon_option)
+        usual = (getattr(config, self.steps_option), usual_epsilon, config.patience, config.halt_on)
+        given = zip(options, (*usual, False), strict=True)
+        options = StepOptions(*(other if own is None else own for own, other in given))
+        config.check_epsilon(options.epsilon, self.epsilon_option)
+        config.check_halt_on(options.halt_on)
+        steps = (self.stack, state, positions, context, options)
+        if options.epsilon == 0.0:
+            output: StackOutput = self.stack(*steps[1:4], options.num_steps, options.keep_states)
             return output
-        patience = config.patience if patience is None else patience
-        if self.training:
-            return run_in_full(*steps, epsilon, patience, halt_on)
-        return run_with_halting(*steps, epsilon, patience, real_BT, keep_states, halt_on)
+        return run_in_full(*steps) if self.training else run_with_halting(*steps, real_BT)
 
 
 class LazyEncoder(_Side):

@@ -29,11 +29,10 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from deepenough.config import validate
-from deepenough.data.tokenizer import SPECIAL_TOKENS
+from deepenough.data.tokenizer import SPECIAL_TOKENS, as_tokenizer
 from deepenough.data.translation import EncodedPairs, Pair, encode_pairs
 from deepenough.errors import UserError
 from deepenough.hf.intercept import eval_mode
@@ -49,8 +48,7 @@ from deepenough.lazy.modeling import LazyTransformerForConditionalGeneration
 from deepenough.lazy.training import PairsTask, model_identity, new_translator, start_from
 from deepenough.runs import RunFolder
 from deepenough.training.config import seed_at
-from deepenough.training.distributed import make_accelerator
-from deepenough.training.trainer import check_folder, training
+from deepenough.training.trainer import begin_run, fit_run
 
 MAX_ROUNDS = 9
 MAX_FACTOR = 9
@@ -191,16 +189,7 @@ def character_tokenizer() -> Any:
     backend = Tokenizer(models.WordLevel(vocab, unk_token=SPECIAL_TOKENS["unk"]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    special = {
-        f"{role}_token": AddedToken(piece, normalized=False, special=True)
-        for role, piece in SPECIAL_TOKENS.items()
-    }
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
-        **special,
-    )
+    return as_tokenizer(backend, SPECIAL_TOKENS)
 
 
 def encode_programs(programs: Sequence[Program], tokenizer: Any) -> EncodedPairs:
@@ -228,17 +217,12 @@ def draw_pool(
 
 def train_programs(config: ProgramTrainConfig) -> RunFolder:
     """Train a model to execute programs and return its run folder."""
-    validate(config)
-    accelerator = make_accelerator(config.train, may_skip=False)
-    check_folder(config, accelerator)
+    accelerator = begin_run(config, may_skip=False)
     tokenizer = character_tokenizer()
     torch.manual_seed(config.train.seed)
     model = new_translator(config.model, tokenizer, config.dataset.max_length)
     start_from(model, config.start)
-    task = ProgramTask(config, model, tokenizer, accelerator)
-    with training(config, task, accelerator) as trainer:
-        trainer.fit()
-    return trainer.run
+    return fit_run(config, ProgramTask(config, model, tokenizer, accelerator), accelerator)
 
 
 class ProgramTask(PairsTask):
@@ -251,8 +235,8 @@ class ProgramTask(PairsTask):
         tokenizer: Any,
         accelerator: Accelerator,
     ) -> None:
-        super().__init__(model, tokenizer, config.train, accelerator)
-        self.dataset, self.is_warm = config.dataset, config.start is not None
+        super().__init__(config, model, tokenizer, accelerator)
+        self.dataset = config.dataset
         seed = config.train.seed
         self.held_out = {split: held_out_programs(self.dataset, split, seed) for split in HELD_OUT}
         self.pool = functools.lru_cache(1)(
@@ -275,12 +259,7 @@ class ProgramTask(PairsTask):
         """Return what a run must share with the checkpoint that it continues from."""
         dataset = asdict(self.dataset)
         del dataset["eval_size"]
-        return {
-            "start": {"warm": self.is_warm},
-            "model": model_identity(self.model.config),
-            "data": dataset,
-            "train": self.train.identity(),
-        }
+        return super().identity() | {"model": model_identity(self.model.config), "data": dataset}
 
 
 # -- evaluation ------------------------------------------------------------------------------------

@@ -18,16 +18,14 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from deepenough.config import validate
 from deepenough.data.batches import TokenBatches
-from deepenough.data.tokenizer import lowers_case, save_tokenizer
+from deepenough.data.tokenizer import lowers_case
 from deepenough.data.tokens import Prepared, prepare
 from deepenough.data.translation import EncodedPairs, encode_split, joint_tokenizer, open_parallel
 from deepenough.errors import UserError
@@ -36,6 +34,7 @@ from deepenough.lazy.config import (
     BeamSearchConfig,
     LanguageTrainConfig,
     LazyModelConfig,
+    LazyTrainConfig,
     LazyTransformerConfig,
     TranslationTrainConfig,
 )
@@ -46,12 +45,12 @@ from deepenough.lazy.modeling import (
     LazyTransformerForConditionalGeneration,
 )
 from deepenough.runs import RunFolder, model_folder, read_config
-from deepenough.training.config import TrainingConfig, seed_at
-from deepenough.training.distributed import make_accelerator, on_main
+from deepenough.training.config import seed_at
+from deepenough.training.distributed import on_main
 from deepenough.training.language import LanguageTask
-from deepenough.training.logging import announce, without_bars
+from deepenough.training.logging import announce
 from deepenough.training.task import BatchLoss, Task
-from deepenough.training.trainer import check_folder, training
+from deepenough.training.trainer import begin_run, fit_run
 
 logger = logging.getLogger("deepenough")
 
@@ -63,9 +62,7 @@ HALTING_OPTIONS = {"epsilon", "decoder_epsilon", "patience", "halt_on"}
 
 def train_translation(config: TranslationTrainConfig) -> RunFolder:
     """Train a translator and return its run folder."""
-    validate(config)
-    accelerator = make_accelerator(config.train, may_skip=False)
-    check_folder(config, accelerator)
+    accelerator = begin_run(config, may_skip=False)
     config = with_tokenizer_of_start(config)
     text = open_parallel(config.data, config.dataset)
     tokenizer = joint_tokenizer(text, config.dataset)
@@ -79,9 +76,7 @@ def train_translation(config: TranslationTrainConfig) -> RunFolder:
     start_from(model, config.start)
     config.search.check_for(model)
     task = TranslationTask(config, model, tokenizer, pairs, accelerator)
-    with training(config, task, accelerator) as trainer:
-        trainer.fit()
-    return trainer.run
+    return fit_run(config, task, accelerator)
 
 
 def new_translator(
@@ -166,18 +161,16 @@ class PairsTask(Task, ABC):
     model: LazyTransformerForConditionalGeneration
     drawn_steps: tuple[int, int] | None = None
     most_epsilon: float = 0.0
-    is_warm = False
-    """Whether the model began with the weights of another."""
 
     def __init__(
         self,
+        config: LazyTrainConfig,
         model: LazyTransformerForConditionalGeneration,
         tokenizer: Any,
-        train: TrainingConfig,
         accelerator: Accelerator,
     ) -> None:
-        self.model, self.tokenizer, self.train = model, tokenizer, train
-        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+        super().__init__(model, config.train, accelerator)
+        self.tokenizer, self.is_warm = tokenizer, config.start is not None
 
     @abstractmethod
     def pairs_of(self, index: int) -> tuple[EncodedPairs, list[int]]:
@@ -201,12 +194,6 @@ class PairsTask(Task, ABC):
         weight = num_own * self.world_size / num_all
         return BatchLoss(output.loss * weight, output.plain_loss * weight, num_own)
 
-    def save(self, folder: Path) -> None:
-        """Write the model and its tokenizer."""
-        with without_bars():
-            self.model.save_pretrained(folder)
-        save_tokenizer(self.tokenizer, folder)
-
 
 class TranslationTask(PairsTask):
     """Translation as a task of the training loop."""
@@ -219,11 +206,11 @@ class TranslationTask(PairsTask):
         pairs: Mapping[str, EncodedPairs],
         accelerator: Accelerator,
     ) -> None:
-        super().__init__(model, tokenizer, config.train, accelerator)
+        super().__init__(config, model, tokenizer, accelerator)
         fewest, most = config.fewest_encoder_steps, config.most_encoder_steps
         if fewest is not None:
             self.drawn_steps = fewest, most or config.model.encoder_steps
-        self.most_epsilon, self.is_warm = config.most_epsilon, config.start is not None
+        self.most_epsilon = config.most_epsilon
         self.pairs, self.dataset, self.search = pairs, config.dataset, config.search
         training_pairs = pairs["train"]
         lengths = training_pairs.source.lengths, training_pairs.target.lengths
@@ -260,11 +247,9 @@ class TranslationTask(PairsTask):
         """Return what a run must share with the checkpoint that it continues from."""
         steps = {"drawn_steps": list(self.drawn_steps or ()), "most_epsilon": self.most_epsilon}
         limits = {"batch_tokens": self.dataset.batch_tokens, "max_length": self.dataset.max_length}
-        return {
-            "start": {"warm": self.is_warm},
+        return super().identity() | {
             "model": model_identity(self.model.config) | steps,
             "data": limits | {split: _fingerprint(pairs) for split, pairs in self.pairs.items()},
-            "train": self.train.identity(),
         }
 
 
@@ -282,9 +267,7 @@ def _fingerprint(pairs: EncodedPairs) -> str:
 
 def train_language(config: LanguageTrainConfig) -> RunFolder:
     """Train a causal language model and return its run folder."""
-    validate(config)
-    accelerator = make_accelerator(config.train, may_skip=False)
-    check_folder(config, accelerator)
+    accelerator = begin_run(config, may_skip=False)
     config = with_tokenizer_of_start(config)
     found: list[Prepared] = []
     # The main process fills the cache for all.
@@ -297,9 +280,7 @@ def train_language(config: LanguageTrainConfig) -> RunFolder:
     start_from(model, config.start)
     task = LazyLanguageTask(model, prepared, config.dataset, config.train, accelerator)
     task.is_warm = config.start is not None
-    with training(config, task, accelerator) as trainer:
-        trainer.fit()
-    return trainer.run
+    return fit_run(config, task, accelerator)
 
 
 class LazyLanguageTask(LanguageTask):

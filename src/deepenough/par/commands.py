@@ -8,21 +8,18 @@ from deepenough.config import Command, ContinueConfig
 from deepenough.par.config import ParDeriveConfig, ParEvalConfig, ParSearchConfig, ParTrainConfig
 
 
-def run_search(config: ParSearchConfig) -> None:
-    """Search, and print the pattern found."""
+def run_search(config: ParSearchConfig) -> str:
+    """Search, and return the pattern found."""
     from deepenough.par.training import search
-    from deepenough.training.distributed import is_main_process
 
-    found = search(config)
-    if is_main_process():
-        share = found.relative_cost
-        cost = "" if share is None else f", {share:.0%} of the baseline's cost"
-        place = quote(config.out)
-        print(f"{found.doubt()}pattern {found.pattern}{cost}; next: deepenough par plot {place}")
+    found, place = search(config), quote(config.out)
+    share = found.relative_cost
+    cost = "" if share is None else f", {share:.0%} of the baseline's cost"
+    return f"{found.doubt()}pattern {found.pattern}{cost}; next: deepenough par plot {place}"
 
 
-def run_derive(config: ParDeriveConfig) -> None:
-    """Print the pattern of a search, and the command that trains it."""
+def run_derive(config: ParDeriveConfig) -> str:
+    """Return the pattern of a search, and the command that trains it."""
     from deepenough.par.training import derive_run
     from deepenough.runs import RunFolder
 
@@ -30,48 +27,26 @@ def run_derive(config: ParDeriveConfig) -> None:
     found = derive_run(run, config.budget)
     if config.json:
         content = dataclasses.asdict(found)
-        print(json.dumps(content | {"pi": content.pop("probabilities")}))
-        return
+        return json.dumps(content | {"pi": content.pop("probabilities")})
     cost = f" at {found.relative_cost:.0%} of the baseline's cost" if found.relative_cost else ""
-    print(f"{found.pattern}{cost}\n{found.doubt()}", end="")
+    said = f"{found.pattern}{cost}\n{found.doubt()}"
     budget = "" if config.budget is None else f" --budget {config.budget:g}"
     if run.derived.exists():
-        print(f"{run.derived} holds an earlier model: move it away before the next command")
-    settings = quote(str(run.config))
-    print(f"next: deepenough par search --config {settings} --resume --retrain scratch{budget}")
+        said += f"{run.derived} holds an earlier model: move it away before the next command\n"
+    resume = f"--config {quote(str(run.config))} --resume --retrain scratch{budget}"
+    return f"{said}next: deepenough par search {resume}"
 
 
-def run_train(config: ParTrainConfig) -> None:
-    """Train, and print where the model is."""
+def run_train(config: ParTrainConfig) -> str:
+    """Train, and return where the model is."""
     from deepenough.par.training import train
-    from deepenough.training.distributed import is_main_process
 
     run = train(config)
-    if is_main_process():
-        place = quote(str(run.path))
-        following = f"deepenough par generate {place} --prompt 'Once'"
-        if config.model.objective == "masked":
-            following = f"deepenough ponder train --encoder {place} --pooling mean --data ..."
-        print(f"model in {run.model}; next: {following}")
-
-
-def run_eval(config: ParEvalConfig) -> None:
-    """Measure a model and print the figures."""
-    from deepenough.measurement import figure_lines
-    from deepenough.par.evaluation import evaluate
-
-    values = evaluate(config)
-    if config.json:
-        print(json.dumps(values))
-        return
-    print(*figure_lines(values), sep="\n")
-
-
-def run_generate(config: ContinueConfig) -> None:
-    """Print a prompt and what the model writes after it."""
-    from deepenough.par.evaluation import continue_text
-
-    print(continue_text(config))
+    place = quote(str(run.path))
+    following = f"deepenough par generate {place} --prompt 'Once'"
+    if config.model.objective == "masked":
+        following = f"deepenough ponder train --encoder {place} --data ..."
+    return f"model in {run.model}; next: {following}"
 
 
 COMMANDS = (
@@ -88,8 +63,7 @@ COMMANDS = (
         help="read the block pattern out of a search",
         config=ParDeriveConfig,
         run=run_derive,
-        description="Print the likeliest block pattern of a search, within a budget if one is "
-        "given.",
+        description="Print the likeliest pattern of a search, within a budget if one is given.",
         example="deepenough par derive runs/mine --budget 0.65",
         positional=("run",),
     ),
@@ -105,7 +79,7 @@ COMMANDS = (
         name="eval",
         help="measure perplexity and bits per byte, or accuracy, of a trained model",
         config=ParEvalConfig,
-        run=run_eval,
+        run="deepenough.par.evaluation:evaluate",
         description="Measure perplexity per token and per word, bits per byte and tokens a second "
         "on a\ntext, with the model's own tokenizer, in segments as long as in training unless\n"
         "--length says otherwise. Of a masked model: perplexity and accuracy on masked tokens.",
@@ -116,8 +90,7 @@ COMMANDS = (
         name="generate",
         help="write text with a trained model",
         config=ContinueConfig,
-        run=run_generate,
-        description="Continue a prompt with a trained model.",
+        run="deepenough.par.evaluation:continue_text",
         example="deepenough par generate runs/mine --prompt 'The function returns'",
         positional=("run",),
     ),

@@ -40,10 +40,10 @@ from deepenough.par.search import (
 )
 from deepenough.runs import Record, RunFolder, append_record, read_config, read_records
 from deepenough.training.checkpoint import list_names
-from deepenough.training.distributed import is_main_process, make_accelerator, on_main
+from deepenough.training.distributed import is_main_process, on_main
 from deepenough.training.language import LanguageTask
 from deepenough.training.logging import announce
-from deepenough.training.trainer import check_folder, training
+from deepenough.training.trainer import begin_run, fit_run, training
 
 log = logging.getLogger("deepenough")
 
@@ -125,17 +125,14 @@ def train(config: ParTrainConfig, prepared: Prepared | None = None) -> RunFolder
     config, accelerator, prepared, model = _set_up(config, prepared)
     task = LanguageTask(model, prepared, config.dataset, config.train, accelerator)
     task.is_warm = config.start is not None
-    with training(config, task, accelerator) as trainer:
-        trainer.fit()
-    return trainer.run
+    return fit_run(config, task, accelerator)
 
 
 def _set_up(
     config: C, prepared: Prepared | None = None, **search: bool
 ) -> tuple[C, Accelerator, Prepared, ParPreTrainedModel]:
     """Return the settings with cutoffs resolved, the processes, the text and the model of a run."""
-    accelerator = make_accelerator(config.train, bool(config.model.cutoffs))
-    check_folder(config, accelerator)
+    accelerator = begin_run(config, bool(config.model.cutoffs))
     if prepared is None:
         prepared = _prepare(config, accelerator)
     config = replace(config, model=with_cutoffs(config.model, prepared))

@@ -11,59 +11,48 @@ from deepenough.config import Command
 
 if TYPE_CHECKING:
     from deepenough.ponder.config import PonderEvalConfig, PonderPredictConfig, PonderTrainConfig
-    from deepenough.ponder.inference import Text
     from deepenough.ponder.parity import ParityTrainConfig
 
 
-def train(config: PonderTrainConfig) -> None:
-    """Train a classifier."""
+def train(config: PonderTrainConfig) -> str:
+    """Train a classifier and return what its exit is and what can be done next."""
     from transformers import AutoConfig
 
     from deepenough.ponder.config import options_of
     from deepenough.ponder.training import train
-    from deepenough.training.distributed import is_main_process
 
     run = train(config)
-    if is_main_process():
-        saved = AutoConfig.from_pretrained(run.model, trust_remote_code=False)
-        reason = getattr(saved, "exit_reason", "not chosen on validation examples")
-        print(f"exit: {options_of(saved).exit_setting} ({reason})")
-        print(f"model in {run.model}; next: deepenough ponder eval {run.path}")
+    saved = AutoConfig.from_pretrained(run.model, trust_remote_code=False)
+    reason = getattr(saved, "exit_reason", "not chosen on validation examples")
+    exit_text = f"exit: {options_of(saved).exit_setting} ({reason})"
+    return f"{exit_text}\nmodel in {run.model}; next: deepenough ponder eval {run.path}"
 
 
-def evaluate(config: PonderEvalConfig) -> None:
-    """Measure a classifier and print what was found."""
+def evaluate(config: PonderEvalConfig) -> Iterator[str]:
+    """Measure a classifier; yield what was found, and what can be done next."""
     from deepenough.measurement import figure_lines
     from deepenough.ponder.evaluation import evaluate
 
-    print(*figure_lines(evaluate(config)), sep="\n")
-    print(f"next: deepenough ponder plot {config.run}")
+    yield from figure_lines(evaluate(config))
+    yield f"next: deepenough ponder plot {config.run}"
 
 
-def predict(config: PonderPredictConfig) -> None:
-    """Print the answer to every line as a JSON object."""
+def predict(config: PonderPredictConfig) -> Iterator[str]:
+    """Yield the answer to every line as a JSON object."""
+    from deepenough.data.corpus import read_input_lines
     from deepenough.ponder.evaluation import predict
 
-    for answer in predict(config.run, _texts(config.data), config.exit, config.batch_size):
-        print(json.dumps(asdict(answer)), flush=True)
+    lines = (line.partition("\t") for line in read_input_lines(config.data))
+    texts = ((first, second) if tab else first for first, tab, second in lines)
+    for answer in predict(config.run, texts, config.exit, config.batch_size):
+        yield json.dumps(asdict(answer))
 
 
-def _texts(file: str | None) -> Iterator[Text]:
-    from deepenough.data.corpus import read_input_lines
-
-    for line in read_input_lines(file):
-        first, tab, second = line.partition("\t")
-        yield (first, second) if tab else first
-
-
-def parity(config: ParityTrainConfig) -> None:
-    """Run the parity experiment."""
+def parity(config: ParityTrainConfig) -> str:
+    """Run the parity experiment and return what can be done next."""
     from deepenough.ponder.parity import train_parity
-    from deepenough.training.distributed import is_main_process
 
-    run = train_parity(config)
-    if is_main_process():
-        print(f"next: deepenough ponder plot {run.path}")
+    return f"next: deepenough ponder plot {train_parity(config).path}"
 
 
 COMMANDS = (
@@ -72,7 +61,6 @@ COMMANDS = (
         help="fine-tune a classifier that stops as soon as it is sure",
         config="deepenough.ponder.config:PonderTrainConfig",
         run=train,
-        description="Fine-tune an encoder as a classifier that stops as soon as it is sure.",
         example="deepenough ponder train --data reviews.csv --out runs/ponder",
     ),
     Command(

@@ -48,8 +48,8 @@ class PonderConfig:
 
     halting_head: Literal["previous", "answer", "second_cls"] = "previous"
     """What the decision to halt is read from: the states of this and the `previous` pass (PALBERT),
-    these and by how much the best `answer` leads, or a `second_cls` token that the model puts after
-    the first."""
+    these and by how much the best `answer` leads where one of several labels does, or a
+    `second_cls` token that the model puts after the first."""
 
     pooling: Literal["cls", "mean"] = "cls"
     """What answers are read from: the first token (`cls`) or the `mean` of all."""
@@ -197,7 +197,11 @@ class PonderTrainConfig(RunConfig):
 
     dataset: ClassificationConfig = field(default_factory=ClassificationConfig)
     model: BaseEncoderConfig = field(default_factory=BaseEncoderConfig)
-    ponder: PonderConfig = field(default_factory=PonderConfig)
+    ponder: PonderConfig = field(
+        # The classes of the models keep the sources' choices. With these a short training gives
+        # early layers an answer: the first token alone learns too late what a text says.
+        default_factory=lambda: PonderConfig(pooling="mean", halting_head="answer", distill=0.5)
+    )
     train: TrainingConfig = field(
         default_factory=lambda: TrainingConfig(
             lr=1e-4, warmup=0.1, schedule="linear", valid_every=1000, save_every=1000
@@ -420,10 +424,6 @@ def pondering_config(
     problem = problem_of(made)
     if problem == REGRESSION and made.num_labels != 1:
         raise UserError(f"A regression has one value: got num_labels {made.num_labels}, not 1.")
-    if problem != SINGLE_LABEL and ponder.halting_head == "answer":
-        raise UserError(
-            "Only one of several labels leads: choose another halting_head than answer."
-        )
     if problem == REGRESSION and ponder.exit == "confidence":
         raise UserError("A value has no probability: choose another exit than confidence.")
     return made  # type: ignore[no-any-return]

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from deepenough.config import resolve, validate
 from deepenough.data.batches import by_length
@@ -31,7 +30,6 @@ from deepenough.data.classification import (
 from deepenough.data.config import REGRESSION, SINGLE_LABEL, ProblemType
 from deepenough.errors import UserError
 from deepenough.hf.intercept import eval_mode
-from deepenough.hf.loading import from_pretrained
 from deepenough.measurement import (
     ComparedData,
     ComparedTask,
@@ -57,8 +55,8 @@ from deepenough.ponder.inference import PonderOutput, Prediction, Text, replay, 
 from deepenough.ponder.modeling import PonderClassifier
 from deepenough.runs import Record, RunFolder, model_folder, read_records, replace_records
 from deepenough.trace import DepthTrace
+from deepenough.training.checkpoint import load_finished
 from deepenough.training.distributed import place_among
-from deepenough.training.logging import without_bars
 
 THRESHOLDS: tuple[float, ...] = tuple(round(0.05 * step, 2) for step in range(1, 21))
 """Thresholds of a sweep, from stopping at once to never before the last pass."""
@@ -251,17 +249,8 @@ def passes_by(groups: Tensor, num_groups: int, passes: Tensor, num_passes: int) 
 
 def load_classifier(folder: str) -> tuple[PonderClassifier, Any]:
     """Return the model and tokenizer of a finished run, or of a folder in Hugging Face form."""
-    place = str(model_folder(folder))
-    options: dict[str, Any] = {"name": folder, "trust_remote_code": None}
-    with without_bars():
-        model = from_pretrained(AutoModelForSequenceClassification, place, "model", **options)
-        tokenizer = from_pretrained(AutoTokenizer, place, "tokenizer", **options)
-    if not isinstance(model, PonderClassifier):
-        raise UserError(
-            f"The model in {folder} is a {type(model).__name__}, which does not ponder: give the "
-            "folder of `deepenough ponder train`."
-        )
-    return model.eval(), tokenizer
+    instead = "which does not ponder: give the folder of `deepenough ponder train`"
+    return load_finished(folder, PonderClassifier, instead)
 
 
 class FinishedRun:

@@ -12,38 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepenough.figure import (
-    BLUE,
-    GREEN,
-    GREY,
-    LONG,
-    SKY,
-    Axis,
-    Chart,
-    FigureBuilder,
-    FigureSpec,
-    HeatMap,
-    Line,
-    Panel,
-    Rule,
-    Run,
-    Section,
-    Span,
-    build_figures,
-    number,
-    numbers,
-    shortened,
-)
+from deepenough import figure as fig
 
 HEADING = "Ponder"
 EXIT, PASSES, PARITY = "ponder_exit", "ponder_passes", "parity"
 """Kinds of the records that are read here."""
 
 POLICIES = {
-    "quantile": ("halting probability", BLUE, "solid"),
-    "confidence": ("confidence", GREEN, "solid"),
-    "patience": ("patience", SKY, "dashed"),
-    "fixed": ("fixed number of passes", GREY, "dotted"),
+    "quantile": ("halting probability", fig.BLUE, "solid"),
+    "confidence": ("confidence", fig.GREEN, "solid"),
+    "patience": ("patience", fig.SKY, "dashed"),
+    "fixed": ("fixed number of passes", fig.GREY, "dotted"),
 }
 """Name, colour and style of the line of each way to stop."""
 MECHANISMS = {"ponder": "PonderNet", "act": "ACT", "fixed": "fixed depth"}
@@ -77,24 +56,24 @@ class ParityBand(NamedTuple):
     mechanism: str
 
 
-def exit_points(run: Run) -> list[PolicyPoint]:
+def exit_points(run: fig.Run) -> list[PolicyPoint]:
     """Return every measured setting of a way to stop."""
     found = []
     for values in _latest(run, EXIT):
         policy, metric = str(values.get("policy")), str(values.get("metric", "accuracy"))
-        read = numbers(values, "passes", metric)
+        read = fig.numbers(values, "passes", metric)
         if read is not None and policy in POLICIES:
             passes, score = read
             found.append(PolicyPoint(policy, passes, score, metric))
     return found
 
 
-def parity_bands(run: Run) -> list[ParityBand]:
+def parity_bands(run: fig.Run) -> list[ParityBand]:
     """Return the results on parity by rising difficulty."""
     found = []
     for record in run.of_kind(PARITY):
         values = record.values
-        read = numbers(values, "lowest", "highest", "accuracy", "passes")
+        read = fig.numbers(values, "lowest", "highest", "accuracy", "passes")
         if read is not None:
             lowest, highest, accuracy, passes = read
             mechanism, beyond = str(values.get("mechanism", run.name)), values.get("beyond") is True
@@ -102,10 +81,10 @@ def parity_bands(run: Run) -> list[ParityBand]:
     return sorted(found, key=lambda band: band.lowest)
 
 
-def _latest(run: Run, kind: str) -> list[dict[str, Any]]:
+def _latest(run: fig.Run, kind: str) -> list[dict[str, Any]]:
     """Return the values of the records of a kind from the last evaluation."""
     found = [record.values for record in run.of_kind(kind)]
-    order = [number(values.get("evaluation")) or 0.0 for values in found]
+    order = [fig.number(values.get("evaluation")) or 0.0 for values in found]
     return [v for v, own in zip(found, order, strict=True) if own == max(order)]
 
 
@@ -120,7 +99,7 @@ def _array(value: Any) -> np.ndarray:
 # -- figures ----------------------------------------------------------------------------------
 
 
-def frontier_figure(run: Run) -> FigureSpec | None:
+def frontier_figure(run: fig.Run) -> fig.FigureSpec | None:
     """Return accuracy against mean passes for every way of stopping."""
     points = exit_points(run)
     if not points:
@@ -130,20 +109,20 @@ def frontier_figure(run: Run) -> FigureSpec | None:
         own = sorted((p for p in points if p.policy == policy), key=lambda p: p.passes)
         if own:
             passes, scores = [p.passes for p in own], [p.score for p in own]
-            lines.append(Line(name, passes, scores, color, style))
+            lines.append(fig.Line(name, passes, scores, color, style))
     top, bottom = (pick(p.score for p in points) for pick in (max, min))
     metric = points[0].metric
     low = max(bottom, top - DEPTH_SHOWN)
     caption = "Each point is one setting of one way to stop; passes are the mean over examples."
     if bottom < low:
         caption += f" Settings below {low:.0%} {metric} are not shown."
-    y = Axis(metric, percent=True, low=low - 0.004, high=top + 0.006)
-    chart = Chart(Axis("mean passes", whole=True), y, lines)
+    y = fig.Axis(metric, percent=True, low=low - 0.004, high=top + 0.006)
+    chart = fig.Chart(fig.Axis("mean passes", whole=True), y, lines)
     title = f"{metric.capitalize()} against mean passes"
     return _figure(run, "ponder_frontier", title, caption, [chart])
 
 
-def passes_figure(run: Run) -> FigureSpec | None:
+def passes_figure(run: fig.Run) -> fig.FigureSpec | None:
     """Return how many passes examples make, by label and by difficulty."""
     panels = []
     for values in _latest(run, PASSES):
@@ -156,42 +135,47 @@ def passes_figure(run: Run) -> FigureSpec | None:
     return _figure(run, "passes", "Passes made", caption, panels, columns=2, wide=True)
 
 
-def _pass_panel(values: dict[str, Any]) -> HeatMap:
+def _pass_panel(values: dict[str, Any]) -> fig.HeatMap:
     """Return the shares of examples that made 1, 2, ... passes, a row for every group with any."""
     counts = _array(values["counts"])
     rows = zip(values["groups"], counts, counts.sum(axis=1), strict=True)
     kept = [(str(name), own / total, total) for name, own, total in rows if total]
     by_label = values.get("by") == "label"
-    return HeatMap(
-        [f"{shortened(name, 16)} ({total:g})" for name, _, total in kept],
+    return fig.HeatMap(
+        [f"{fig.shortened(name, 16)} ({total:g})" for name, _, total in kept],
         [str(place + 1) for place in range(counts.shape[1])],
         [shares.tolist() for _, shares, _ in kept],
-        Axis("passes made"),
-        Axis("" if by_label else "answer settled at pass"),
-        Axis("share of the row", percent=True, low=0.0, high=1.0),
+        fig.Axis("passes made"),
+        fig.Axis("" if by_label else "answer settled at pass"),
+        fig.Axis("share of the row", percent=True, low=0.0, high=1.0),
         texts=[[f"{part:.0%}" if part >= 0.005 else "" for part in own] for _, own, _ in kept],
         title=f"by {'label' if by_label else 'difficulty'} (examples)",
     )
 
 
-def parity_figure(run: Run) -> FigureSpec | None:
+def parity_figure(run: fig.Run) -> fig.FigureSpec | None:
     """Return accuracy and passes by difficulty of the parity experiment."""
     bands = parity_bands(run)
     if not bands:
         return None
-    name = MECHANISMS.get(bands[0].mechanism, shortened(bands[0].mechanism))
+    name = MECHANISMS.get(bands[0].mechanism, fig.shortened(bands[0].mechanism))
     middles = [(band.lowest + band.highest) / 2 for band in bands]
     beyond = [band for band in bands if band.beyond]
     spans = []
     if beyond:
         low, high = beyond[0].lowest - 0.5, beyond[-1].highest + 0.5
-        spans.append(Span(low, high, "harder than in training"))
-    x = Axis("entries that are not zero", low=bands[0].lowest - 0.5, high=bands[-1].highest + 0.5)
-    y, chance = Axis("accuracy", percent=True, low=0.44, high=1.02), [Rule(CHANCE, "chance")]
-    lines = [Line(name, middles, [band.accuracy for band in bands])]
-    accuracy = Chart(x, y, lines, rules=chance, spans=spans, title="accuracy")
-    lines = [Line(name, middles, [band.passes for band in bands])]
-    passes = Chart(x, Axis("passes", low=0.0), lines, spans=spans, title="passes")
+        spans.append(fig.Span(low, high, "harder than in training"))
+    x = fig.Axis(
+        "entries that are not zero", low=bands[0].lowest - 0.5, high=bands[-1].highest + 0.5
+    )
+    y, chance = (
+        fig.Axis("accuracy", percent=True, low=0.44, high=1.02),
+        [fig.Rule(CHANCE, "chance")],
+    )
+    lines = [fig.Line(name, middles, [band.accuracy for band in bands])]
+    accuracy = fig.Chart(x, y, lines, rules=chance, spans=spans, title="accuracy")
+    lines = [fig.Line(name, middles, [band.passes for band in bands])]
+    passes = fig.Chart(x, fig.Axis("passes", low=0.0), lines, spans=spans, title="passes")
     caption = "Measured on vectors that were not trained on; the more entries are not zero, the "
     caption += "harder a vector is."
     panels, title = [accuracy, passes], "Parity by difficulty"
@@ -199,20 +183,20 @@ def parity_figure(run: Run) -> FigureSpec | None:
 
 
 def _figure(
-    run: Run, name: str, title: str, caption: str, panels: Sequence[Panel], **layout: Any
-) -> FigureSpec | None:
+    run: fig.Run, name: str, title: str, caption: str, panels: Sequence[fig.Panel], **layout: Any
+) -> fig.FigureSpec | None:
     """Return a figure of these panels, None without any."""
     if not panels:
         return None
     measured = f"deepenough ponder eval {shlex.quote(run.path)}"
     command = training_command(run) if name == "parity" else measured
-    return FigureSpec(name, title, caption, panels, run.name, command, **layout)
+    return fig.FigureSpec(name, title, caption, panels, run.name, command, **layout)
 
 
-FIGURES: tuple[FigureBuilder, ...] = (frontier_figure, passes_figure, parity_figure)
+FIGURES: tuple[fig.FigureBuilder, ...] = (frontier_figure, passes_figure, parity_figure)
 
 
-def training_command(run: Run) -> str:
+def training_command(run: fig.Run) -> str:
     """Return the command that trains the run again."""
     verb = "parity" if run.of_kind(PARITY) else "train"
     return f"deepenough ponder {verb} --config {shlex.quote(f'{run.path}/config.yaml')}"
@@ -221,9 +205,9 @@ def training_command(run: Run) -> str:
 # -- section ----------------------------------------------------------------------------------
 
 
-def section(run: Run) -> Section | None:
+def section(run: fig.Run) -> fig.Section | None:
     """Return what a pondering model has recorded, or None if there is nothing."""
-    figures = build_figures(run, FIGURES)
+    figures = fig.build_figures(run, FIGURES)
     if not figures:
         return None
     about = "Every example takes as many passes as the network decides, up to a limit."
@@ -233,10 +217,10 @@ def section(run: Run) -> Section | None:
         if bands[0].mechanism != "fixed":
             about += " The network itself decides how many passes it takes."
     findings = [*_exit_findings(run), *_parity_findings(bands), *_longer_findings(run, bands)]
-    return Section(HEADING, about, findings, figures, LONG)
+    return fig.Section(HEADING, about, findings, figures, fig.LONG)
 
 
-def _exit_findings(run: Run) -> list[str]:
+def _exit_findings(run: fig.Run) -> list[str]:
     points = exit_points(run)
     if not points:
         return []
@@ -264,7 +248,7 @@ def _parity_findings(bands: Sequence[ParityBand]) -> list[str]:
     return found
 
 
-def _longer_findings(run: Run, bands: Sequence[ParityBand]) -> list[str]:
+def _longer_findings(run: fig.Run, bands: Sequence[ParityBand]) -> list[str]:
     """Say whether harder inputs take more passes, or fewer, where one of the two is significant.
 
     Difficulty is a number of entries, or the pass at which the answer settles; the correlation with

@@ -39,7 +39,7 @@ from transformers import initialization as init
 
 from deepenough.artifacts import verify
 from deepenough.data.classification import EncodedExamples
-from deepenough.data.config import REGRESSION
+from deepenough.data.config import REGRESSION, SINGLE_LABEL
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import LayerStack, eval_mode
@@ -406,11 +406,12 @@ class PonderClassifier(SealedPreTrainedModel):
     # -- what transformers asks of a model ---------------------------------------------------
 
     def _add_halting(self, num_heads: int) -> None:
+        kind = self.config.halting_head
+        if kind == "answer" and self.problem != SINGLE_LABEL:
+            kind = "previous"  # no answer leads
         if self.has_halting:
-            self.halting.extend(
-                HaltingHead(self.config.halting_head, self.config.hidden_size)
-                for _ in range(num_heads)
-            )
+            width = self.config.hidden_size
+            self.halting.extend(HaltingHead(kind, width) for _ in range(num_heads))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -32,9 +31,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from deepenough.config import RunConfig, bounded, validate
+from deepenough.config import RunConfig, bounded
 from deepenough.errors import UserError
-from deepenough.nn.adaptive_computation_time import act_halting
+from deepenough.nn.layers import act_halting
 from deepenough.ponder.figures import PARITY
 from deepenough.ponder.halting import (
     FixedExit,
@@ -48,10 +47,9 @@ from deepenough.ponder.inference import replay, select_pass
 from deepenough.runs import Record, RunFolder, read_records, replace_records
 from deepenough.training.checkpoint import SealedPreTrainedModel
 from deepenough.training.config import TrainingConfig, seed_at
-from deepenough.training.distributed import make_accelerator, mean_of_all, on_main
-from deepenough.training.logging import without_bars
+from deepenough.training.distributed import on_main
 from deepenough.training.task import WEIGHTS, BatchLoss, Task
-from deepenough.training.trainer import check_folder, training
+from deepenough.training.trainer import begin_run, fit_run
 
 INPUT_DECAY = 1.0
 """Weight decay of the weights that read the input. It takes away what does not matter, such as the
@@ -229,21 +227,18 @@ class ParityModel(SealedPreTrainedModel):
 
 def train_parity(settings: ParityTrainConfig) -> RunFolder:
     """Train a network on parity, measure it by difficulty, and return its run folder."""
-    validate(settings)
-    accelerator = make_accelerator(settings.train)
+    accelerator = begin_run(settings)
     if settings.dataset.batch_size % accelerator.num_processes:
         raise UserError(
             f"dataset.batch_size {settings.dataset.batch_size} cannot be divided "
             f"among {accelerator.num_processes} processes: give a multiple of that."
         )
-    check_folder(settings, accelerator)
     torch.manual_seed(settings.train.seed)
     config = ParityConfig(**asdict(settings.model) | {"size": settings.dataset.size})
     task = ParityTask(ParityModel(config), settings, accelerator)
-    with training(settings, task, accelerator) as trainer:
-        trainer.fit()
-    on_main(accelerator, lambda: _record_difficulty(task, trainer.run))
-    return trainer.run
+    run = fit_run(settings, task, accelerator)
+    on_main(accelerator, lambda: _record_difficulty(task, run))
+    return run
 
 
 def _record_difficulty(task: ParityTask, run: RunFolder) -> None:
@@ -265,9 +260,8 @@ class ParityTask(Task):
     def __init__(
         self, model: ParityModel, settings: ParityTrainConfig, accelerator: Accelerator
     ) -> None:
-        self.model, self.settings, self.accelerator = model, settings, accelerator
-        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
-        self.terms: dict[str, float] = {}
+        super().__init__(model, settings.train, accelerator)
+        self.settings = settings
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return the parameter groups, which differ in weight decay."""
@@ -294,10 +288,6 @@ class ParityTask(Task):
         loss = self.model.loss(step_logits, halt_logits, labels)
         self.terms = {"task": float(loss.task.detach()), "kl": float(loss.kl.detach())}
         return BatchLoss(loss.total, loss.task, len(labels))
-
-    def train_values(self) -> dict[str, Any]:
-        """Return the terms of the last loss."""
-        return mean_of_all(self.accelerator, self.terms)
 
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return quality on the bands of training, and on those beyond."""
@@ -340,16 +330,10 @@ class ParityTask(Task):
         """Return what must not change between a checkpoint and the run that goes on from it."""
         settings = self.settings
         data = ("size", "train_nonzero", "batch_size")
-        return {
+        return super().identity() | {
             "model": asdict(settings.model),
             "data": {name: getattr(settings.dataset, name) for name in data},
-            "train": settings.train.identity(),
         }
-
-    def save(self, folder: Path) -> None:
-        """Write the model in Hugging Face form."""
-        with without_bars():
-            self.model.save_pretrained(folder)
 
 
 def _mean(bands: list[dict[str, Any]], name: str) -> float:

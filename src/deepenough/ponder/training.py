@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-from deepenough.config import validate
 from deepenough.data.batches import LengthBatches
 from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
 from deepenough.data.config import SINGLE_LABEL, ProblemType
@@ -37,10 +36,8 @@ from deepenough.ponder.modeling import (
     PonderEncoderForSequenceClassification,
 )
 from deepenough.runs import RunFolder
-from deepenough.training.distributed import make_accelerator, mean_of_all
-from deepenough.training.logging import without_bars
 from deepenough.training.task import WEIGHTS, BatchLoss, Task
-from deepenough.training.trainer import check_folder, training
+from deepenough.training.trainer import begin_run, fit_run
 
 ALBERT = "albert"
 
@@ -49,9 +46,7 @@ logger = logging.getLogger("deepenough")
 
 def train(config: PonderTrainConfig, texts: LabelledTexts | None = None) -> RunFolder:
     """Train a classifier and return its run folder; `texts` stand in the place of `config.data`."""
-    validate(config)
-    accelerator = make_accelerator(config.train)
-    check_folder(config, accelerator)
+    accelerator = begin_run(config)
     texts = texts or open_classification(config.data, config.dataset)
     torch.manual_seed(config.train.seed)
     model, tokenizer = make_classifier(config.model, config.ponder, texts.labels, texts.problem)
@@ -61,9 +56,7 @@ def train(config: PonderTrainConfig, texts: LabelledTexts | None = None) -> RunF
         for split, rows in texts.splits.items()
     }
     task = ClassificationTask(model, tokenizer, examples, config, accelerator, texts.metrics)
-    with training(config, task, accelerator) as trainer:
-        trainer.fit()
-    return trainer.run
+    return fit_run(config, task, accelerator)
 
 
 class ClassificationTask(Task):
@@ -82,9 +75,9 @@ class ClassificationTask(Task):
         accelerator: Accelerator,
         metrics: Sequence[str],
     ) -> None:
-        self.model, self.tokenizer, self.examples = model, tokenizer, examples
-        self.config, self.metrics, self.accelerator = config, tuple(metrics), accelerator
-        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+        super().__init__(model, config.train, accelerator)
+        self.tokenizer, self.examples = tokenizer, examples
+        self.config, self.metrics = config, tuple(metrics)
         self.batches = LengthBatches(
             examples["train"].lengths, config.dataset.batch_size, config.train.seed
         )
@@ -98,7 +91,6 @@ class ClassificationTask(Task):
                 f"A batch of {self.batches.batch_size} examples cannot be divided among "
                 f"{self.world_size} processes: make dataset.batch_size a multiple of that."
             )
-        self.terms: dict[str, float] = {}
 
     def batches_per_epoch(self) -> int:
         """Return how many batches make one round over the training examples."""
@@ -126,10 +118,6 @@ class ClassificationTask(Task):
         self.terms = {name: float(term.detach()) for name, term in output.terms.items()}
         return BatchLoss(output.loss, output.terms["task"], len(own["labels"]))
 
-    def train_values(self) -> dict[str, Any]:
-        """Return the terms of the last loss."""
-        return mean_of_all(self.accelerator, self.terms)
-
     def evaluate(self, accelerator: Accelerator, split: str) -> dict[str, float]:
         """Return loss, scores and mean passes with the exit of the model's own settings."""
         examples = self.examples.get(split)
@@ -156,19 +144,16 @@ class ClassificationTask(Task):
         """Return what must not change between a checkpoint and the run that goes on from it."""
         own, data = self.model.config, self.config.dataset
         options = {name: getattr(own, name) for name in OPTIONS if not name.startswith("exit")}
-        return {
+        return super().identity() | {
             "model": {"architecture": own.model_type, "head_lr": self.config.head_lr} | options,
             "data": {"batch_size": data.batch_size, "max_length": data.max_length}
             | {split: _content(examples) for split, examples in self.examples.items()},
-            "train": self.config.train.identity(),
         }
 
     def save(self, folder: Path) -> None:
         """Write model, with the exit that suits it, and tokenizer in Hugging Face form."""
         self.choose_exit()
-        with without_bars():
-            self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        super().save(folder)
 
 
 def _content(examples: EncodedExamples) -> str:
