@@ -24,6 +24,9 @@ from hypothesis import settings
 
 from deepenough.runs import Record, read_records
 
+# What is saved waits for the disk, some forty times a training; no test pulls the plug.
+os.fsync = lambda _: None
+
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for what tests import from one another
 
 # A busy machine makes an example slow, not wrong.

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from deepenough.decoding.native_backend import load_library
+from deepenough.decoding.native_weights import load_library
 
 SCRIPT = runpy.run_path(str(Path(__file__).with_name("call_files.py")))
 # Where nothing could be compiled, the backend that is used instead is one file more.
-SPECULATE = 14 + (load_library() is None)
-MOST = {"Shortcuts.fit": 18, "speculate(model).generate()": SPECULATE, "par search": 26}
+SPECULATE = 16 + (load_library() is None)
+MOST = {"Shortcuts.fit": 18, "speculate(model).generate()": SPECULATE, "par search": 27}
 
 
 @pytest.mark.parametrize("name", list(MOST))

@@ -136,6 +136,24 @@ class TestOverview:
         )
         assert result.stdout.split()[-1] == asked
 
+    @pytest.mark.parametrize("script", ["app.py", "benchmarks/__main__.py"])
+    def test_entry_points_ask_before_torch_is_loaded(self, script: str) -> None:
+        program = (
+            "import os, runpy, sys\n"
+            "class Ask:\n"
+            "    def find_spec(self, name, *_):\n"
+            "        if name in ('torch', 'gradio'): sys.exit()\n"
+            "sys.meta_path.insert(0, Ask()); sys.argv = ['', '--list']\n"
+            f"try: runpy.run_path({script!r}, run_name='__main__')\n"
+            "except SystemExit: print(os.environ.get('GOMP_SPINCOUNT'))"
+        )
+        unset = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+        environment = {k: v for k, v in os.environ.items() if k not in unset}
+        result = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+        )
+        assert (result.stdout.split()[-1], result.stderr) == ("3000", "")
+
     def test_a_reader_that_leaves_is_no_error(self) -> None:
         command = f"{sys.executable} -u -m deepenough --help"
         script = f"set -o pipefail; {command} | true; {command} | head -1"
@@ -321,7 +339,7 @@ class TestParse:
             (["--overwrite", "perhaps"], "--run.overwrite must be true or false, not 'perhaps'."),
             (["a", "b", "file.txt"], "'file.txt' does not belong to an option"),
             (["--config"], "Option --config needs a YAML file"),
-            (["--config", "missing.yaml"], "missing.yaml cannot be read (No such file"),
+            (["--config", "missing.yaml"], "There is no settings file missing.yaml: give a YAML"),
         ],
     )
     def test_bad_words_get_one_sentence_and_exit_code_2(
@@ -340,6 +358,14 @@ class TestParse:
         assert output.err.startswith("deepenough: error: ")
         assert output.err.count("\n") == 1
         assert output.out == ""
+
+    def test_a_recipe_that_ships_is_found_by_its_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        words = ["--config", "par-wikitext2", "--steps", "3"]
+        found = parse_command(commands()["par search"], "par search", words)
+        assert (found.data, found.train.steps) == ("wikitext-2", 3)
 
     def test_unknown_key_in_the_file_is_refused(
         self, echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str]

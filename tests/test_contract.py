@@ -49,7 +49,13 @@ from deepenough.decoding import native_backend
 from deepenough.decoding.drafters import Proposal
 from deepenough.hf.adapter import adapt
 from deepenough.lazy.equilibrium import run_in_full
-from deepenough.lazy.layers import EncoderMemory, PaddedContext, causal_mask, padding_mask
+from deepenough.lazy.layers import (
+    EncoderMemory,
+    PaddedContext,
+    StepOptions,
+    causal_mask,
+    padding_mask,
+)
 from deepenough.par.config import BRANCHES
 from deepenough.ponder.halting import FixedExit, HaltingPolicy, QuantileExit
 from deepenough.trace import DepthTrace
@@ -293,12 +299,16 @@ class LazyTranslator(Lazy):
         state = encoder.embed(ids)
         context = PaddedContext(2, padding_mask(mask))
         positions = encoder.stack.encoding.positions(0, state)
-        source = run_in_full(encoder.stack, state, positions, context, NUM_LAYERS, setting, 1)
+        source = run_in_full(
+            encoder.stack, state, positions, context, StepOptions(NUM_LAYERS, setting, 1)
+        )
         embedded = decoder.embed(target)
         memory = EncoderMemory(source.state, padding_mask(mask), 2)
         context = PaddedContext(2, causal_mask(None, 5, 5, state.device), memory=memory)
         positions = decoder.stack.encoding.positions(0, embedded)
-        found = run_in_full(decoder.stack, embedded, positions, context, NUM_LAYERS, setting, 1)
+        found = run_in_full(
+            decoder.stack, embedded, positions, context, StepOptions(NUM_LAYERS, setting, 1)
+        )
         blocks = [
             torch.cat([row[kept.bool()], own])
             for row, kept, own in zip(source.depth, mask, found.depth, strict=True)
@@ -337,7 +347,9 @@ class LazyCausalLM(Lazy):
         positions = decoder.stack.encoding.positions(0, state)
         # Padding stands behind the text, where a causal mask hides it.
         context = PaddedContext(2, causal_mask(None, *ids.shape[1:] * 2, state.device))
-        found = run_in_full(decoder.stack, state, positions, context, NUM_LAYERS, setting, 1)
+        found = run_in_full(
+            decoder.stack, state, positions, context, StepOptions(NUM_LAYERS, setting, 1)
+        )
         return self.real(self.model.output(found.state), found.depth, list(mask.bool()), [])
 
 

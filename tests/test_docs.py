@@ -24,6 +24,8 @@ PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+#: Images of README.md have absolute addresses, so that the package's page shows them too.
+OWN_FILES = "https://raw.githubusercontent.com/deepenough/deepenough/main/"
 ENDS_A_COMMAND = ("|", "||", "&", "&&", ";", ">", ">>", "<")
 
 
@@ -135,10 +137,11 @@ def broken_links(page: Path) -> list[str]:
     text = FENCE.sub("", page.read_text("utf-8"))
     broken = []
     for target in LINK.findall(text):
-        if re.match(r"[a-z]+:", target):
+        own = target.startswith(OWN_FILES)
+        if re.match(r"[a-z]+:", target) and not own:
             continue
-        path, _, anchor = target.partition("#")
-        place = page.parent / path if path else page
+        path, _, anchor = target.removeprefix(OWN_FILES).partition("#")
+        place = (ROOT if own else page.parent) / path if path else page
         if not place.exists():
             broken.append(target)
         elif anchor and place.suffix == ".md":
@@ -157,9 +160,13 @@ def test_broken_links_are_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# A heading: two words\n[a](nowhere.md) [b](#a-heading-two-words) [c](#elsewhere)\n"
-        "[d](https://example.org/x) ![e](picture.png)\n```\n[f](in-code.md)\n```\n"
+        "[d](https://example.org/x) ![e](picture.png) "
+        f"![g]({OWN_FILES}docs/images/none.png)\n```\n[f](in-code.md)\n```\n"
     )
-    assert broken_links(page) == ["nowhere.md", "#elsewhere", "picture.png"]
+    assert broken_links(page) == [
+        *("nowhere.md", "#elsewhere", "picture.png"),
+        f"{OWN_FILES}docs/images/none.png",
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

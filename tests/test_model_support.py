@@ -85,8 +85,9 @@ def test_the_page_names_every_type() -> None:
     rows.append({"type": "blt", "kind": "causal", "variant": "plain", "method": None,
                  "verdict": model_support.NOT_BUILT, "why": "it has no sizes"})  # fmt: skip
     table = model_support.by_type(rows)
-    page = model_support.page(rows, table)
+    page = model_support.page(rows, [SHORTCUT, SPECULATION])
     assert table["llama"]["speculation"] == (IN_PART, "right; refused: longrope")
-    assert "| the model does not | 0 | 0 | 1 | 0 |" in page
-    assert "| `llama` | - | - | right; refused: longrope | - |" in page
+    assert "| speculation, causal | 0 | 1 | 0 | 0 | 0 |" in page
+    assert "| the model does not | 0 | 1 |" in page
+    assert "| `llama` | - | right; refused: longrope |" in page
     assert "| `blt` | it has no sizes |" in page

@@ -58,6 +58,8 @@ CONSTANTS = (
     *("about 11 hours", "final 39.41 perplexity", "within 2 %", "below 2 %", "All are of 95 %"),
     # Sizes of files, and the arithmetic of bounds.
     *("4.5 MB", "6 MB", "some 30 MB", "10 GB", "With 5 % and 95 %", "in 3 % of", "like 3 % of"),
+    *("some 90 MB", "some 100 MB", "itself is 1 MB", "0.36 GB", "1.6 GB", "come within 2 s"),
+    "the aim of 0.75",
     *("disagreement of 3 %", "(8.0 times fewer)", "37 minutes"),
 )
 
@@ -198,11 +200,9 @@ def test_result_files_have_the_schema() -> None:
 
 #: Long benchmarks whose first result is still to come; an entry goes when its result is there.
 NOT_RUN_YET = {
-    *("decode_bench", "decode_exit_frontier-smollm2", "decode_exit_frontier-stories15m"),
-    *("decode_floor-1b", "decode_floor-bf16", "decode_floor-context", "decode_identity"),
-    *("decode_native", "explorer_load", "par_encoder"),
-    *("prune_domains", "prune_healing", "prune_models", "prune_smollm2-time"),
-    *("prune_smollm2-weights", "prune_tasks"),
+    *("decode_exit_frontier-smollm2", "decode_exit_frontier-stories15m", "decode_identity"),
+    *("par_encoder", "prune_domains", "prune_draft", "prune_healing", "prune_models"),
+    *("prune_tasks", "decode_bench-bf16"),
 }
 
 

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import difflib
 import errno
-import importlib
 import io
 import json
 import os
@@ -40,10 +39,10 @@ from deepenough.config import (
     build,
     convert,
     left_null,
+    load_place,
     make_parser,
     options,
     read_yaml,
-    validate,
 )
 from deepenough.errors import UserError
 from deepenough.figure import shortened
@@ -55,6 +54,9 @@ if TYPE_CHECKING:
     from jsonargparse import Namespace
 
 EXAMPLE = "deepenough demo --out runs/demo"
+
+#: Where the recipes are that ship: in the installed package, or beside src/ in the repository.
+RECIPES = [Path(__file__).parent / "configs", Path(__file__).parents[2] / "configs"]
 
 #: What a full disk or a missing permission gives; any other error of the system is a bug.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -206,16 +208,30 @@ def commands() -> dict[str, Command]:
         if plot not in own and method.has("figures"):
             own[plot] = plot_command(method.name)
         found |= own
-    return found | {name: _load(place) for name, place in OTHERS.items()}
+    return found | {name: load_place(place) for name, place in OTHERS.items()}
 
 
 def execute(command: Command, config: Any) -> int:
     """Check the settings of a command, run it and return its exit code."""
-    code = int(command.run(validate(config)) or 0)
+    code = _show(command.start(config), getattr(config, "json", False))
     if command.draws and code == 0:
         folder = None if command.draws == "out" else config.out  # else plots in the run itself
         plot(PlotConfig([getattr(config, command.draws)], folder))
     return code
+
+
+def _show(found: Any, as_json: bool) -> int:
+    """Print what a command returns, from the first process alone; return its exit code."""
+    if isinstance(found, int):
+        return found
+    if isinstance(found, Mapping):
+        from deepenough.measurement import figure_lines  # which loads numpy
+
+        found = json.dumps(found) if as_json else figure_lines(found)
+    for line in [found] if isinstance(found, str) else found or ():
+        if os.environ.get("RANK", "0") == "0":
+            print(line, flush=True)
+    return 0
 
 
 def overview(table: Mapping[str, Command] | None = None, example: str = EXAMPLE) -> str:
@@ -243,13 +259,15 @@ def parse_command(command: Command, name: str, argv: list[str]) -> Any:
         settings_class,
         prog=f"deepenough {name}",
         usage=f"deepenough {name} {places}[--config FILE] [--NAME VALUE ...]",
-        description=command.description.strip(),
+        description=command.description or f"{command.help[:1].upper()}{command.help[1:]}.",
         epilog="The last part of a name is enough where it is unique.\n\n"
         f"example:\n  {command.example.strip()}",
         formatter_class=_formatter(),
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of settings; flags win over it."
+        "--config",
+        metavar="FILE",
+        help="YAML file of settings, or the name of one that ships; flags win over it.",
     )
     known = options(settings_class)
     words = _normalise(_named(argv, command.positional), known)
@@ -281,21 +299,15 @@ def train(method: str, verb: str = "train", **options: Any) -> RunFolder:
     for option, value in options.items():
         spelt = value if isinstance(value, str) else json.dumps(value)
         words.append(f"--{option.replace('__', '.')}={spelt}")
-    config = validate(parse_command(table[name], name, words))
+    config = parse_command(table[name], name, words)
     with contextlib.redirect_stdout(io.StringIO()):  # what to type next is for the command line
-        table[name].run(config)
+        table[name].start(config)
     return RunFolder.open(config.out)
-
-
-def _load(place: str) -> Any:
-    """Return what "package.module:Name" names."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _settings_class(command: Command, argv: list[str]) -> type:
     if isinstance(command.config, str):
-        return _load(command.config)  # type: ignore[no-any-return]
+        return load_place(command.config)  # type: ignore[no-any-return]
     return command.config if isinstance(command.config, type) else command.config(argv)
 
 
@@ -339,7 +351,14 @@ def _config_file(words: list[str]) -> str | None:
     if "--config" in words:
         raise UserError("Option --config needs a YAML file; write --config FILE.")
     given = [word for word in words if word.startswith("--config=")]
-    return given[-1].removeprefix("--config=") if given else None
+    if not given:
+        return None
+    name = given[-1].removeprefix("--config=")
+    recipes = {path.stem: str(path) for folder in RECIPES for path in folder.glob("*.yaml")}
+    if name not in recipes and not os.path.exists(name):
+        known = ", ".join(sorted(recipes))
+        raise UserError(f"There is no settings file {name}: give a YAML file, or one of {known}.")
+    return name if os.path.isfile(name) else recipes.get(name, name)
 
 
 def _named(argv: list[str], positional: tuple[str, ...]) -> list[str]:

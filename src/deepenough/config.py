@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import importlib
 import numbers
 import operator
 import os
@@ -81,10 +82,13 @@ class Command:
     config: type | str | Callable[[list[str]], type]
     """Its settings class, as "package.module:Name" where importing it takes long, or a function
     that chooses the class by the words of the command line."""
-    run: Callable[[Any], int | None]
-    """Does the work; returns the exit code, None for 0."""
-    description: str
+    run: str | Callable[[Any], Any]
+    """Does the work, as "package.module:function" where importing it takes long. What it returns is
+    printed: a text, lines as they come, or figures by name (as JSON if the settings have `json`);
+    a number is the exit code."""
     example: str
+    description: str = ""
+    """What `--help` says first; by default the line of the table."""
     positional: tuple[str, ...] = ()
     """Options whose values may stand first, without their names; `name*` takes all that follow."""
     draws: str = ""
@@ -92,6 +96,17 @@ class Command:
     run itself, into its plots."""
     goes_on: bool = False
     """Whether it has no `--resume`, but goes on where it was stopped when it is repeated."""
+
+    def start(self, config: Any) -> Any:
+        """Check the settings, do the work and return what it is to print."""
+        work = load_place(self.run) if isinstance(self.run, str) else self.run
+        return work(validate(config))
+
+
+def load_place(place: str) -> Any:
+    """Return what "package.module:name" names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @dataclass
@@ -558,6 +573,11 @@ def _plain(value: Any) -> Any:
 
 def provenance() -> dict[str, Any]:
     """Return what a result depends on besides its settings."""
+    return {"versions": dict(_versions()), "commit": _commit(), "processor": processor()}
+
+
+@functools.cache  # as the commit: what is running does not change
+def _versions() -> dict[str, str]:
     import importlib.metadata  # takes a while to load
 
     versions = {"python": platform.python_version()}
@@ -566,7 +586,7 @@ def provenance() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    return {"versions": versions, "commit": _commit(), "processor": processor()}
+    return versions
 
 
 def processor() -> str:
@@ -579,6 +599,7 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+@functools.cache
 def _commit() -> str | None:
     """Return the commit of this package's checkout, `-dirty` if changed; None if installed."""
     package = Path(__file__).resolve().parent

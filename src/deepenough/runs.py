@@ -361,6 +361,10 @@ def find_run(name: str | os.PathLike[str]) -> Path:
             "pip install --no-deps deepenough-models, or give the folder of a run."
         )
     source = package / name
+    if not source.is_dir():
+        raise UserError(
+            f"The installed deepenough-models has no {name}: give the folder of a run of your own."
+        )
     if not artifacts.verify(source / "model"):
         raise UserError(
             f"{source} is not whole: pip install --no-deps --force-reinstall deepenough-models."

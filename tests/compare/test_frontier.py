@@ -24,7 +24,7 @@ from deepenough.config import dump, resolve
 from deepenough.data.config import TranslationDataConfig
 from deepenough.data.tokenizer import save_tokenizer
 from deepenough.data.translation import joint_tokenizer, open_parallel
-from deepenough.decoding.native_backend import load_library
+from deepenough.decoding.native_weights import load_library
 from deepenough.lazy.config import (
     LazyModelConfig,
     ProgramConfig,

@@ -1,5 +1,7 @@
 """A tiny language model on disk, which reads any text byte by byte."""
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,24 @@ from deepenough.explorer.language_model import LanguageModel
 from deepenough.shortcut.modeling import Shortcuts
 
 TEXTS = ["The capital of France is Paris.", "A dog runs on the beach and barks at the sea."] * 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loops_are_closed() -> Iterator[None]:
+    """Close the event loops that Gradio makes for its locks and leaves behind."""
+    made: list[asyncio.AbstractEventLoop] = []
+    new_event_loop = asyncio.new_event_loop
+
+    def remember() -> asyncio.AbstractEventLoop:
+        made.append(new_event_loop())
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "new_event_loop", remember)
+        yield
+    for loop in made:
+        if not loop.is_running():
+            loop.close()
 
 
 @pytest.fixture(scope="session")

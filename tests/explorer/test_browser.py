@@ -267,7 +267,8 @@ def test_streaming_while_another_tab_waits_and_cancels(browser: Any, address: st
         time.sleep(1)
         written = num_tokens(browser)
         time.sleep(1)
-        assert num_tokens(browser) == written < 3 * 256
+        # A tiny model may be through before it is stopped; test_app.py leaves one on its way.
+        assert num_tokens(browser) == written
         browser.switch_to.window(browser.window_handles[1])
         assert num_tokens(browser) == 0
         one(browser, "#write").click()  # the model is free

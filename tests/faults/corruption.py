@@ -187,9 +187,9 @@ def go_on_fitting(folder: Path) -> Any:
 
 def go_on_writing(folder: Path) -> Any:
     import deepenough
+    from deepenough.decoding.backends import make_engine
     from deepenough.decoding.config import SelfGeneratedConfig
     from deepenough.decoding.eagle3 import layers_read
-    from deepenough.decoding.engine import make_engine
     from deepenough.decoding.self_generated import write_texts
 
     model, tokenizer = deepenough.load(str(folder / "inputs/llama"))

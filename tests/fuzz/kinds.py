@@ -771,7 +771,7 @@ def check_drafts(case: Any, world: World) -> None:
         file = world.bad / "calibration.json"
         file.write_bytes(content)
         calibration = Calibration.from_pretrained(file)
-        calibration.holds()
+        calibration.verdict()
         assert calibration.threshold is None or is_number(calibration.threshold)
         assert 0 < calibration.max_disagreement < 1 and 0 < calibration.confidence < 1
         assert type(calibration.texts) is int and all(

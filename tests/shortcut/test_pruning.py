@@ -4,6 +4,7 @@ import itertools
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ from transformers import (
 
 import deepenough as de
 from deepenough.cli import main
+from deepenough.decoding.engine import DecodingCosts
+from deepenough.decoding.native_backend import make
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.shortcut import pruning, pruning_search
@@ -46,11 +49,11 @@ SMALL = {"fit_tokens": 1200, "choose_tokens": 300}
 VOCABULARY = 95
 
 
-def llama(layers: int = 4) -> LlamaForCausalLM:
+def llama(layers: int = 4, hidden_size: int = 16) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=16,
+        hidden_size=hidden_size,
         intermediate_size=32,
         num_hidden_layers=layers,
         num_attention_heads=2,
@@ -200,6 +203,42 @@ def test_a_cache_that_misses_layers_gives_the_tokens_of_none(whole):
     assert torch.equal(fast.generate(ids, max_new_tokens=12, do_sample=False), expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_the_native_backend_runs_maps_in_the_places_of_parts_and_of_layers(tokens, plain, texts):
+    wide = llama(6, hidden_size=32)  # what is removed, mapped and kept, next to each other
+    whole = ReplaceableModel(wide, plain, texts, **SMALL)
+    whole.fit()
+    run = Block(4, 6)
+    whole.maps.setdefault(run, whole.maps["attention", 3, 0])
+    parts = {("attention", 1, 0): "removed", ("feed_forward", 1, 0): "linear"}
+    parts |= {("attention", 2, 0): "linear", ("feed_forward", 3, 0): "removed"}
+    pruned = pruning.build(whole, Choice(parts, (run,)), {})
+    engine = make(adapt(pruned))
+    if engine is None:
+        pytest.skip("no compiled backend")
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    engine.prefill(ids, None, 12 + tokens)
+    new = torch.randint(3, 90, (2, tokens), generator=torch.Generator().manual_seed(1))
+    step = engine.start_step(new)
+    found = engine.head(engine.norm(engine.run_layers(step, step.hidden, 0, engine.num_layers)))
+    expected = pruned(torch.cat([ids, new], 1)).logits[:, 12:]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    costs, full = DecodingCosts(adapt(pruned)), DecodingCosts(adapt(wide))
+    assert costs.attends == [True, False, False, True, False] and all(full.attends)
+    # Of five layers two attend; the full model's six do.
+    assert costs.token(9) - costs.token(0) == pytest.approx((full.token(9) - full.token(0)) * 2 / 6)
+
+
+def test_as_a_draft_of_the_full_model_it_changes_no_token(whole):
+    full = whole.adapter.model
+    choice = Choice({("attention", 1, 0): "linear", ("feed_forward", 2, 0): "removed"})
+    pruned, ids = pruning.build(whole, choice, {}), torch.arange(3, 12)[None]
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(
+        full.generate(ids, assistant_model=pruned, **options), full.generate(ids, **options)
+    )
+
+
 def test_early_exit_that_never_exits_gives_the_pruned_models_tokens(whole, plain, texts):
     choice = Choice({("attention", 2, 0): "linear", ("feed_forward", 3, 0): "linear"})
     pruned = pruning.build(whole, choice, {})
@@ -244,8 +283,15 @@ def test_lazy_greedy_takes_what_full_greedy_takes(whole, monkeypatch):
 
     def measured(choice: Choice, first: int = 0, tokens: int | None = None) -> float:
         items = [*choice.parts.items(), *choice.runs]
-        total = sum(harm.setdefault(str(item), draw.uniform(0.1, 1.0)) for item in items)
-        return float(total**1.5)
+        return float(sum(map(harm_of, items)) ** 1.5)
+
+    def harm_of(item: Any) -> float:
+        """Return made-up harm, that of a removal no less than of the linear map."""
+        if str(item) not in harm:
+            harm[str(item)] = draw.uniform(0.1, 1.0)
+            if item[1] == "removed":
+                harm[str(item)] += harm_of((item[0], "linear"))
+        return harm[str(item)]
 
     monkeypatch.setattr(whole, "divergence", measured)
     monkeypatch.setattr(whole, "settle", lambda choice, first=0: None)
@@ -300,6 +346,14 @@ def test_measured_time_is_of_all_parts(whole):
     model = whole.adapter.model
     seconds = token_seconds({"one": (model, nullcontext)}, whole.held_out, 2, 2)
     assert 0 < seconds["one"] < 1
+
+
+def test_a_budget_of_time_says_what_share_was_measured_in_the_end(plain, texts, monkeypatch):
+    costs = Costs({(k, n, 0): 1.0 for k in PARTS for n in range(4)}, 0.5, [0.0] * 4)
+    monkeypatch.setattr(pruning, "find_costs", lambda *_: costs)
+    monkeypatch.setattr(pruning, "token_seconds", lambda *_: {"full": 10.0, "pruned": 8.0})
+    report = report_of(prune(llama(), plain, texts, 0.8, refit=False, **SMALL))
+    assert report["measured_share"] == pytest.approx(1 - 2 / 8) and report["share"] <= 0.8
 
 
 def test_an_interrupted_search_goes_on(plain, texts, tmp_path, monkeypatch):
@@ -417,8 +471,10 @@ def test_healing_brings_the_outputs_nearer(trained, plain, texts, tmp_path):
     assert {n for n in before if "norm" in n} & changed
 
 
-def test_corrections_bring_states_nearer_and_are_ridge_regressions(whole):
+def test_corrections_bring_states_nearer_and_are_ridge_regressions(whole, monkeypatch):
     """With the definition: what is missing behind a part, regressed on what its product reads."""
+    # The passes below are in float32, and so must be those of the fit.
+    monkeypatch.setattr("deepenough.hf.intercept.processor_has", lambda *_: False)
     choice = Choice({("feed_forward", 1, 0): "removed"})
     whole.settle(choice)
     before = whole.divergence(choice)

@@ -7,10 +7,10 @@ from typing import Any
 from deepenough.config import Command
 
 
-def _train(config: Any) -> None:
+def _train(config: Any) -> str:
     from deepenough.toy.training import train
 
-    print(f"model in {train(config).model}")
+    return f"model in {train(config).model}"
 
 
 def _evaluate(config: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch import nn
 
 from deepenough.runs import RunFolder
 from deepenough.training.config import seed_at
-from deepenough.training.distributed import make_accelerator
 from deepenough.training.task import BatchLoss, Task
-from deepenough.training.trainer import check_folder, training
+from deepenough.training.trainer import begin_run, fit_run
 
 
 def points(slope: float, *place: int | str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,9 +28,10 @@ class ToyTask(Task):
 
     unit = "points"
 
-    def __init__(self, config: ToyTrainConfig) -> None:
+    def __init__(self, config: ToyTrainConfig, accelerator: Accelerator) -> None:
+        model = ToyModel(ToyConfig(num_blocks=config.num_blocks))
+        super().__init__(model, config.train, accelerator)
         self.config = config
-        self.model = ToyModel(ToyConfig(num_blocks=config.num_blocks))
 
     def loss(self, model: nn.Module, phase: str, step: int, micro: int) -> BatchLoss:
         """Return the loss on the points of a step."""
@@ -49,17 +48,10 @@ class ToyTask(Task):
     def identity(self) -> dict[str, Any]:
         """Return what decides the losses."""
         own = {"slope": self.config.slope, "num_blocks": self.config.num_blocks}
-        return own | self.config.train.identity()
-
-    def save(self, folder: Path) -> None:
-        """Write the model."""
-        self.model.save_pretrained(folder)
+        return super().identity() | own
 
 
 def train(config: ToyTrainConfig) -> RunFolder:
     """Train the toy and return its run."""
-    accelerator = make_accelerator(config.train)
-    check_folder(config, accelerator)
-    with training(config, ToyTask(config), accelerator) as trainer:
-        trainer.fit()
-    return trainer.run
+    accelerator = begin_run(config)
+    return fit_run(config, ToyTask(config, accelerator), accelerator)

@@ -10,7 +10,10 @@ from deepenough.report.page import SCRIPTS, figure_markup, page_file, thinned
 
 #: Pixels of a cell with a text in it.
 CELL_WIDTH = 74
-OWN = "color: var(--ink); overflow-wrap: anywhere; .panels { min-width: var(--least, 0); }"
+OWN = (
+    "color: var(--ink); overflow-wrap: anywhere; .panels { min-width: var(--least, 0); } "
+    ".tools > * { margin: 0; }"
+)
 
 
 def head() -> str:

@@ -280,7 +280,7 @@ class PruneConfig:
     correct: bool = True
     """With that, also correct the last product of each part that is kept."""
 
-    fit_tokens: int = bounded(60_000, ge=1)
+    fit_tokens: int = bounded(40_000, ge=1)
     """Tokens of text to fit maps on."""
 
     choose_tokens: int = bounded(3_072, ge=1)

@@ -211,7 +211,7 @@ def lens_grid(values: Mapping[str, Any], statistic: str = "probability") -> fig.
 def _cell(values: Mapping[str, Any], shown: str, layer: int, token: int) -> str:
     """Return the statistics of a cell beside the one shown, and its likeliest tokens, as lines."""
     lines = [
-        f"{label} {value:.4g}"
+        f"{label} {value:.4g}" if value < 1000 else f"{label} {value:,.0f}"
         for name, (label, _, _) in STATISTICS.items()
         if name != shown and (value := values[name][layer][token]) is not None
     ]

@@ -211,11 +211,12 @@ class PrunedModel(PreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Return what the inner model returns."""
-        if position_ids is not None:
-            kwargs["position_ids"] = position_ids
+        given = {"position_ids": position_ids, "past_key_values": past_key_values}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
         return self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
 

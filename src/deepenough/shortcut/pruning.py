@@ -44,6 +44,9 @@ from deepenough.shortcut.statistics import AffineMap
 from deepenough.shortcut.submodules import Place
 from deepenough.training.logging import reading
 
+_FIRST_FIT = 3
+"""One in so many batches of text serves for the first fit."""
+
 
 def build(whole: ReplaceableModel, choice: Choice, report: Mapping[str, Any]) -> PreTrainedModel:
     """Return the model that a choice makes; it shares no weight with the full one."""
@@ -99,12 +102,15 @@ class PruneCheckpoint:
     Maps and single replacements serve any budget, the choice one alone.
     """
 
-    def __init__(self, folder: Path, whole: ReplaceableModel, config: PruneConfig) -> None:
+    def __init__(
+        self, folder: Path, whole: ReplaceableModel, config: PruneConfig, every: int
+    ) -> None:
         self.maps, self.state = folder / "maps.safetensors", folder / "search.json"
         texts = hashlib.sha256()
         for batch in (*whole.fitted, *whole.held_out):
             texts.update(batch.ids.numpy().tobytes())
-        about = {"model": whole.adapter.identity(with_head=True), "texts": texts.hexdigest()}
+        about: dict[str, Any] = {"model": whole.adapter.identity(with_head=True), "every": every}
+        about["texts"] = texts.hexdigest()
         self.about = json.dumps(about, sort_keys=True)
         self.config = json.dumps(asdict(config), sort_keys=True)
 
@@ -193,8 +199,12 @@ def prune(
     costs = find_costs(whole, config.budget)
     budget = config.keep * costs.of(Choice())
     if config.method == "replace":
-        checkpoint = PruneCheckpoint(folder, whole, config) if folder is not None else None
-        start = _fit_or_load(whole, checkpoint)
+        num_fitted = sum(int(batch.mask.sum()) for batch in whole.fitted)
+        every = 1  # maps that are fitted again need less text at first
+        if config.refit:
+            every = max(1, min(_FIRST_FIT, num_fitted // (8 * whole.adapter.width)))
+        checkpoint = PruneCheckpoint(folder, whole, config, every) if folder is not None else None
+        start = _fit_or_load(whole, checkpoint, every)
         clock["fit"] = time.perf_counter() - started
         choice = _choose(whole, costs, config, checkpoint, start, history)
         clock["choose"] = time.perf_counter() - started
@@ -212,7 +222,7 @@ def prune(
         "corrected": sorted([kind, layer] for kind, layer, _ in whole.corrected),
         "left": costs.left(choice),
         "history": history,
-        "evaluations": whole.evaluations,
+        "evaluations": round(whole.read / sum(int(b.mask.sum()) for b in whole.held_out), 1),
         "seconds": time.perf_counter() - started,
         "stages": clock,
         "model": whole.adapter.identity(with_head=True),
@@ -221,15 +231,21 @@ def prune(
     both = {"full": model, "pruned": pruned}
     seconds = token_seconds({n: (each, nullcontext) for n, each in both.items()}, whole.held_out)
     report_of(pruned)["token_seconds"] = seconds
+    if config.budget == "time":
+        # Of what the layers took, the share that is left by the times of whole tokens.
+        gone = (seconds["full"] - seconds["pruned"]) / costs.of(Choice())
+        report_of(pruned)["measured_share"] = 1 - gone
     return pruned
 
 
-def _fit_or_load(whole: ReplaceableModel, checkpoint: PruneCheckpoint | None) -> Choice | None:
+def _fit_or_load(
+    whole: ReplaceableModel, checkpoint: PruneCheckpoint | None, every: int
+) -> Choice | None:
     """Fit all maps, or read what was fitted before; return the choice that was reached then."""
     start = checkpoint.load(whole) if checkpoint else None
     if not whole.maps:
         with reading("batches", "fitting maps") as show:
-            whole.fit(show)
+            whole.fit(show, every)
         if checkpoint:
             checkpoint.save_maps(whole)
     return start
@@ -277,7 +293,8 @@ def model_card(pruned: PreTrainedModel, full_name: str, command: str) -> str:
         f"The layers cost {report['share']:.3f} of what those of {full_name} do "
         f"({report['budget']}). Made with:",
         f"```bash\n{command}\n```",
-        "Load it after `import deepenough` with the `Auto` class of its task."
+        "Load it with `deepenough.load(folder)`, or with the `Auto` class of its task after "
+        "`import deepenough.shortcut.pruned_model`, which makes it known to transformers."
         if isinstance(pruned.config, PrunedConfig)
         else "It is an ordinary model of its class and needs no deepenough.",
         "## What is left",
@@ -305,7 +322,6 @@ def model_card(pruned: PreTrainedModel, full_name: str, command: str) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-@torch.no_grad()
 def compare_outputs(
     model: PreTrainedModel, pruned: PreTrainedModel, tokenizer: Any, texts: Iterable[str]
 ) -> dict[str, float]:
@@ -313,29 +329,45 @@ def compare_outputs(
 
     KL in nats, the share of equal first choices, and, for models of tokens, both perplexities.
     """
+    return compare_all(model, {"pruned": pruned}, tokenizer, texts)["pruned"]
+
+
+@torch.no_grad()
+def compare_all(
+    model: PreTrainedModel,
+    pruned: Mapping[str, PreTrainedModel],
+    tokenizer: Any,
+    texts: Iterable[str],
+) -> dict[str, dict[str, float]]:
+    """Return what `compare_outputs` does, of several pruned models."""
     adapter = prunable(model)
-    sums: dict[str, float] = {}
-    count = known = 0
+    sums = {name: dict.fromkeys(("kl", "agreement", "loss"), 0.0) for name in pruned}
+    count, known, full_loss = 0, 0, 0.0
     for batch in batches(tokenizer, texts, make_reading(adapter, "all", 0, 512, window(adapter))):
         ids, mask = batch.inputs(adapter)
-        found = [run_rows(each, ids, mask, batch) for each in (model, pruned)]
-        expected, own = (each.float().log_softmax(-1) for each in found)
-        values = {
-            "kl": (expected.exp() * (expected - own)).sum(-1),
-            "agreement": (expected.argmax(-1) == own.argmax(-1)).float(),
-        }
-        count += len(own)
-        if adapter.kind != "encoder":
-            targets = batch.targets().to(own.device)
-            at = targets >= 0
-            rows = targets[at][:, None]
-            known += int(at.sum())
-            values["loss"] = -own[at].gather(1, rows)
-            values["full_loss"] = -expected[at].gather(1, rows)
-        for name, value in values.items():
-            sums[name] = sums.get(name, 0.0) + float(value.sum(dtype=torch.float64))
-    result = {name: sums[name] / max(1, count) for name in ("kl", "agreement")}
-    if known:
-        result["perplexity"] = math.exp(sums["loss"] / known)
-        result["full_perplexity"] = math.exp(sums["full_loss"] / known)
-    return result | {"tokens": float(count)}
+        expected = run_rows(model, ids, mask, batch).float().log_softmax(-1)
+        probabilities, first = expected.exp(), expected.argmax(-1)
+        targets = batch.targets().to(first.device)
+        if adapter.kind == "encoder":
+            targets = torch.full_like(first, -1)
+        at = targets >= 0
+        rows = targets[at][:, None]
+        count, known = count + len(first), known + int(at.sum())
+        full_loss -= float(expected[at].gather(1, rows).sum(dtype=torch.float64))
+        for name, each in pruned.items():
+            own = run_rows(each, ids, mask, batch).float().log_softmax(-1)
+            values = {
+                "kl": (probabilities * (expected - own)).sum(-1),
+                "agreement": (first == own.argmax(-1)).float(),
+                "loss": -own[at].gather(1, rows),
+            }
+            for value, tensor in values.items():
+                sums[name][value] += float(tensor.sum(dtype=torch.float64))
+    found = {}
+    for name, own_sums in sums.items():
+        scores = {value: own_sums[value] / max(1, count) for value in ("kl", "agreement")}
+        if known:
+            scores["perplexity"] = math.exp(own_sums["loss"] / known)
+            scores["full_perplexity"] = math.exp(full_loss / known)
+        found[name] = scores | {"tokens": float(count)}
+    return found

@@ -7,7 +7,8 @@ the replacement with the smallest
     increase of KL(p || q) / cost that it saves
 
 until the layers cost no more than the budget. Increases mostly grow as more is replaced, so an old
-one is a lower bound, and only replacements that look best are measured again (lazy greedy). At the
+one is a lower bound, and so is that of a linear map for the removal of the same part: only
+replacements that look best are measured, first on a little text, then on more (lazy greedy). At the
 end, what was replaced early is exchanged for something else where the KL falls by that.
 Parts without which little works, such as those that make massive activations, are never chosen:
 they are measured, and their KL is large.
@@ -37,9 +38,10 @@ from deepenough.shortcut.submodules import Place
 
 _SCREENED = 512
 """Tokens on which replacements are first tried one by one."""
-_TRIED = 8
+_MEASURED = 1_536
+"""Tokens on which those that look best are measured."""
+_TRIED = 6
 """Exchanges that are measured before the search ends."""
-
 
 Item = tuple[Place | Block, Mode]
 """One replacement."""
@@ -89,7 +91,7 @@ class GreedySearch:
         self.whole, self.costs, self.budget, self.progress = whole, costs, budget, progress
         self.current = start or Choice()
         whole.settle(self.current)
-        self.reached = whole.divergence(self.current) if start else 0.0
+        self.reached = whole.divergence(self.current, tokens=_MEASURED) if start else 0.0
         self.estimates: dict[Item, float] = dict(whole.singles)
         """By how much a replacement raised the KL when it was last measured."""
         for place in self.current.parts:
@@ -115,18 +117,13 @@ class GreedySearch:
         for mode in ("linear", "removed"):
             self.estimates.pop((place, mode), None)
 
-    def _screened(self, move: Move) -> float:
-        """Return the increase of KL by a replacement, as far as it is known, or on a little text.
-
-        It is measured beside the present choice on the same text.
-        """
-        if move.item not in self.estimates:
-            before = self._little_reached()
-            kl = self.whole.divergence(move.choice, move.layer, _SCREENED)
-            self.estimates[move.item] = kl - before
-            if self.current == Choice():
-                self.whole.singles[move.item] = kl
-        return self.estimates[move.item]
+    def _screen(self, move: Move) -> None:
+        """Measure the increase of KL by a replacement on a little text."""
+        before = self._little_reached()
+        kl = self.whole.divergence(move.choice, move.layer, _SCREENED)
+        self.estimates[move.item] = kl - before
+        if self.current == Choice():
+            self.whole.singles[move.item] = kl
 
     def _little_reached(self) -> float:
         """Return the KL of the present choice on the text for screening."""
@@ -141,22 +138,29 @@ class GreedySearch:
         for order, move in enumerate(moves(self.whole, self.current)):
             saved = min(cost - self.costs.of(move.choice), cost - self.budget)  # no more counts
             if saved > 0:
-                queue.append((self._screened(move) / saved, order, move, saved))
+                queue.append((self._least(move.item) / saved, order, move, saved))
         if not queue:
             raise UserError(
                 f"The layers cannot cost less than {cost / self.costs.of(Choice()):.2f} of what "
                 "they do: ask to keep more."
             )
         heapq.heapify(queue)
-        increases: dict[Item, float] = {}
-        while queue[0][2].item not in increases:
-            _, order, move, saved = queue[0]
-            increase = self.whole.divergence(move.choice, move.layer) - self.reached
-            self.estimates[move.item] = increases[move.item] = increase
-            heapq.heapreplace(queue, (increase / saved, order, move, saved))
-        best = queue[0][2]
+        measured: dict[Item, float] = {}
+        while (best := queue[0][2]).item not in measured:
+            ratio, order, move, saved = queue[0]
+            if move.item in self.estimates:
+                kl = self.whole.divergence(move.choice, move.layer, _MEASURED)
+                self.estimates[move.item] = kl - self.reached
+                measured[move.item] = kl
+            elif self._least(move.item) / saved <= ratio:
+                self._screen(move)
+            heapq.heapreplace(queue, (self._least(move.item) / saved, order, move, saved))
         self._forget(best.item[0])
-        self._take(best.choice, best.layer, self.reached + increases[best.item])
+        self._take(best.choice, best.layer, measured[best.item])
+
+    def _least(self, item: Item) -> float:
+        """Return the increase of KL by a replacement when last measured, or a lower bound of it."""
+        return self.estimates.get(item, self.estimates.get((item[0], "linear"), 0.0))
 
     def _exchange(self, tried: set[tuple[Item, Item]]) -> bool:
         """Exchange one replacement for another where the KL falls; return whether one was.
@@ -180,7 +184,7 @@ class GreedySearch:
                 break
             tried.add((undone.item, move.item))
             layer = min(undone.layer, move.layer)
-            kl = self.whole.divergence(move.choice, layer)
+            kl = self.whole.divergence(move.choice, layer, _MEASURED)
             if kl < self.reached:
                 self._take(move.choice, layer, kl)
                 return True

@@ -51,7 +51,7 @@ from deepenough.shortcut.submodules import Place
 
 _RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 """Penalties of a correction, relative to each input's own sum of squares."""
-_ACCEPTED_BY = 1_536
+_ACCEPTED_BY = 1_024
 """Held-out tokens by whose KL a fit is accepted."""
 
 
@@ -132,53 +132,71 @@ class SequentialFit:
         """Fit the maps of a layer's parts, or correct what is kept of it."""
         full = list(self._passes(layer, self.full, Choice()))
         is_same, adds_up = self.pruned is self.full, full[0].adds_up
+        passes: list[LayerPass] = []
         for kind in PARTS:
-            place = (kind, layer, 0)
+            place, passes = (kind, layer, 0), []
             mode = self.choice.parts.get(place)
-            if mode == "linear":
-                sums = self._equations(self._aims(kind, layer, full, adds_up))
-                found = best_ridge(sums[0], sums[1])
-                self._accept(self.whole.maps, place, found, layer)
-            elif mode is None and not is_same and adds_up and self.corrects:
-                self._correct(place, full)
+            corrects = mode is None and not is_same and adds_up and self.corrects
+            if mode == "linear" or corrects:
+                passes = list(self._passes(layer, self.pruned, self.choice, kind))
+                (self._correct if corrects else self._fit_map)(place, full, passes)
             is_same &= mode is None
         self.full = [each.output for each in full]
-        starts, self.pruned = self.pruned, self.full
-        if not is_same:
-            self.pruned = [each.output for each in self._passes(layer, starts, self.choice)]
+        if is_same:
+            self.pruned = self.full
+        elif adds_up and passes and (passes[0].multiplied is not None or mode == "linear"):
+            self.pruned = self._outputs(place, passes)
+        else:
+            self.pruned = [e.output for e in self._passes(layer, self.pruned, self.choice)]
 
-    def _aims(
-        self, kind: str, layer: int, full: Sequence[LayerPass], adds_up: bool
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what a map reads in the pruned model, and what it should return."""
-        passes = self._passes(layer, self.pruned, self.choice, kind)
-        for expected, own in zip(full, passes, strict=True):
-            aim = expected.returned[kind]
-            if adds_up:
-                aim = expected.behind(kind) - own.behind(kind) + own.returned[kind]
-            yield own.read[kind], aim
+    def _fit_map(self, place: Place, full: list[LayerPass], passes: list[LayerPass]) -> None:
+        """Fit the linear map of a part to what it should return in the pruned model."""
+        kind, layer, _ = place
+        adds_up = full[0].adds_up
 
-    def _correct(self, place: Place, full: Sequence[LayerPass]) -> None:
+        def aims() -> Iterator[tuple[Tensor, Tensor]]:
+            for expected, own in zip(full, passes, strict=True):
+                aim = expected.returned[kind]
+                if adds_up:
+                    aim = expected.behind(kind) - own.behind(kind) + own.returned[kind]
+                yield own.read[kind], aim
+
+        sums = self._equations(aims())
+        self._accept(self.whole.maps, place, best_ridge(sums[0], sums[1]), layer)
+
+    def _correct(self, place: Place, full: list[LayerPass], passes: list[LayerPass]) -> None:
         """Add to the last product of a part what brings the state behind it nearer."""
         kind, layer, _ = place
         product = last_product(self.whole.chains[place])
+        if product is None or any(own.multiplied is None for own in passes):
+            return
 
         def missing() -> Iterator[tuple[Tensor, Tensor]]:
-            passes = self._passes(layer, self.pruned, self.choice, kind)
             for expected, own in zip(full, passes, strict=True):
-                if own.multiplied is None:
-                    return
+                assert own.multiplied is not None
                 yield own.multiplied, expected.behind(kind) - own.behind(kind)
 
         sums = self._equations(missing())
-        if product is None or not sums:
-            return
         weight, bias = weights_of(product)
         added = best_ridge(sums[0], sums[1], _RIDGES, affine=bias is not None)
         if sums[1].excess_error(added) < 0:
             new_bias = None if bias is None or added.bias is None else bias + added.bias.to(bias)
             found = AffineMap(weight + added.weight.to(weight), new_bias)
             self._accept(self.whole.corrected, place, found, layer)
+
+    def _outputs(self, place: Place, passes: list[LayerPass]) -> list[Tensor]:
+        """Return what a layer returns with the map, or the last product, that its last part has."""
+        found, kind = self.whole.maps.get(place), place[0]
+        if self.choice.parts.get(place) is None:
+            product = last_product(self.whole.chains[place])
+            found = self.whole.corrected.get(place) or AffineMap(*weights_of(product))
+        assert found is not None
+        with OneDnnProducts():
+            return [
+                own.behind(PARTS[0])
+                + found(own.read[kind] if own.multiplied is None else own.multiplied)
+                for own in passes
+            ]
 
     def _equations(self, rows: Iterable[tuple[Tensor, Tensor]]) -> list[NormalEquations]:
         """Return the sums of fitted and of held-out text."""
@@ -238,7 +256,7 @@ class SequentialFit:
         for kind in PARTS:
             observe(kind, self.whole.chains[kind, layer, 0])
         counter = self.whole.replacement.counter
-        with self.whole.replaced(choice), hooked(before, after), OneDnnProducts():
+        with self.whole.replaced(choice), hooked(before, after), OneDnnProducts(in_half=True):
             for calls, start in zip(self.calls, starts, strict=True):
                 own = LayerPass(start)
                 seen.clear()

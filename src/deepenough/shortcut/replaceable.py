@@ -99,7 +99,7 @@ class ReplaceableModel:
         model: PreTrainedModel,
         tokenizer: Any,
         texts: Iterable[str],
-        fit_tokens: int = 60_000,
+        fit_tokens: int = 40_000,
         choose_tokens: int = 3_072,
     ) -> None:
         self.adapter = prunable(model)
@@ -117,7 +117,8 @@ class ReplaceableModel:
         """What the last product of a part that is kept becomes in the pruned model."""
         self.singles: dict[tuple[Place | Block, Mode], float] = {}
         """What single replacements do to the KL, on a little text."""
-        self.evaluations = 0
+        self.read = 0
+        """Tokens of held-out text that were run to measure choices."""
 
     # -- running the model with replacements -----------------------------------------------------
 
@@ -159,7 +160,6 @@ class ReplaceableModel:
         `first` is the first layer that differs from the choice that was last settled; `tokens`
         limits how much text is read.
         """
-        self.evaluations += 1
         total, count = 0.0, 0
         for number, batch in enumerate(self.held_out):
             if tokens is not None and count >= tokens:
@@ -168,6 +168,7 @@ class ReplaceableModel:
                 kl = self._reference[number].divergence(self.run(batch))
             total += float(kl.sum(dtype=torch.float64))
             count += len(kl)
+            self.read += int(batch.mask.sum())
         return total / count
 
     def settle(self, choice: Choice, first: int = 0) -> None:
@@ -192,15 +193,15 @@ class ReplaceableModel:
     # -- maps ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def fit(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Fit the maps of all parts and of runs of blocks."""
+    def fit(self, progress: Callable[[int, int], None] | None = None, every: int = 1) -> None:
+        """Fit the maps of all parts and of runs of blocks, on one in `every` batches of text."""
         sums = [
             SubmoduleStatistics(self.adapter, PARTS, _MASSIVE, in_single=True) for _ in range(2)
         ]
         runs = [_RunSums(self.adapter) for _ in range(2)]
-        for kind, batches_ in enumerate((self.fitted, self.held_out)):
+        for kind, batches_ in enumerate((self.fitted[::every], self.held_out)):
             for number, batch in enumerate(batches_):
-                with eval_mode(self.adapter.model), OneDnnProducts():
+                with eval_mode(self.adapter.model), OneDnnProducts(in_half=True):
                     row, position = behind_first(batch)
                     with sums[kind].observing(row, position):
                         states = self._all_states(batch)
@@ -305,7 +306,8 @@ def _split(
 ) -> tuple[list[TokenBatch], list[TokenBatch]]:
     """Return batches to fit maps on and batches to choose by, spread over those of the text.
 
-    Batches come in pools sorted by length, so those that follow one another are alike.
+    Batches come in pools sorted by length, so those that follow one another are alike; the ones to
+    choose by are in random order, so that the first few stand for all.
     """
     wanted, total = fit_tokens + choose_tokens, 0
     pool: list[TokenBatch] = []
@@ -318,7 +320,7 @@ def _split(
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0)).tolist()
     num_held_out = min(max(1, round(choose_tokens / mean)), max(1, len(pool) // 5))
     num_fitted = max(1, round(fit_tokens / mean))
-    held_out = [pool[number] for number in sorted(order[:num_held_out])]
+    held_out = [pool[number] for number in order[:num_held_out]]
     fitted = [pool[number] for number in sorted(order[num_held_out : num_held_out + num_fitted])]
     if sum(int(batch.mask.sum()) for batch in fitted) < 4 * width:
         raise UserError(

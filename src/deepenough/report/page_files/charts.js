@@ -31,7 +31,7 @@ function show(value, percent = false) {
   if (percent) return `${Number((100 * value).toPrecision(4))}%`;
   const size = Math.abs(value);
   if (size >= 1e5 || (size < 1e-3 && size > 0)) return value.toExponential(2).replace(/\.?0+e/, "e");
-  return String(Number(value.toPrecision(4)));
+  return String(Number.isInteger(value) ? value : Number(value.toPrecision(4)));
 }
 
 // -- axes ---------------------------------------------------------------------------------------
