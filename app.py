@@ -6,8 +6,12 @@ it. Anywhere else this is `deepenough explore`, for this machine alone.
 
 import os
 
-from deepenough.explorer.app import serve
-from deepenough.explorer.commands import ExploreConfig
+from deepenough.__main__ import ask_for_a_short_spin
+
+ask_for_a_short_spin()  # before torch is loaded
+
+from deepenough.explorer.app import serve  # noqa: E402
+from deepenough.explorer.commands import ExploreConfig  # noqa: E402
 
 if __name__ == "__main__":
     is_space = "SPACE_ID" in os.environ

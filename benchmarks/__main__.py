@@ -1,13 +1,11 @@
 """Run `python -m benchmarks`."""
 
-import os
 import sys
 
-# Threads that spin at barriers slow each other down beside other processes. OpenMP reads this when
-# torch is loaded, so it has to be set first; what the user has set stays.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+from deepenough.__main__ import ask_for_a_short_spin
 
-from benchmarks.runner import main
+ask_for_a_short_spin()  # before torch is loaded
+
+from benchmarks.runner import main  # noqa: E402
 
 sys.exit(main())

@@ -2,7 +2,8 @@
 
 This is `deepenough decode bench smollm2`: all ways continue the same prompts greedily in turns,
 prefill included. llama.cpp (the package `xllamacpp`) is measured with its best number of threads on
-the packaged file and on the same weights in Q4_0, the format that it is fastest with.
+the packaged file and on the same weights in Q4_0, the format that it is fastest with. `bf16` is
+SmolLM2 saved in bf16, beside transformers alone.
 """
 
 from __future__ import annotations
@@ -15,24 +16,34 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.decode_setup import save_bf16
 from benchmarks.figures import Figure
 from deepenough.config import resolve
-from deepenough.decoding.bench import bench_run
+from deepenough.decoding.bench import BASE, bench_run, times_as_fast
 from deepenough.decoding.config import BenchConfig
 from deepenough.hf.loading import PACKAGED, load, stored_gguf
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False
 SEEDS = [0]
+VARIANTS = {"": {}, "bf16": {"bf16": True}}
 MODEL = "smollm2"
+SLOW = ["transformers early exit", "deepenough general"]
+"""No faster than `generate`; they would take most of the time."""
 
 
 def measure(
-    prompts: int = 8, new_tokens: int = 128, rounds: int = 3, threads: int = 2, tuned: str = ""
+    bf16: bool = False,
+    prompts: int = 8,
+    new_tokens: int = 128,
+    rounds: int = 3,
+    threads: int = 2,
+    tuned: str = "",
 ) -> dict[str, Any]:
     """Run the command and return its rates, ratios, equality, memory and load times.
 
     Args:
+        bf16: Measure the model saved in bf16, without other engines.
         prompts: Prompts that are continued.
         new_tokens: New tokens a prompt, at most.
         rounds: Rounds of timing.
@@ -42,33 +53,45 @@ def measure(
     keep_freed_memory()
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "Q4_0.gguf"
-        write_q4_0(path)
         given: dict[str, Any] = {"prompts": prompts, "max_new_tokens": new_tokens}
-        given |= {"rounds": rounds, "gguf": [str(path)], "out": f"{folder}/bench"}
-        given |= {"data": "wikitext-2-raw", "model": {"name": MODEL}}
+        given |= {"rounds": rounds, "out": f"{folder}/bench", "data": "wikitext-2-raw"}
+        if bf16:
+            save_bf16(f"{folder}/model")
+            given |= {"model": {"name": f"{folder}/model"}, "ours_only": True}
+        else:
+            write_q4_0(Path(folder) / "Q4_0.gguf")
+            given |= {"model": {"name": MODEL}, "gguf": [f"{folder}/Q4_0.gguf"]}
+            given["leave_out"] = SLOW
         given |= {"draft_model": tuned} if tuned else {}
         found = bench_run(resolve(BenchConfig, overrides=given))
-    figures = {}
+    packaged = f"llama.cpp {Path(PACKAGED[MODEL].gguf).stem}"
+    bases = {"plain": "deepenough native", "llama_cpp": packaged, "q4_0": "llama.cpp Q4_0"}
+    figures: dict[str, dict[str, Any]] = {}
     for name, row in found["ways"].items():
-        rate, times = row["tokens_per_second"], row["times_generate"]
+        rate = row["tokens_per_second"]
         figures[name_of(name)] = {
             "tokens_per_second": Figure(rate[0], "tokens/s", *rate[1:]),
-            "times_generate": Figure(times[0], "x", *times[1:]),
+            "times_generate": times(row, found["ways"][BASE]),
             "identical": row["identical"],
             "agreement": row["agreement"],
             "memory_mb": row["megabytes"],
             "load_seconds": row["load_seconds"],
         }
-    packaged = figures[name_of(f"llama.cpp {Path(PACKAGED[MODEL].gguf).stem}")]
-    figures["llama_cpp"] = figures.pop(name_of(f"llama.cpp {Path(PACKAGED[MODEL].gguf).stem}"))
-    for name, row in figures.items():
-        ratio = row["tokens_per_second"].value / packaged["tokens_per_second"].value
-        figures[name]["times_llama_cpp"] = Figure(ratio, "x")
+        for base, other in bases.items():
+            if other in found["ways"]:
+                figures[name_of(name)][f"times_{base}"] = times(row, found["ways"][other])
+    if bases["llama_cpp"] in found["ways"]:
+        figures["llama_cpp"] = figures.pop(name_of(bases["llama_cpp"]))
     return {
         **figures,
         "settings": {"verdict": found["verdict"], "left_out": found["left_out"]},
     }
+
+
+def times(row: dict[str, Any], other: dict[str, Any]) -> Figure:
+    """Return how many times as fast one way is as another, over all prompts and rounds."""
+    value, low, high = times_as_fast(row["rates"], other["rates"])
+    return Figure(value, "x", low, high)
 
 
 def name_of(way: str) -> str:

@@ -1,7 +1,7 @@
 """Early exit in compiled code: tokens a second against agreement with the full model.
 
-SmolLM2 from its GGUF file, or stories15M. All ways take turns on each prompt, greedy: transformers'
-`generate`, the native loop without exits, and exits at one layer at several thresholds. Agreement
+SmolLM2 from its GGUF file, or stories15M. All ways take turns on each prompt, greedy: the native
+loop without exits, and exits at one layer at several thresholds. Agreement
 is the share of written tokens that the full model would have chosen at their place. Where no exit
 pays, none of these points is above the loop without exits, and that is the result.
 """
@@ -49,7 +49,7 @@ def measure(
     full, tokenizer = load(model, threads)
     lines = [line for line in open_corpus("wikitext-2-raw").lines("train") if len(line) > 200]
     shortcuts = Shortcuts.fit(full, tokenizer, lines[:texts])
-    ways: dict[str, Any] = {"generate": full, "plain": speculate(full, "none")}
+    ways: dict[str, Any] = {"plain": speculate(full, "none")}
     vocab = torch.arange(min(DRAFT_VOCAB, full.config.vocab_size))
     exits: list[int] | None = None  # the layer that saves most at the first threshold, for all
     given: dict[str, Any] = {"kv_propagation": fill, "exit_vocab": vocab}

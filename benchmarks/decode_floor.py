@@ -1,9 +1,10 @@
-"""What a token costs beside its bytes: long contexts, bf16 weights, a billion weights.
+"""What a token costs beside its bytes: short and long contexts, bf16 weights, a billion weights.
 
 Each variant times single passes of the native backend behind a prompt and compares them with the
 floor: the bytes of the weights, and of the keys and values that are attended to, at the rate at
-which the same threads read a buffer of that size in the same run. `context` is SmolLM2 behind 4,096
-tokens, `bf16` SmolLM2 saved in bf16, `1b` the config of Llama-3.2-1B with random bf16 weights.
+which the same threads read a buffer of that size in the same run. Memory is what the process has
+gained by then, keys and values included. `gguf` is SmolLM2 as packaged, `context` the same behind
+4,096 tokens, `bf16` SmolLM2 saved in bf16, `1b` Llama-3.2-1B's config with random bf16 weights.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.decode_setup import load
+from benchmarks.decode_setup import load, save_bf16
 from benchmarks.figures import spread
 from deepenough.decoding.api import speculate
-from deepenough.decoding.native_backend import load_library
+from deepenough.decoding.native_weights import load_library
 
 QUICK = False
 SEEDS = [0]
 VARIANTS = {
+    "gguf": {"context": 512},
     "context": {"context": 4096},
     "bf16": {"kind": "bf16"},
     "1b": {"kind": "1b", "passes": 20},
@@ -55,11 +57,11 @@ def measure(
     """
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
-        name = "smollm2" if kind == "gguf" else _saved(kind, Path(folder))
+        name = "smollm2" if kind == "gguf" else _saved(kind, Path(folder), threads)
         before, began = _resident(), time.perf_counter()
         fast = speculate(name, "none", backend="native")
         engine: Any = fast.decoding_engine
-        loading, resident = time.perf_counter() - began, _resident() - before
+        loading = time.perf_counter() - began
         size = engine.adapter.model.config.vocab_size
         ids = torch.randint(size, (1, context), generator=torch.Generator().manual_seed(0))
         own, found = [], {}
@@ -70,6 +72,7 @@ def measure(
                 step = engine.start_step(ids[:, :1])
                 found["native"] = engine.head(engine.norm(engine.run_through(step, step.hidden)))
                 own.append(1e3 * (time.perf_counter() - began))
+            resident = _resident() - before
             engine.release()
             usual, found["generate"] = _of_the_model(name, ids, max(passes // 10, 3))
     library, native = load_library(), engine.native
@@ -109,7 +112,7 @@ def _of_the_model(name: str, ids: torch.Tensor, passes: int) -> tuple[list[float
     return times, logits
 
 
-def _saved(kind: str, folder: Path) -> str:
+def _saved(kind: str, folder: Path, threads: int) -> str:
     """Return a folder with a bf16 checkpoint."""
     if kind == "1b":
         torch.manual_seed(0)
@@ -117,12 +120,10 @@ def _saved(kind: str, folder: Path) -> str:
             **LLAMA_1B, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}
         )
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        load("smollm2", 1)[1].save_pretrained(folder)  # any tokenizer: only ids are used
+        load("smollm2", threads)[1].save_pretrained(folder)  # any tokenizer: only ids are used
+        model.save_pretrained(folder)
     else:
-        model, tokenizer = load("smollm2", torch.get_num_threads())
-        model = model.to(torch.bfloat16)
-        tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+        save_bf16(folder)
     return str(folder)
 
 

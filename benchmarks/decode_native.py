@@ -24,7 +24,8 @@ from benchmarks.decode_setup import (
 )
 from benchmarks.figures import Unavailable, interleaved
 from deepenough.decoding.api import speculate
-from deepenough.decoding.native_backend import NativeEngine, kernel_names, load_library
+from deepenough.decoding.native_backend import NativeEngine
+from deepenough.decoding.native_weights import kernel_names, load_library
 from deepenough.hf.adapter import adapt
 from deepenough.training.trainer import keep_freed_memory
 

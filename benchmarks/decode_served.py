@@ -19,8 +19,9 @@ import torch
 from benchmarks.decode_setup import load, make_prompts
 from benchmarks.figures import require
 from benchmarks.served_engines import NUM_DRAFTS
+from deepenough.decoding.backends import make_engine
 from deepenough.decoding.draft_model import DraftModel
-from deepenough.decoding.engine import Engine, make_engine
+from deepenough.decoding.engine import Engine
 from deepenough.decoding.export import export_head
 from deepenough.decoding.self_generated import SelfGenerated, continue_prompts
 from deepenough.decoding.training import predict_acceptance

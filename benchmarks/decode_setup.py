@@ -56,6 +56,13 @@ def load(model: str, threads: int) -> tuple[Any, Any]:
     return loading.load(model)
 
 
+def save_bf16(folder: str | Path) -> None:
+    """Save SmolLM2 and its tokenizer in bf16."""
+    model, tokenizer = loading.load("smollm2")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def load_maps(folder: str) -> Shortcuts:
     """Return the maps between layers that `shortcut_real` leaves."""
     return Shortcuts.from_pretrained(

@@ -34,8 +34,8 @@ from benchmarks.decode_setup import (
     padded,
 )
 from benchmarks.figures import interleaved, require
+from deepenough.decoding.backends import make_engine
 from deepenough.decoding.draft_model import DraftModel
-from deepenough.decoding.engine import make_engine
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False

@@ -5,6 +5,8 @@ events of its session until its request is over. One in four asks for a lens; on
 texts is left in the middle, as by a closed tab. A request is lost if its events end without an
 answer and without a reason. A refused client waits a second before it asks again.
 
+They ask for a minute before it counts, so that memory that still grows is memory that is kept.
+
 The first token of an admitted request is timed apart, with one request in work and one waiting:
 from the message that it is being processed to the first tokens.
 """
@@ -217,18 +219,21 @@ def measure(
         for _ in range(2):
             Client(server.address).ask("write", [PROMPTS[0], new_tokens, 0.6, "depth"])
         firsts = first_tokens(server, rounds, new_tokens)
+        # Until every buffer has the size that twenty clients want: what grows after that is kept.
+        load(server, clients, seconds, new_tokens)
         outcomes, memory = load(server, clients, seconds, new_tokens)
         last = Client(server.address).ask("write", [PROMPTS[0], new_tokens, 0.6, "depth"])
     kinds = Counter(outcome.kind for outcome in outcomes)
     reasons = sorted({outcome.reason for outcome in outcomes if outcome.kind == "refused"})
-    half = len(memory) // 2
+    quarters = [memory[place * len(memory) // 4 :][: len(memory) // 4 or 1] for place in range(4)]
+    first, *_, last_quarter = map(median, quarters)
     return {
         "requests": {kind: kinds[kind] for kind in ("answered", "refused", "left", "lost")},
         "first_token_seconds": {"median": median(firsts), "most": max(firsts)},
         "memory_mb": {
-            "early": median(memory[: half or 1]),
-            "late": median(memory[half:]),
-            "growth": median(memory[half:]) - median(memory[: half or 1]),
+            "first_quarter": first,
+            "last_quarter": last_quarter,
+            "growth": last_quarter - first,
         },
         "after": {"answered": int(last.kind == "answered")},
         "settings": {

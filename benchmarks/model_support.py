@@ -12,7 +12,7 @@ on three of different lengths, padded:
   of encoder-decoders too;
 - ponder: the last pass over the layers is what the encoder returns, and the classifier runs.
 
-Also run as `python benchmarks/model_support.py`, which writes docs/model-support.md.
+Writes the tables of docs/model-support.md; `python benchmarks/model_support.py TYPE` tries one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,9 @@ def read_by_encoder(model: Any, rows: int) -> dict[str, Any]:
 
 def generated(model: Any, given: dict[str, Tensor], tokens: int) -> Tensor:
     """Return the new tokens that a model generates greedily."""
+    if changes_with_length(model) and not model.config.is_encoder_decoder:
+        # The rotary angles of a longer text remain until a short one is read.
+        model(input_ids=given["input_ids"][:, -1:])
     sequences: Tensor = model.generate(**given, do_sample=False, max_new_tokens=tokens)
     return sequences[:, 1 if model.config.is_encoder_decoder else given["input_ids"].shape[1] :]
 
@@ -196,6 +201,11 @@ class KnownDrafter(Drafter):
         return Proposal(drafts)
 
 
+def expected_key(given: dict[str, Tensor], tokens: int) -> str:
+    """Return under what the tokens that a model generates are kept."""
+    return f"expected {tokens} {tuple(given['input_ids'].shape) if 'input_ids' in given else ''}"
+
+
 def same_tokens(
     model: Any,
     fast: Any,
@@ -208,7 +218,7 @@ def same_tokens(
 
     What the model itself generates is kept in `made`, by its prompts.
     """
-    key = f"expected {tokens} {len(given.get('input_ids', ''))}"
+    key = expected_key(given, tokens)
     if model.config.is_encoder_decoder or key not in made:
         made[key] = generated(model, given, tokens)
     expected = made[key]
@@ -248,6 +258,12 @@ def check_speculation(model: PreTrainedModel, made: dict[str, Any], rows: int) -
         if model.config.is_encoder_decoder:
             given = read_by_encoder(model, rows)
         same_tokens(model, fast, given, tokens, backend or "fastest", made)
+        if rows == 1 and not model.config.is_encoder_decoder:
+            # The chat goes on: what both have in common is read once, where that can be done.
+            ids = torch.cat([given["input_ids"], made[expected_key(given, tokens)]], 1)
+            chat = {"input_ids": torch.cat([ids, random_ids(1, 5, seed=9)], 1)}
+            chat["attention_mask"] = torch.ones_like(chat["input_ids"])
+            same_tokens(model, fast, chat, tokens, f"{backend or 'fastest'}, next turn", made)
         made["drafts"] = made.get("drafts", False) or fast.drafter.asked > 0
         if not fast.decoding_engine.takes_groups:
             break
@@ -374,20 +390,22 @@ def measure_type(
                     }  # fmt: skip
 
 
-def _send(model_type: str, kinds: Sequence[str], pipe: Any) -> None:
+def _send(model_type: str, kinds: Sequence[str], methods: Sequence[str], pipe: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    for row in measure_type(model_type, kinds):
+    for row in measure_type(model_type, kinds, methods=methods):
         pipe.send(row)
     pipe.close()
 
 
-def in_process(model_type: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
+def in_process(
+    model_type: str, kinds: Sequence[str], methods: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Return the rows of a type, measured in a process of its own, which may die or hang."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(model_type, kinds, writer))
+    process = context.Process(target=_send, args=(model_type, kinds, methods, writer))
     process.start()
     writer.close()
     rows: list[dict[str, Any]] = []
@@ -412,54 +430,69 @@ def in_process(model_type: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def measure_all(names: Sequence[str] = (), kept: str = "") -> list[dict[str, Any]]:
-    """Return the rows of all types, or of those named.
+def measure_all(
+    names: Sequence[str] = (),
+    kept: str = "",
+    methods: Sequence[str] = (),
+    processes: int = 1,
+) -> list[dict[str, Any]]:
+    """Return the rows of all types and methods, or of those named.
 
     In the folder `kept`, if there is one, those of a finished type are kept and found again.
     """
-    rows: list[dict[str, Any]] = []
     types = {name: kinds for name, kinds in model_types().items() if not names or name in names}
-    for number, (name, kinds) in enumerate(types.items(), start=1):
-        start = time.monotonic()
-        file = Path(kept or os.devnull, f"{name}.json")
-        if file.is_file():
-            rows += json.loads(file.read_text(encoding="utf-8"))
-            continue
-        found = in_process(name, kinds)
-        rows += found
-        if kept:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(found), encoding="utf-8")
-        counts = Counter(row["verdict"] for row in found)
-        shown = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        print(
-            f"{number}/{len(types)} {name}: {shown} ({time.monotonic() - start:.1f} s)", flush=True
-        )
-        for row in found:
-            if row["verdict"] in (WRONG, CRASH):
-                print(" ", *(row[key] for key in ("verdict", "kind", "variant", "method", "why")))
-    return rows
+    files = {name: Path(kept or os.devnull, f"{name}.json") for name in types}
+    rows = {
+        name: json.loads(file.read_text(encoding="utf-8"))
+        for name, file in files.items()
+        if file.is_file()
+    }
+    missing = [name for name in types if name not in rows]
+    kinds = [types[name] for name in missing]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        measured = pool.map(in_process, missing, kinds, repeat(methods))
+        for number, (name, found) in enumerate(zip(missing, measured, strict=True), start=1):
+            rows[name] = found
+            if kept:
+                files[name].parent.mkdir(parents=True, exist_ok=True)
+                files[name].write_text(json.dumps(found), encoding="utf-8")
+            counts = Counter(row["verdict"] for row in found)
+            shown = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+            print(f"{number}/{len(missing)} {name}: {shown}", flush=True)
+            for row in found:
+                if row["verdict"] in (WRONG, CRASH):
+                    print(" ", *(row[k] for k in ("verdict", "kind", "variant", "method", "why")))
+    return [row for name in types for row in rows[name]]
 
 
-def measure(kept: str = "") -> dict[str, Any]:
-    """Measure all types, write the page, and return how many types each method is right on.
+#: Methods that share a part of the page.
+PARTS = (["speculation"], ["shortcut", "early exit", "ponder"])
+
+
+def measure(kept: str = "", processes: int = 1) -> dict[str, Any]:
+    """Measure all types, write the page's tables, and return how many types are right.
 
     With `kept=FOLDER` an interrupted measurement goes on behind the last type it has finished.
     """
-    rows = measure_all(kept=kept)
+    rows = measure_all(kept=kept, processes=processes)
+    text, counts = PAGE.read_text(encoding="utf-8"), {}
+    for methods in PARTS:
+        kinds = {kind for method in methods for kind in METHODS[method].kinds}
+        own = [r for r in rows if r["kind"] in kinds and r["method"] in (*methods, None)]
+        block = re.compile(rf"(<!-- {' '.join(methods)} -->\n).*?(<!-- / -->)", re.DOTALL)
+        part = page(own, methods)
+        text = block.sub(lambda found, part=part: f"{found[1]}\n{part}\n{found[2]}", text, count=1)
+        counts |= counts_by_method(own, methods)
+    PAGE.write_text(text, encoding="utf-8")
     table = by_type(rows)
-    PAGE.write_text(page(rows, table), encoding="utf-8")
-    counts = {
-        method.replace(" ", "_"): Counter(cells[method][0] for cells in table.values())
-        for method in METHODS
-    }
     shown = {name: {m: text for m, (_, text) in cells.items()} for name, cells in table.items()}
     return {
         "types": len(table),
         "models": len({(row["type"], row["kind"], row["variant"]) for row in rows}),
+        "one_token_at_a_time": len(without_drafts(rows)),
         **{
-            method: {word.lower().replace(" ", "_"): found[word] for word in WORDS}
-            for method, found in counts.items()
+            re.sub(r"\W+", "_", name): {word.lower().replace(" ", "_"): c[word] for word in WORDS}
+            for name, c in counts.items()
         },
         "settings": {"verdicts": shown},
     }
@@ -500,7 +533,21 @@ def _cell(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
     return worst, "; ".join([found[0], *listed])
 
 
-def _without_drafts(rows: Sequence[dict[str, Any]]) -> set[str]:
+def counts_by_method(
+    rows: Sequence[dict[str, Any]], methods: Sequence[str]
+) -> dict[str, Counter[str]]:
+    """Return how many types there are by verdict, for each method and each kind that speculates."""
+    parts = {method: (method, rows) for method in methods}
+    for kind in METHODS["speculation"].kinds if "speculation" in methods else ():
+        own = [row for row in rows if row["kind"] == kind]
+        parts[f"speculation, {kind}"] = "speculation", own
+    return {
+        name: Counter(cells[method][0] for cells in by_type(own).values())
+        for name, (method, own) in parts.items()
+    }
+
+
+def without_drafts(rows: Sequence[dict[str, Any]]) -> set[str]:
     """Return the types that are decoded without being asked for drafts in any variant."""
     own = [r for r in rows if r["method"] == "speculation" and r["verdict"] in (RIGHT, IN_PART)]
     return {r["type"] for r in own} - {r["type"] for r in own if r["drafts"]}
@@ -518,83 +565,59 @@ def reason(why: str) -> str:
     return " ".join(text.split()).rstrip(".")
 
 
-def page(rows: Sequence[dict[str, Any]], table: dict[str, dict[str, tuple[str, str]]]) -> str:
-    """Return docs/model-support.md."""
-    lines = [HEAD, f"| method | {' | '.join(WORDS)} |", "|---" * (1 + len(WORDS)) + "|"]
-    for method in METHODS:
-        counts = Counter(cells[method][0] for cells in table.values())
-        lines.append(f"| {method} | " + " | ".join(str(counts[word]) for word in WORDS) + " |")
+def page(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:
+    """Return what docs/model-support.md says of some methods, below their heading."""
+    table = by_type(rows)
+    shown = {name: [cells[m][1] for m in methods] for name, cells in table.items()}
+    missing = {row["type"]: row["why"] for row in rows if row["verdict"] == NOT_BUILT}
     today, version = datetime.date.today().isoformat(), transformers.__version__
     models = len({(row["type"], row["kind"], row["variant"]) for row in rows})
-    lines += [
+    counts = counts_by_method(rows, methods).items()
+    lines = [
+        f"Of {len(table)} types and {models} models, with transformers {version}, on {today}:",
         "",
-        f"Of {len(table)} types and {models} models, with transformers {version}, on {today}.",
-        LEGEND,
+        *_table(
+            "method", WORDS, ((name, [found[word] for word in WORDS]) for name, found in counts)
+        ),
     ]
-    single = sorted(_without_drafts(rows))
-    lines[-1:-1] = [
-        "",
-        f"{len(single)} types speculate in vain: they take one token at a time behind the prompt, "
-        "as `generate()` has them do, since several at once give other logits or cannot be taken "
-        f"back ({', '.join(f'`{name}`' for name in single)}).",
-    ]
+    if single := sorted(without_drafts(rows)):
+        lines += [
+            "",
+            f"{len(single)} types gain nothing by drafts: they are right, and take one token at a "
+            "time behind the prompt, as `generate()` has them do, since several at once give other "
+            f"logits or cannot be taken back ({', '.join(f'`{name}`' for name in single)}).",
+        ]
     reasons: dict[str, Counter[str]] = {}
     for row in rows:
         if row["verdict"] in (REFUSED, IN_PART):
             reasons.setdefault(reason(row["why"]), Counter())[row["method"]] += 1
-    lines += ["| why | " + " | ".join(METHODS) + " |", "|---" * (1 + len(METHODS)) + "|"]
-    for why, found in sorted(reasons.items(), key=lambda item: -item[1].total()):
-        lines.append(f"| {why} | " + " | ".join(str(found[method]) for method in METHODS) + " |")
-    lines += ["", "## Every type", "", "| type | " + " | ".join(METHODS) + " |"]
-    lines.append("|---" * (1 + len(METHODS)) + "|")
-    missing = {row["type"]: row["why"] for row in rows if row["verdict"] == NOT_BUILT}
-    for name, cells in table.items():
-        if any(text for _, text in cells.values()):
-            texts = (text or "-" for _, text in cells.values())
-            lines.append(f"| `{name}` | " + " | ".join(texts) + " |")
-    lines += ["", NOT_MEASURED, "| type | why |", "|---|---|"]
-    for name, why in missing.items():
-        if not any(text for _, text in table[name].values()):
-            lines.append(f"| `{name}` | {why.replace('|', ' ')} |")
+    ordered = sorted(reasons.items(), key=lambda item: -item[1].total())
+    refused = ((why, [found[method] for method in methods]) for why, found in ordered)
+    cells = (
+        (f"`{name}`", [t or "-" for t in texts]) for name, texts in shown.items() if any(texts)
+    )
+    absent = (
+        (f"`{name}`", [missing[name].replace("|", " ")]) for name in missing if not any(shown[name])
+    )
+    lines += [
+        *("", "Why a model is refused; a model is a type, a kind and a variant:", ""),
+        *_table("why", methods, refused),
+        *("", "Every type:", ""),
+        *_table("type", methods, cells),
+        *("", "Not measured, because their config alone makes no small model that reads text:", ""),
+        *_table("type", ["why"], absent),
+    ]
     return "\n".join(lines) + "\n"
 
 
-HEAD = """# Which models are supported
-
-Written by `python benchmarks/model_support.py`; do not edit. A tiny model with random weights is
-built of every text architecture of transformers, in each of its variants (sliding window, grouped
-keys, rotary scalings, tied and untied embeddings, parallel blocks, norms, capped logits), and each
-method is compared with the model itself, on one text and on three padded ones:
-
-- **shortcut**: the states are those that transformers returns, the last one leads to the model's
-  logits, and a fit and its evaluation run;
-- **early exit**: a token that never leaves is that of `generate()`, and tokens that leave are those
-  of one pass over the whole text through the model's own layers;
-- **speculation**: the tokens are those of `generate()`, whatever is drafted, for encoder-decoders
-  too;
-- **ponder**: the last pass over the layers is what the encoder returns.
-
-Number of types by verdict:
-"""
-LEGEND = """
-- right: the same as the model, in every variant, alone and padded, past every length at which the
-  model begins to compute something else;
-- in part: right, and refused for some variants, for padded batches or for long texts;
-- refused: a sentence says why, and nothing is computed;
-- WRONG: something else than the model, without a word; CRASH: a traceback.
-
-The same comparison runs when you use a model of your own: before the first use its states are
-compared with what it computes, and decoding with its `generate()`, also on a small model of the
-same config that goes past every such length. What differs is refused.
-
-## Why a model is refused
-
-Number of models, each a type, a kind and a variant:
-"""
-NOT_MEASURED = """## Not measured
-
-Their config alone does not make a small model that reads text.
-"""
+def _table(
+    first: str, heads: Sequence[str], rows: Iterable[tuple[str, Sequence[object]]]
+) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
+    yield f"| {first} | {' | '.join(heads)} |"
+    yield "|---" * (1 + len(heads)) + "|"
+    for name, cells in rows:
+        yield f"| {name} | {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":

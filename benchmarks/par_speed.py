@@ -1,8 +1,9 @@
-"""Training a SuperNet reaches a third of the machine's matrix-product rate.
+"""Training a SuperNet reaches 45 % of the rate at which the machine multiplies large matrices.
 
 The setting is that of the first PAR code. The rate is that of a 2048^3 float32 `torch.mm` in the
-same run; FLOPs are those of torch's counter, both branches computed. Evaluation is in tokens a
-second; memory is the peak of this process.
+same run, by the library that training multiplies with; FLOPs are those of torch's counter, both
+branches computed. `mkl` has both by the library that torch itself chooses. Evaluation is in tokens
+a second; memory is the peak of this process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.figures import Figure, interleaved
 from deepenough import ParConfig, ParForCausalLM
+from deepenough.nn.products import fast_products
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = True
@@ -64,24 +66,34 @@ def measure(rounds: int = 15, threads: int = 2) -> dict[str, Any]:
     left, right = torch.randn(2, 2048, 2048)
     timings = interleaved(
         {
-            "matmul": lambda: torch.mm(left, right),
-            "train": train_round,
-            "evaluation": evaluation_round,
+            "matmul": fast_products()(lambda: torch.mm(left, right)),
+            "train": fast_products()(train_round),
+            "evaluation": fast_products()(evaluation_round),
+            "mkl_matmul": lambda: torch.mm(left, right),
+            "mkl_train": train_round,
         },
         rounds,
     )
-    # Rate of training over rate of the product, from the ratio of their times.
-    times = timings.ratio("matmul", "train")
-    work = flops * STEPS / (2 * 2048**3)
-    assert times.low is not None and times.high is not None
     tokens = STEPS * STREAMS * LENGTH
+
+    def rates(prefix: str = "") -> dict[str, Figure]:
+        # Rate of training over rate of the product, from the ratio of their times.
+        times = timings.ratio(f"{prefix}matmul", f"{prefix}train")
+        work = flops * STEPS / (2 * 2048**3)
+        assert times.low is not None and times.high is not None
+        return {
+            "matmul_gflops": timings.rate(f"{prefix}matmul", 2 * 2048**3 / 1e9, "GFLOP/s"),
+            "steps_per_second": timings.rate(f"{prefix}train", STEPS, "steps/s"),
+            "share_of_matmul_rate": Figure(
+                work * times.value, "x", work * times.low, work * times.high
+            ),
+        }
+
     return {
-        "matmul_gflops": timings.rate("matmul", 2 * 2048**3 / 1e9, "GFLOP/s"),
+        **rates(),
+        "mkl": rates("mkl_"),
+        "faster_than_mkl": timings.ratio("mkl_train", "train"),
         "gflop_per_step": flops / 1e9,
-        "steps_per_second": timings.rate("train", STEPS, "steps/s"),
-        "share_of_matmul_rate": Figure(
-            work * times.value, "x", work * times.low, work * times.high
-        ),
         "evaluation_tokens_per_second": timings.rate("evaluation", tokens, "tokens/s"),
         "peak_resident_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "settings": {"rounds": rounds},

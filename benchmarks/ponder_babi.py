@@ -29,10 +29,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from deepenough.config import resolve
-from deepenough.data.babi import NUM_TASKS
 from deepenough.data.classification import EncodedExamples, LabelledTexts, open_classification
 from deepenough.data.config import ClassificationConfig
-from deepenough.nn.adaptive_computation_time import act_halting
+from deepenough.data.tasks import NUM_TASKS
+from deepenough.nn.layers import act_halting
 from deepenough.ponder.config import PonderTrainConfig
 from deepenough.ponder.evaluation import AllPasses, all_passes, load_classifier, quality
 from deepenough.ponder.modeling import PonderAlbertForSequenceClassification
@@ -190,8 +190,11 @@ def fine_tune(
         "dataset.max_length": MAX_LENGTH,
         "model.encoder": str(encoder),
         "model.tokenizer": str(folder.parent / "tokenizer"),
+        "ponder.pooling": "cls",
+        "ponder.halting_head": "previous",
         "ponder.halting_target": 0.2,
         "ponder.kl_weight": 0.01,
+        "ponder.distill": 0.0,
         "train.seed": seed,
         "train.lr": 1e-3,
         "train.warmup": 0.05,

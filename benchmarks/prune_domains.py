@@ -15,20 +15,19 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.prune_smollm2 import pruned_scores, stage
+from benchmarks.prune_smollm2 import compare, make, stage
 from deepenough.data.classification import open_classification
 from deepenough.data.config import ClassificationConfig
 from deepenough.data.corpus import open_corpus
 from deepenough.hf.loading import load
 from deepenough.shortcut.commands import passages
 from deepenough.shortcut.config import PruneConfig
-from deepenough.shortcut.pruning import compare_outputs
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False
 SEEDS = [0]
-CHARACTERS = 32_000
-"""Of each text that is measured on, about 8,000 tokens."""
+CHARACTERS = 20_000
+"""Of each text that is measured on, about 5,000 tokens."""
 
 
 def measure(
@@ -54,25 +53,26 @@ def measure(
     valid = {kind: beginning(texts) for kind, texts in valid.items()}
     rows = zip(*train.values(), strict=False)
     train["mixed"] = list(chain.from_iterable(rows))
+    ways = {f"on_{kind}": ("replace", kind) for kind in train} | {
+        "influence": ("influence", "mixed")
+    }
+    folders = {name: Path(runs) / name for name in ways}
+    for name, (method, kind) in ways.items():
+        config = PruneConfig(keep=keep, budget="weights", fit_tokens=fit_tokens)
+        stage(
+            folders[name],
+            lambda t=train[kind], c=config, m=method, p=folders[name]: make(
+                full, tokenizer, t, c, {"method": m}, p
+            ),
+        )
     found: dict[str, Any] = {}
-    for method in ("replace", "influence"):
-        for kind, texts in train.items():
-            config = PruneConfig(keep=keep, budget="weights", fit_tokens=fit_tokens)
-            folder = Path(runs) / f"{method}-{kind}"
-            own, options = valid.get(kind, valid["wikitext"]), {"method": method}
-            stage(
-                folder,
-                lambda t=texts, v=own, c=config, o=options, f=folder: pruned_scores(
-                    full, tokenizer, t, v, c, o, f
-                ),
-            )
-            for other, read in valid.items():
-                found.setdefault(method, {}).setdefault(f"on_{kind}", {})[other] = stage(
-                    folder / other,
-                    lambda f=folder, r=read: compare_outputs(
-                        full, AutoModelForCausalLM.from_pretrained(f / "model").eval(), tokenizer, r
-                    ),
-                )
+    for kind, texts in valid.items():
+        scores = stage(
+            Path(runs) / f"scores-{kind}",
+            lambda t=texts: compare(full, folders, tokenizer, t, AutoModelForCausalLM),
+        )
+        for name, own in scores.items():
+            found.setdefault(name, {})[kind] = own
     return {**found, "settings": {"model": model, "keep": keep, "threads": threads}}
 
 

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmarks.figures import require
-from benchmarks.prune_smollm2 import METHODS, pruned_scores, stage
+from benchmarks.prune_smollm2 import prune_all
 from deepenough.data.classification import open_classification
 from deepenough.data.config import ClassificationConfig
 from deepenough.hf.loading import find_place, load
-from deepenough.shortcut.config import PruneConfig
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False
@@ -56,43 +55,26 @@ def measure(
     teller, tokenizer = load(stories)
     written = own_stories(teller, tokenizer, fit_tokens + 12_000, folder / "stories.txt")
     others, written = written[:60], written[60:]
-    found = {"stories15m": table(teller, tokenizer, written, others, folder, shares, fit_tokens)}
+    auto: Any = AutoModelForCausalLM
+    found = {
+        "stories15m": prune_all(
+            teller, tokenizer, written, others, folder / "stories", shares, fit_tokens, auto
+        )
+    }
     texts = open_classification("sst2", ClassificationConfig()).splits
     classifier, words = fine_tuned(folder / "classifier", texts["train"], steps)
     sentences = [example.text for example in texts["train"] if len(example.text.split()) > 7]
     valid = [example.text for example in texts["valid"]]
-    own = table(classifier, words, sentences, valid, folder / "minilm", shares, fit_tokens)
+    auto = AutoModelForSequenceClassification
+    place = folder / "minilm"
+    own = prune_all(classifier, words, sentences, valid, place, shares, fit_tokens, auto)
     for share in shares:
         for name, scores in own[f"keep_{round(100 * share)}"].items():
-            place = folder / "minilm" / f"{share}-{name}" / "model"
+            place = folder / "minilm" / f"weights-{share}-{name}" / "model"
             pruned = AutoModelForSequenceClassification.from_pretrained(place).eval()
             scores["accuracy"] = accuracy(pruned, words, texts["valid"])
     full = {"accuracy": accuracy(classifier, words, texts["valid"])}
     return {**found, "minilm_sst2": {"full": full, **own}, "settings": {"threads": threads}}
-
-
-def table(
-    model: Any,
-    tokenizer: Any,
-    train: list[str],
-    valid: list[str],
-    folder: Path,
-    shares: Sequence[float],
-    fit_tokens: int,
-) -> dict[str, Any]:
-    """Return what a model is worth, pruned to several shares in several ways."""
-    found: dict[str, Any] = {}
-    for share in shares:
-        for method in METHODS:
-            config = PruneConfig(keep=share, budget="weights", fit_tokens=fit_tokens)
-            place, options = folder / f"{share}-{method}", {"method": method}
-            found.setdefault(f"keep_{round(100 * share)}", {})[method] = stage(
-                place,
-                lambda c=config, o=options, p=place: pruned_scores(
-                    model, tokenizer, train, valid, c, o, p
-                ),
-            )
-    return found
 
 
 @torch.no_grad()

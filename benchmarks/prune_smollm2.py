@@ -1,4 +1,4 @@
-"""What SmolLM2-135M loses at 0.83 and 0.73 of its layers, by linear maps and by dropped layers.
+"""What SmolLM2-135M loses at 0.83 and 0.73 of its layers' time, by maps and by dropped layers.
 
 Pruned on the training split of WikiText-2 (raw), measured on the first 20,000 tokens of its
 validation split, in windows of 512 tokens that follow one another: perplexity, KL from the full
@@ -7,8 +7,7 @@ model, agreement of first choices, and minutes. Beside it whole layers are dropp
 of the method adds. What is finished, models included, stays in the folder of the runs, so the same
 command goes on where it was stopped:
 
-    python -m benchmarks prune_smollm2-weights runs=runs/prune
-    python -m benchmarks prune_smollm2-time runs=runs/prune threads=2
+    python -m benchmarks prune_smollm2 runs=runs/prune-smollm2 threads=2
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.shortcut_real import running_text
 from deepenough.artifacts import write_json
@@ -27,15 +27,11 @@ from deepenough.data.corpus import open_corpus
 from deepenough.hf.loading import load
 from deepenough.shortcut.commands import passages
 from deepenough.shortcut.config import PruneConfig
-from deepenough.shortcut.pruning import compare_outputs, prune, report_of
+from deepenough.shortcut.pruning import compare_all, prune, report_of
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False
 SEEDS = [0]
-VARIANTS: dict[str, dict[str, Any]] = {
-    "weights": {"budget": "weights"},
-    "time": {"budget": "time"},
-}
 CORPUS = "wikitext-2-raw"
 METHODS = ("replace", "influence", "contiguous")
 STEPS: dict[str, dict[str, Any]] = {
@@ -49,7 +45,7 @@ STEPS: dict[str, dict[str, Any]] = {
 def measure(
     runs: str = "runs/prune-smollm2",
     model: str = "smollm2",
-    budget: str = "weights",
+    budget: str = "time",
     shares: Sequence[float] = (0.83, 0.73),
     fit_tokens: int = PruneConfig().fit_tokens,
     valid_tokens: int = 20_480,
@@ -71,23 +67,74 @@ def measure(
     keep_freed_memory()
     torch.set_num_threads(threads)
     full, tokenizer = load(model)
-    folder = Path(runs) / budget
     train = passages(list(open_corpus(CORPUS).lines("train")))
     valid = running_text(tokenizer, CORPUS, "valid", valid_tokens)
-    ways: dict[str, dict[str, Any]] = {method: {"method": method} for method in METHODS}
+    found = prune_all(
+        full,
+        tokenizer,
+        train,
+        valid,
+        Path(runs),
+        shares,
+        fit_tokens,
+        AutoModelForCausalLM,
+        budget,
+        steps,
+    )
+    return {**found, "settings": {"corpus": CORPUS, "model": model, "threads": threads}}
+
+
+def prune_all(
+    full: Any,
+    tokenizer: Any,
+    train: list[str],
+    valid: list[str],
+    folder: Path,
+    shares: Sequence[float],
+    fit_tokens: int,
+    auto: Any,
+    budget: str = "weights",
+    steps: bool = False,
+) -> dict[str, Any]:
+    """Prune a model to several shares in all ways and return what each is worth on other text.
+
+    Args:
+        full: The model.
+        tokenizer: The model's.
+        train: Texts to prune by.
+        valid: Texts to measure on.
+        folder: Folder of the pruned models and of what is finished.
+        shares: Shares of the cost of the layers to keep.
+        fit_tokens: Tokens to fit maps on.
+        auto: The class of transformers that loads such a model.
+        budget: What the shares are of.
+        steps: Measure parts of the method as well.
+    """
     found: dict[str, Any] = {}
     for share in shares:
-        own = ways | (STEPS if steps and share == shares[0] else {})
-        for name, options in own.items():
+        extra = STEPS if steps and share == shares[0] else {}
+        own: dict[str, Any] = {}
+        folders: dict[str, Path] = {}
+        for name, options in {**{m: {"method": m} for m in METHODS}, **extra}.items():
             config = PruneConfig(keep=share, budget=budget, fit_tokens=fit_tokens)  # type: ignore
-            place = folder / f"{share}-{name}"
-            found.setdefault(f"keep_{round(100 * share)}", {})[name] = stage(
-                place,
-                lambda c=config, o=options, p=place: pruned_scores(
-                    full, tokenizer, train, valid, c, o, p
-                ),
+            place = folders[name] = folder / f"{budget}-{share}-{name}"
+            own[name] = stage(
+                place, lambda c=config, o=options, p=place: make(full, tokenizer, train, c, o, p)
             )
-    return {**found, "settings": {"corpus": CORPUS, "model": model, "threads": threads}}
+        scores = stage(
+            folder / f"{budget}-{share}-scores",
+            lambda f=folders: compare(full, f, tokenizer, valid, auto),
+        )
+        found[f"keep_{round(100 * share)}"] = {n: own[n] | scores[n] for n in folders}
+    return found
+
+
+def compare(
+    full: Any, folders: Mapping[str, Path], tokenizer: Any, texts: list[str], auto: Any
+) -> dict[str, dict[str, float]]:
+    """Return what the models in folders are worth on a text, beside the full one."""
+    models = {n: auto.from_pretrained(place / "model").eval() for n, place in folders.items()}
+    return compare_all(full, models, tokenizer, texts)
 
 
 def stage(folder: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -101,29 +148,28 @@ def stage(folder: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]
     return dict(json.loads(json.loads(path.read_text())["scores"]))
 
 
-def pruned_scores(
+def make(
     full: Any,
     tokenizer: Any,
     train: list[str],
-    valid: list[str],
     config: PruneConfig,
     options: Mapping[str, Any],
     folder: Path,
 ) -> dict[str, Any]:
-    """Prune in one way, save the model, and return what it is worth."""
-    began = time.perf_counter()
-    shared = folder.parent / "search"  # maps and single replacements serve all shares
+    """Prune in one way, save the model, and return what that took."""
+    began = time.perf_counter(), time.process_time()
+    shared = folder.parent / "search"  # maps and single replacements serve all budgets
     pruned = prune(full, tokenizer, train, config=config, folder=shared, **options)
-    minutes = (time.perf_counter() - began) / 60
     report = report_of(pruned)
     pruned.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    scores = compare_outputs(full, pruned, tokenizer, valid)
-    return scores | {
+    return {
         "share": report["share"],
         "held_out_kl": report["kl"],
-        "minutes": minutes,
-        "evaluations": report["evaluations"],
+        "minutes": (time.perf_counter() - began[0]) / 60,
+        "processor_minutes": (time.process_time() - began[1]) / 60,
+        "evaluations": report.get("evaluations", 0.0),
+        **{name: report[name] for name in ("measured_share",) if name in report},
         "token_share": report["token_seconds"]["pruned"] / report["token_seconds"]["full"],
         "stage_seconds": report.get("stages", {}),
     }

@@ -1,6 +1,6 @@
 """Three tasks of lm-eval on local text, by the full model and by its pruned ones.
 
-Takes the models that `python -m benchmarks prune_smollm2-weights runs=RUNS` has left. The tasks are
+Takes the models that `python -m benchmarks prune_smollm2 runs=RUNS` has left. The tasks are
 made of local data: `reviews` (is a sentence of SST-2 positive or negative, by the likelier word),
 `last_word` (the last word of a line of WikiText-2, as LAMBADA asks; accuracy and perplexity) and
 `articles` (perplexity of words). Needs `pip install deepenough[eval]`.
@@ -45,7 +45,7 @@ def measure(
     model: str = "smollm2",
     shares: Sequence[float] = (0.83, 0.73),
     methods: Sequence[str] = ("replace", "influence"),
-    rows: int = 400,
+    rows: int = 200,
     threads: int = 1,
 ) -> dict[str, Any]:
     """Return the scores of all tasks by model.
@@ -53,7 +53,7 @@ def measure(
     Args:
         runs: Folder of `prune_smollm2`.
         model: Name or folder of the full model.
-        shares: Shares of the layers' weights that were kept.
+        shares: Shares of the layers' time that were kept.
         methods: Ways of pruning.
         rows: Examples of a task; articles are an eighth of that.
         threads: Threads of torch.
@@ -63,8 +63,8 @@ def measure(
     tasks = write_tasks(Path(runs) / "tasks", rows)
     folders = {
         f"keep_{round(100 * share)}_{method}": require(
-            Path(runs) / "weights" / f"{share}-{method}" / "model",
-            "python -m benchmarks prune_smollm2-weights makes it.",
+            Path(runs) / f"time-{share}-{method}" / "model",
+            "python -m benchmarks prune_smollm2 makes it.",
         )
         for share in shares
         for method in methods

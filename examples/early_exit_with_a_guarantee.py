@@ -20,7 +20,7 @@ def main(
 
     early = de.early_exit(model, shortcuts)
     found = de.calibrate(early, tokenizer, held_out, max_disagreement, new_tokens=new_tokens)
-    print(found.holds())
+    print(found.verdict())
     if found.threshold is None:
         return found
 
