@@ -2,8 +2,8 @@
 
 This is `deepenough decode bench smollm2`: all ways continue the same prompts greedily in turns,
 prefill included. llama.cpp (the package `xllamacpp`) is measured with its best number of threads on
-the packaged file and on the same weights in Q4_0, the format that it is fastest with. `bf16` is
-SmolLM2 saved in bf16, beside transformers alone.
+the packaged file and on the same weights in Q4_0, the format that it is fastest with. `avx2` is the
+same on a processor without AVX-512. `bf16` is SmolLM2 saved in bf16, beside transformers alone.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import numpy as np
 import torch
 
 from benchmarks.decode_setup import save_bf16
-from benchmarks.figures import Figure
+from benchmarks.figures import Figure, Unavailable
 from deepenough.config import resolve
 from deepenough.decoding.bench import BASE, bench_run, times_as_fast
 from deepenough.decoding.config import BenchConfig
 from deepenough.hf.loading import PACKAGED, load, stored_gguf
+from deepenough.nn.products import processor_has
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False
 SEEDS = [0]
-VARIANTS = {"": {}, "bf16": {"bf16": True}}
+VARIANTS = {"": {}, "avx2": {"without_avx512": True}, "bf16": {"bf16": True}}
 MODEL = "smollm2"
 SLOW = ["transformers early exit", "deepenough general"]
 """No faster than `generate`; they would take most of the time."""
@@ -34,6 +35,7 @@ SLOW = ["transformers early exit", "deepenough general"]
 
 def measure(
     bf16: bool = False,
+    without_avx512: bool = False,
     prompts: int = 8,
     new_tokens: int = 128,
     rounds: int = 3,
@@ -44,12 +46,15 @@ def measure(
 
     Args:
         bf16: Measure the model saved in bf16, without other engines.
+        without_avx512: Refuse a processor that has AVX-512.
         prompts: Prompts that are continued.
         new_tokens: New tokens a prompt, at most.
         rounds: Rounds of timing.
         threads: Threads of torch and of the native backend.
         tuned: Folder of `deepenough decode tune`, if its drafts are to be measured.
     """
+    if without_avx512 and processor_has("avx512f"):
+        raise Unavailable("This processor has AVX-512: leave without_avx512 out.")
     keep_freed_memory()
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
