@@ -1,7 +1,8 @@
 """A tiny language model on disk, which reads any text byte by byte."""
 
 import asyncio
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,17 @@ def loops_are_closed() -> Iterator[None]:
     for loop in made:
         if not loop.is_running():
             loop.close()
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """Ports that the system picks: two test processes that look for one at once find two."""
+
+    def find() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return int(server.getsockname()[1])
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -27,12 +27,12 @@ WRITE = ["The capital of", 16, 0.3, "depth"]
 
 
 @pytest.fixture
-def serve(writer: LanguageModel) -> Iterator[Callable[..., str]]:
+def serve(writer: LanguageModel, free_port: Callable[[], int]) -> Iterator[Callable[..., str]]:
     """Pages on free ports, each by its address, with a model that is ready."""
     pages = []
 
     def start(**options: Any) -> str:
-        config = ExploreConfig(**options)
+        config = ExploreConfig(port=free_port(), **options)
         page = app.build(writer, {}, config)
         pages.append(page)
         return app.launch(page, config)
