@@ -145,13 +145,14 @@ def test_what_is_missing_is_said(folder, changes, sentence):
 @pytest.mark.parametrize("name", ["./nothing", "nothing", "/no/such/folder"])
 def test_a_name_that_is_nothing_is_refused_without_asking_a_hub(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=f"There is no parallel text {name}: give a folder"):
+    sentence = f"There is no folder {name}, here or under .DEEPENOUGH_DATA: give one with train.en"
+    with pytest.raises(UserError, match=sentence):
         open_parallel(name, TranslationDataConfig())
 
 
 def test_a_mistyped_name_gets_the_nearest(folder, monkeypatch):
     monkeypatch.setenv("DEEPENOUGH_DATA", str(folder.parent))
-    with pytest.raises(UserError, match=r"train\.de\. Did you mean text\?"):
+    with pytest.raises(UserError, match=r"for the hub\. Did you mean text\?"):
         open_parallel("texts", TranslationDataConfig())
 
 

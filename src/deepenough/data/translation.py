@@ -152,8 +152,9 @@ def _from_hub(data: str, dataset: TranslationDataConfig) -> dict[str, Pairs]:
     languages = (dataset.source, dataset.target)
     if not data.startswith("hf:") and not is_hub_name(data):
         raise UserError(
-            f"There is no parallel text {data}: give a folder with train.{languages[0]} and "
-            f"train.{languages[1]}.{did_you_mean(data)}"
+            f"There is no folder {data}, here or under $DEEPENOUGH_DATA: give one with "
+            f"train.{languages[0]} and train.{languages[1]}, or hf:{data} for the hub."
+            f"{did_you_mean(data)}"
         )
     if dataset.test is not None:
         raise UserError(
