@@ -67,8 +67,8 @@ std::vector<float>* find_vector(Model* model, int layer, int which) {
     Layer& own = model->layers.at(layer);
     std::vector<float>* const all[] = {&own.input_norm, &own.inner_norm, &own.query_norm, &own.key_norm,
                                        &own.query_bias, &own.key_bias, &own.value_bias,
-                                       &own.hidden_norm};
-    return which < 0 || which > 7 ? nullptr : all[which];
+                                       &own.hidden_norm, &own.inner_bias};
+    return which < 0 || which > 8 ? nullptr : all[which];
 }
 
 // Tokens that a pass takes at most: tasks of a phase, one for each head of a token, have 20 bits.
@@ -91,7 +91,7 @@ Pass make_pass(Cache* cache, const int* rows, const int* starts, int sequences, 
 extern "C" {
 
 // The number of this interface, which `native_weights.py` expects: raised with every change of a call.
-DE_PUBLIC int de_interface() { return 2; }
+DE_PUBLIC int de_interface() { return 3; }
 
 DE_PUBLIC const char* de_error() { return last_error.c_str(); }
 

@@ -462,7 +462,7 @@ void Model::layers_work(int thread, const Pass& pass, int first, int last, float
         const int next_tasks = tasks_from(pass, index + 1, false, last, tasks_afterwards);
         if (!layer.gate.rows) {
             if (layer.down.rows)
-                linear_work(thread, count, layer.down, layer.inner_norm, layer.key_bias, hidden, next_tasks);
+                linear_work(thread, count, layer.down, layer.inner_norm, layer.inner_bias, hidden, next_tasks);
             continue;
         }
         const Rows inner = prepare(thread, count, width, hidden, layer.inner_norm.data(), layer.gate.tiles());

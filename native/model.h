@@ -26,13 +26,14 @@ struct Config {
 };
 
 // Of a part that a linear map stands for, only the matrix of the last product is there (`output` or
-// `down`), and the map's bias stands in `query_bias` or `key_bias`; of one that was removed, nothing.
+// `down`), and the map's bias stands in `query_bias` or `inner_bias`; of one that was removed, nothing.
 // A map without a norm before it stands for the whole layer.
 struct Layer {
     Matrix query, key, value, output, gate, up, down;
     std::vector<float> input_norm, inner_norm, query_norm, key_norm;
     std::vector<float> hidden_norm;  // of a draft head, whose `input_norm` is that of embeddings
     std::vector<float> query_bias, key_bias, value_bias;
+    std::vector<float> inner_bias;  // of a map that stands for gate, up and down
 };
 
 // Keys and values of some sequences: [layer][sequence][head][capacity][width]; see Attention.

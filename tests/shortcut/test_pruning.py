@@ -210,8 +210,9 @@ def test_the_native_backend_runs_maps_in_the_places_of_parts_and_of_layers(token
     whole.fit()
     run = Block(4, 6)
     whole.maps.setdefault(run, whole.maps["attention", 3, 0])
+    # A linear feed-forward both with an attention that stays and with one that does not.
     parts = {("attention", 1, 0): "removed", ("feed_forward", 1, 0): "linear"}
-    parts |= {("attention", 2, 0): "linear", ("feed_forward", 3, 0): "removed"}
+    parts |= {("feed_forward", 0, 0): "linear", ("attention", 2, 0): "linear", ("feed_forward", 3, 0): "removed"}
     pruned = pruning.build(whole, Choice(parts, (run,)), {})
     engine = make(adapt(pruned))
     if engine is None:

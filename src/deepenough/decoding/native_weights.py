@@ -29,7 +29,7 @@ from deepenough.shortcut.pruned_model import LinearPart
 log = logging.getLogger("deepenough")
 LIBRARY = Path(os.environ.get("DEEPENOUGH_NATIVE") or Path(__file__).with_name("_native.so"))
 #: Number of the calls that the library offers, as native/api.cpp has it.
-INTERFACE = 2
+INTERFACE = 3
 FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Rows that are compared at once after packing.
@@ -46,7 +46,7 @@ MATRICES = {
 }
 #: Places, among a layer's matrices and vectors, of a map that stands for a part of it, or for all
 #: of it, and of the map's bias.
-MAPS = {"self_attn": (3, 4), "mlp": (6, 5), "": (3, 4)}
+MAPS = {"self_attn": (3, 4), "mlp": (6, 8), "": (3, 4)}
 VECTORS = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
