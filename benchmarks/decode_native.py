@@ -6,14 +6,19 @@ included; a round is all prompts. Every way's tokens are compared with those of 
 The native backend is measured with every instruction set of this CPU and in both arithmetics
 (integer sums without rounding, fp32), without drafts, and once with lookup drafts. The floor is the
 time of reading its weights once a token at the rate at which the same threads read a buffer of
-that size.
+that size. Where `xllamacpp` is installed, llama.cpp takes its turns too, with all that this CPU has
+and its best number of threads, on the same file and on the same weights in Q4_0.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import tempfile
+from pathlib import Path
 from typing import Any
 
+from benchmarks.decode_bench import write_q4_0
 from benchmarks.decode_setup import (
     equality,
     greedy,
@@ -22,11 +27,13 @@ from benchmarks.decode_setup import (
     new_tokens_of,
     padded,
 )
-from benchmarks.figures import Unavailable, interleaved
+from benchmarks.figures import Figure, Unavailable, interleaved
 from deepenough.decoding.api import speculate
+from deepenough.decoding.bench import llama_cpp
 from deepenough.decoding.native_backend import NativeEngine
 from deepenough.decoding.native_weights import kernel_names, load_library
 from deepenough.hf.adapter import adapt
+from deepenough.hf.loading import stored_gguf
 from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False
@@ -67,15 +74,41 @@ def measure(
         return run
 
     texts = make_prompts(tokenizer, prompts, "valid")
-    timings = interleaved({name: way(each) for name, each in ways.items()}, rounds, texts)
-    expected = timings.results["generate"]
+    timed = {name: way(each) for name, each in ways.items()}
+    others: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if importlib.util.find_spec("xllamacpp") is not None:
+            others["llama_cpp"] = llama_cpp(str(stored_gguf(full)), new_tokens)
+            write_q4_0(Path(folder) / "Q4_0.gguf")
+            others["llama_cpp_q4_0"] = llama_cpp(f"{folder}/Q4_0.gguf", new_tokens)
+        timed |= {name: lambda prompt, run=run: run(prompt, False) for name, run in others.items()}
+        timings = interleaved(timed, rounds, texts)
+        written = timings.results | {
+            # llama.cpp tells its tokens only when asked, which takes time.
+            name: [run(prompt, True) for prompt in texts]
+            for name, run in others.items()
+        }
+    end = full.generation_config.eos_token_id
+    ends = end if isinstance(end, list) else [end]
+    written = {  # without end tokens, which llama.cpp may leave out
+        name: [[token for token in row if token not in ends] for row in rows]
+        for name, rows in written.items()
+    }
+    expected = written["generate"]
+    tokens = {name: sum(map(len, rows)) for name, rows in written.items()}
     found: dict[str, Any] = {}
-    for name, rows in timings.results.items():
+    for name, rows in written.items():
         found[name] = {
-            "tokens_per_second": timings.rate(name, sum(map(len, rows)), "tokens/s"),
+            "tokens_per_second": timings.rate(name, tokens[name], "tokens/s"),
             "times_generate": timings.ratio("generate", name),
             **equality(full, texts, expected, rows),
         }
+        for other in others:
+            a_token = tokens[name] / tokens[other]  # texts that part may end elsewhere
+            ratio = timings.ratio(other, name)
+            found[name][f"times_{other}"] = Figure(
+                *(value * a_token for value in (ratio.value, ratio.low, ratio.high)), unit="x"
+            )
     engine = ways["lookup"].decoding_engine
     library = load_library()
     size = library.de_model_bytes(engine.native.handle)

@@ -3,9 +3,10 @@
 Pruned on the training split of WikiText-2 (raw), measured on the first 20,000 tokens of its
 validation split, in windows of 512 tokens that follow one another: perplexity, KL from the full
 model, agreement of first choices, and minutes. Beside it whole layers are dropped by influence
-(ShortGPT) and as the best contiguous run, for the same budget. `steps` also measures what each part
-of the method adds. What is finished, models included, stays in the folder of the runs, so the same
-command goes on where it was stopped:
+(ShortGPT) and as the best contiguous run, for the same budget; as a layer is dropped whole, that
+may leave less time than asked for, so they are also dropped for a little more. `steps` measures
+what each part of the method adds. What is finished, models included, stays in the folder of the
+runs, so the same command goes on where it was stopped:
 
     python -m benchmarks prune_smollm2 runs=runs/prune-smollm2 threads=2
 """
@@ -34,6 +35,8 @@ QUICK = False
 SEEDS = [0]
 CORPUS = "wikitext-2-raw"
 METHODS = ("replace", "influence", "contiguous")
+ONE_LAYER = 0.02
+"""By how much more time one layer more of SmolLM2 can stay."""
 STEPS: dict[str, dict[str, Any]] = {
     "greedy": {"refit": False},
     "refitted": {"correct": False},
@@ -80,6 +83,7 @@ def measure(
         AutoModelForCausalLM,
         budget,
         steps,
+        above=True,
     )
     return {**found, "settings": {"corpus": CORPUS, "model": model, "threads": threads}}
 
@@ -95,6 +99,7 @@ def prune_all(
     auto: Any,
     budget: str = "weights",
     steps: bool = False,
+    above: bool = False,
 ) -> dict[str, Any]:
     """Prune a model to several shares in all ways and return what each is worth on other text.
 
@@ -109,13 +114,19 @@ def prune_all(
         auto: The class of transformers that loads such a model.
         budget: What the shares are of.
         steps: Measure parts of the method as well.
+        above: Also drop one layer less.
     """
     found: dict[str, Any] = {}
     for share in shares:
-        extra = STEPS if steps and share == shares[0] else {}
+        ways: dict[str, dict[str, Any]] = {method: {"method": method} for method in METHODS}
+        if above:
+            more = share + ONE_LAYER
+            ways |= {f"{m}_above": {"method": m, "keep": more} for m in METHODS if m != "replace"}
+        if steps and share == shares[0]:
+            ways |= STEPS
         own: dict[str, Any] = {}
         folders: dict[str, Path] = {}
-        for name, options in {**{m: {"method": m} for m in METHODS}, **extra}.items():
+        for name, options in ways.items():
             config = PruneConfig(keep=share, budget=budget, fit_tokens=fit_tokens)  # type: ignore
             place = folders[name] = folder / f"{budget}-{share}-{name}"
             own[name] = stage(

@@ -196,7 +196,7 @@ def _ways(
     yield "transformers early exit", partial(_own, model, most, assistant_early_exit=layer)
     gguf = stored_gguf(model)
     for path in [*([str(gguf)] if gguf else []), *(config.gguf or [])]:
-        yield f"llama.cpp {Path(path).stem}", partial(_llama_cpp, path, most)
+        yield f"llama.cpp {Path(path).stem}", partial(llama_cpp, path, most)
     yield "ctranslate2", partial(_ctranslate2, model, tokenizer, most)
     if gguf:
         yield "OpenVINO GenAI", partial(_openvino, str(gguf), most)
@@ -224,7 +224,7 @@ def _ours(model: Any, most: int, **options: Any) -> Run:
     return fresh
 
 
-def _llama_cpp(path: str, most: int) -> Run:
+def llama_cpp(path: str, most: int) -> Run:
     """Return llama.cpp with the number of threads that is fastest."""
     import xllamacpp  # type: ignore
 
