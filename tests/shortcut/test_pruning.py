@@ -212,7 +212,11 @@ def test_the_native_backend_runs_maps_in_the_places_of_parts_and_of_layers(token
     whole.maps.setdefault(run, whole.maps["attention", 3, 0])
     # A linear feed-forward both with an attention that stays and with one that does not.
     parts = {("attention", 1, 0): "removed", ("feed_forward", 1, 0): "linear"}
-    parts |= {("feed_forward", 0, 0): "linear", ("attention", 2, 0): "linear", ("feed_forward", 3, 0): "removed"}
+    parts |= {
+        ("feed_forward", 0, 0): "linear",
+        ("attention", 2, 0): "linear",
+        ("feed_forward", 3, 0): "removed",
+    }
     pruned = pruning.build(whole, Choice(parts, (run,)), {})
     engine = make(adapt(pruned))
     if engine is None:
@@ -470,6 +474,18 @@ def test_healing_brings_the_outputs_nearer(trained, plain, texts, tmp_path):
     kept = {n for n in before if "embed" in n or "q_proj" in n}
     assert kept <= changed if trained == "all" else not kept & changed
     assert {n for n in before if "norm" in n} & changed
+
+
+def test_healing_that_does_not_help_is_undone(plain, texts, tmp_path, caplog):
+    model = llama()
+    pruned = prune(model, plain, texts, 0.6, budget="weights", **SMALL)
+    before = {name: weight.clone() for name, weight in pruned.state_dict().items()}
+    settings = HealTrainingConfig(str(tmp_path / "run"), batch=256)
+    settings.train = replace(settings.train, steps=3, lr=1.0)
+    found = heal(model, pruned, plain, texts, settings)
+    assert found["after"] == found["before"]
+    assert all(torch.equal(weight, before[name]) for name, weight in pruned.state_dict().items())
+    assert "3 steps of healing did not bring the outputs nearer" in caplog.text
 
 
 def test_corrections_bring_states_nearer_and_are_ridge_regressions(whole, monkeypatch):

@@ -290,7 +290,7 @@ class PruneConfig:
 def healing_defaults() -> TrainingConfig:
     """Return the training options that healing starts from."""
     return TrainingConfig(
-        steps=60, lr=2e-4, warmup=0.1, log_every=10, valid_every=1000, save_every=50, keep=1
+        steps=60, lr=1e-4, warmup=0.1, log_every=10, valid_every=1000, save_every=50, keep=1
     )
 
 
@@ -330,7 +330,7 @@ class ShortcutPruneConfig(RunConfig):
     heal: Literal["maps", "all"] = "all"
     """What that trains: the maps that were put in and the norms, or all weights."""
 
-    heal_lr: float = bounded(2e-4, gt=0)
+    heal_lr: float = bounded(1e-4, gt=0)
     """Highest learning rate of that."""
 
     model: PretrainedModelConfig = field(default_factory=PretrainedModelConfig)

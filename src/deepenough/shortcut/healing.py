@@ -2,11 +2,13 @@
 
 What is minimised is the mean of `KL(p || q)` over the predictions of a batch of text, `p` being the
 output distribution of the full model and `q` that of the pruned one. Trained are the linear maps
-that were put in and all norms, or all weights.
+that were put in and all norms, or all weights. A training that does not bring the outputs nearer
+on held-out text is undone.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from deepenough.training.distributed import make_accelerator, place_among
 from deepenough.training.task import BatchLoss, Task
 from deepenough.training.trainer import check_folder, training
 
+log = logging.getLogger("deepenough")
+
 HELD_OUT_EVERY = 16
 """One in so many batches of text is held out, up to so many."""
 _HELD_OUT = 8
@@ -38,17 +42,33 @@ def heal(
     texts: Iterable[str],
     config: HealTrainingConfig,
 ) -> dict[str, float]:
-    """Train a pruned model in place; return its KL on held-out text before and after."""
+    """Train a pruned model in place; return its KL on held-out text before and after.
+
+    If it is no smaller after, the weights are those before, and that is said.
+    """
     accelerator = make_accelerator(config.train, may_skip=False)
     check_folder(config, accelerator)
     for each in (model, pruned):
         each.to(accelerator.device)  # type: ignore[arg-type]
     task = HealTask(model, pruned, tokenizer, texts, config, place_among(accelerator))
     before = task.evaluate(accelerator, "valid")["loss"]
+    unhealed = {name: weight.detach().clone() for name, weight in pruned.state_dict().items()}
     with training(config, task, accelerator) as trainer:
         trainer.fit()
     pruned.requires_grad_(True).eval()
-    return {"before": before, "after": task.evaluate(accelerator, "valid")["loss"]}
+    after = task.evaluate(accelerator, "valid")["loss"]
+    if not after < before:
+        pruned.load_state_dict(unhealed)
+        log.warning(
+            "%d steps of healing did not bring the outputs nearer to the full model's (KL %.3f "
+            "before, %.3f after): the weights stay as they were. Try a lower learning rate or "
+            "more steps.",
+            config.train.steps,
+            before,
+            after,
+        )
+        after = before
+    return {"before": before, "after": after}
 
 
 class HealTask(Task):
