@@ -58,7 +58,15 @@ def measure(
     auto: Any = AutoModelForCausalLM
     found = {
         "stories15m": prune_all(
-            teller, tokenizer, written, others, folder / "stories", shares, fit_tokens, auto
+            teller,
+            tokenizer,
+            written,
+            others,
+            folder / "stories",
+            shares,
+            fit_tokens,
+            auto,
+            above=True,
         )
     }
     texts = open_classification("sst2", ClassificationConfig()).splits
@@ -67,7 +75,9 @@ def measure(
     valid = [example.text for example in texts["valid"]]
     auto = AutoModelForSequenceClassification
     place = folder / "minilm"
-    own = prune_all(classifier, words, sentences, valid, place, shares, fit_tokens, auto)
+    own = prune_all(
+        classifier, words, sentences, valid, place, shares, fit_tokens, auto, above=True
+    )
     for share in shares:
         for name, scores in own[f"keep_{round(100 * share)}"].items():
             place = folder / "minilm" / f"weights-{share}-{name}" / "model"
