@@ -44,7 +44,7 @@ from deepenough.config import (
     options,
     read_yaml,
 )
-from deepenough.errors import UserError
+from deepenough.errors import LostProcessError, UserError
 from deepenough.figure import shortened
 from deepenough.registry import METHODS
 from deepenough.report.commands import PlotConfig, plot, plot_command
@@ -86,6 +86,9 @@ def main(argv: list[str] | None = None) -> int:
         with _termination_is_an_exit(), _signs_of_life(words, enabled=argv is None):
             code = run(words)
         sys.stdout.flush()
+    except LostProcessError as error:
+        _say(str(error).removesuffix(".") + _how_to_go_on(words))
+        return 1
     except UserError as error:
         return _say(str(error))
     except KeyboardInterrupt:
@@ -162,7 +165,8 @@ def _termination_is_an_exit() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # as a lost process has set
+            signal.signal(signal.SIGTERM, before)
 
 
 def _how_to_go_on(words: list[str]) -> str:
@@ -172,10 +176,19 @@ def _how_to_go_on(words: list[str]) -> str:
     config = parse_command(command, name, rest)
     if not (command.goes_on or hasattr(config, "resume")):
         return ""
-    line = shlex.join(["deepenough", *words])
+    line = shlex.join([*_launcher(), "deepenough", *words])
     if hasattr(config, "resume") and Path(config.out).resolve() in RunFolder.begun:
         line = re.sub(r" --(overwrite|resume)([= ](true|false))?(?= |$)", "", line) + " --resume"
     return f"; go on with: {line}"
+
+
+def _launcher() -> list[str]:
+    """Return the words that started several processes; nothing where there is one."""
+    world, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world == 1:
+        return []
+    nodes = ["--nnodes", str(world // here)] if world > here else []
+    return ["torchrun", *nodes, "--nproc-per-node", str(here), "-m"]
 
 
 def run(words: list[str]) -> int:

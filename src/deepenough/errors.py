@@ -8,3 +8,7 @@ command line prints it without a traceback and exits with code 2; any other exce
 
 class UserError(Exception):
     """Something the user can put right, said in one sentence."""
+
+
+class LostProcessError(UserError):
+    """Another process has ended amid common work: the same command goes on with it."""

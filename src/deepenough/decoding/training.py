@@ -420,7 +420,7 @@ def tune_run(
     validate(config)
     read_lines(config.data, config.text.min_chars)  # refuses a corpus that is not there
     RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
-    accelerator = make_accelerator(config.train, may_skip=False)
+    accelerator = make_accelerator(config.train, may_skip=False, may_divide=False)
     if accelerator.num_processes > 1:
         raise UserError("A draft head is small and trained by one process: start one.")
     model, tokenizer = config.model.load()

@@ -258,6 +258,10 @@ class SearchTask(LanguageTask):
         named = self.model.named_parameters()
         return [parameter for name, parameter in named if not name.startswith("choice.")]
 
+    def undivided(self) -> list[nn.Parameter]:
+        """Return the choices, from which costs and probabilities are computed between steps."""
+        return list(self.choice.parameters())
+
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return the groups of one optimiser, or of two when alternating."""
         choices = {

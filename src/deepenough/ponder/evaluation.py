@@ -106,8 +106,9 @@ def all_passes(
     """Run all examples at full depth, each process its share of the batches."""
     rank, world = place_among(accelerator)
     shape = model.num_passes, len(examples), model.num_labels
-    step_logits = torch.zeros(shape, device=model.device)
-    halt_logits = torch.zeros(len(examples), model.num_passes - 1, device=model.device)
+    how: Any = {"dtype": torch.float32, "device": model.device}
+    step_logits = torch.zeros(shape, **how)
+    halt_logits = torch.zeros(len(examples), model.num_passes - 1, **how)
     with eval_mode(model):
         for rows in by_length(examples.lengths, EVAL_BATCH)[rank::world]:
             batch = examples.batch(rows, model.device)
@@ -115,7 +116,7 @@ def all_passes(
             output = model(**batch, all_passes=True)
             step_logits[:, rows] = output.step_logits.float()
             if output.halt_logits is not None:
-                halt_logits[rows] = output.halt_logits
+                halt_logits[rows] = output.halt_logits.float()
     if accelerator is not None and world > 1:  # rows of other processes are zero
         step_logits = accelerator.reduce(step_logits, reduction="sum")
         halt_logits = accelerator.reduce(halt_logits, reduction="sum")

@@ -96,6 +96,10 @@ class ClassificationTask(Task):
         """Return how many batches make one round over the training examples."""
         return len(self.batches)
 
+    def gathered_layers(self) -> list[nn.Module]:
+        """Return the layers of the encoder, one a pass."""
+        return list(self.model.stack.layers)
+
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
         """Return parameter groups: matrices decay, vectors do not; heads may learn faster."""
         encoder = {id(parameter) for parameter in self.model.encoder_model.parameters()}

@@ -46,7 +46,7 @@ def heal(
 
     If it is no smaller after, the weights are those before, and that is said.
     """
-    accelerator = make_accelerator(config.train, may_skip=False)
+    accelerator = make_accelerator(config.train, may_skip=False, may_divide=False)
     check_folder(config, accelerator)
     for each in (model, pruned):
         each.to(accelerator.device)  # type: ignore[arg-type]

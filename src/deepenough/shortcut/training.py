@@ -81,7 +81,7 @@ def tune(
             return tune(shortcuts, model, tokenizer, texts, config)
     adapter = model if isinstance(model, Adapter) else adapt(model)
     layers = _check(shortcuts, adapter, config)
-    accelerator = make_accelerator(config.train, may_skip=False)
+    accelerator = make_accelerator(config.train, may_skip=False, may_divide=False)
     check_folder(config, accelerator)
     adapter.model.to(accelerator.device)
     task = TuneTask(shortcuts, adapter, tokenizer, texts, layers, config, accelerator)

@@ -28,6 +28,7 @@ from deepenough.artifacts import ASIDE, DamagedError, atomic_path, restore, seal
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder, model_folder
 from deepenough.training.logging import without_bars, writing
+from deepenough.training.sharding import share_like
 
 log = logging.getLogger("deepenough")
 
@@ -73,15 +74,16 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     return final
 
 
-def load_last(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def load_last(folder: Path, mapped: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest checkpoint that can be read, and the names of newer ones that cannot.
 
-    A UserError if there are checkpoints but none is readable.
+    Tensors that are `mapped` are read from the files when something asks for them, and processes of
+    one machine share them. A UserError if there are checkpoints but none is readable.
     """
     damaged: list[str] = []
     for name in reversed(list_names(folder)):
         try:
-            return _load(folder / name), damaged
+            return _load(folder / name, mapped), damaged
         except (OSError, ValueError, TypeError, KeyError, SafetensorError, DamagedError):
             damaged.append(name)
     if damaged:
@@ -102,7 +104,7 @@ def list_names(folder: Path) -> list[str]:
     return sorted(n for n in names if n.startswith(_PREFIX) and not n.endswith(".tmp"))
 
 
-def _load(path: Path) -> Checkpoint:
+def _load(path: Path, mapped: bool) -> Checkpoint:
     verify(path)
     values = json.loads((path / _STATE).read_text(encoding="utf-8"))
     if f"{_PREFIX}{values['step']:09d}" != path.name:
@@ -110,7 +112,10 @@ def _load(path: Path) -> Checkpoint:
     # Copies, because what is loaded is mapped from the file at any alignment, on which the last bit
     # of a matrix product may depend.
     tensors = {
-        part: {k: v.clone() for k, v in load_file(path / f"{part}.safetensors").items()}
+        part: {
+            name: value if mapped and value.dim() and part != "task" else value.clone()
+            for name, value in load_file(path / f"{part}.safetensors").items()
+        }
         for part in _PARTS
     }
     return Checkpoint(step=values.pop("step"), **tensors, values=values)
@@ -125,12 +130,16 @@ def optimizer_tensors(name: str, optimizer: torch.optim.Optimizer) -> dict[str, 
 def restore_optimizer(
     name: str, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Load an optimiser's state from the tensors that `optimizer_tensors` named."""
+    """Load an optimiser's state from the tensors that `optimizer_tensors` named.
+
+    Where the weights are divided among processes, each takes its share.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for full_name, value in tensors.items():
         owner, index, key = full_name.split(".", 2)
         if owner == name:
-            state.setdefault(int(index), {})[key] = value
+            state.setdefault(int(index), {})[key] = share_like(value, weights[int(index)])
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

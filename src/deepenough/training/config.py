@@ -50,6 +50,10 @@ class TrainingConfig:
     """Number format of the matrix products; auto takes bf16 on a GPU and fp32 on a CPU, which has
     no other."""
 
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """What several processes hold: each the whole model and its optimiser (ddp), or a share of both
+    (fsdp)."""
+
     threads: int | None = bounded(None, ge=1)
     """CPU threads; by default torch's choice."""
 

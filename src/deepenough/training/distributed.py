@@ -3,8 +3,11 @@
 Processes come from `torchrun` or `accelerate launch`; alone, everything here costs nothing.
 """
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,13 +17,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
+    DistributedType,
     InitProcessGroupKwargs,
     broadcast_object_list,
     gather_object,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepenough.errors import UserError
+from deepenough.errors import LostProcessError, UserError
 from deepenough.training.config import TrainingConfig
 
 T = TypeVar("T")
@@ -28,12 +32,21 @@ T = TypeVar("T")
 # The others wait while the first process prepares a corpus, which may be large.
 _PATIENCE = timedelta(hours=12)
 
+#: Ways of accelerate's own to divide a model.
+_DIVIDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
-def make_accelerator(settings: TrainingConfig, may_skip: bool = True) -> Accelerator:
+#: What gloo says where a process no longer answers.
+_SIGNS_OF_LOSS = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
+
+
+def make_accelerator(
+    settings: TrainingConfig, may_skip: bool = True, may_divide: bool = True
+) -> Accelerator:
     """Return an accelerator: processes, device and precision from environment and settings.
 
     `may_skip` says that a batch may leave weights unused: a cluster of the adaptive softmax that no
-    token falls into, the branches of a block that has been closed.
+    token falls into, the branches of a block that has been closed. `may_divide` says that all of
+    the model is trained, so that there is something to divide.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -59,6 +72,22 @@ def make_accelerator(settings: TrainingConfig, may_skip: bool = True) -> Acceler
             f"{started} processes were started, but they cannot train together on "
             f"{accelerator.device}: start one."
         )
+    if accelerator.distributed_type in _DIVIDED:
+        raise UserError(
+            "accelerate is set to divide models in a way of its own: leave that out, and give "
+            "--parallel fsdp."
+        )
+    if settings.parallel == "fsdp":
+        if not may_divide:
+            raise UserError(
+                "train.parallel fsdp divides a model that is trained; here a small part is, beside "
+                "a whole model that every process needs: leave it at ddp."
+            )
+        if started == 1:
+            raise UserError(
+                "train.parallel fsdp divides a model among processes, and there is one: start "
+                "several with torchrun, or leave it at ddp."
+            )
     return accelerator
 
 
@@ -124,6 +153,25 @@ def agree(function: Callable[[], T]) -> T:
     if (first := next(filter(None, refusals), None)) is not None:
         raise first
     return answer[0]
+
+
+@contextlib.contextmanager
+def losses_noticed() -> Iterator[None]:
+    """Within it, that another process has ended is said in a sentence: a `LostProcessError`.
+
+    The launcher ends this one, too; what it sends for that must not come before the sentence.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        network = isinstance(error, dist.DistBackendError | dist.DistNetworkError)
+        if not (network or any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS)):
+            raise
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise LostProcessError(
+            "Another process of this training has ended, and it cannot go on without."
+        ) from error
 
 
 def from_all(accelerator: Accelerator | None, value: T) -> list[T]:

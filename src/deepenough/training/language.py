@@ -138,6 +138,10 @@ class LanguageTask(Task):
         plain = getattr(output, "plain_loss", output.loss)  # where labels may be smoothed
         return BatchLoss(output.loss, plain, targets.numel())
 
+    def gathered_layers(self) -> list[nn.Module]:
+        """Return the blocks of a model that runs each of them once."""
+        return list(getattr(self.model, "blocks", ()))
+
     def _turn(self, phase: str, step: int) -> int:
         """Return how many steps of this phase came before: its batches follow one another."""
         return step

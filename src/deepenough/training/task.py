@@ -65,6 +65,17 @@ class Task(ABC):
         vectors = {"params": [p for p in own if p.dim() <= 1], "weight_decay": 0.0}
         return {self.phase: [matrices, vectors]}
 
+    def gathered_layers(self) -> list[nn.Module]:
+        """Return the parts whose weights are gathered one at a time where the model is divided.
+
+        Each of them must run exactly once in a forward pass, whatever the batch.
+        """
+        return []
+
+    def undivided(self) -> list[nn.Parameter]:
+        """Return weights that are read between steps, so that every process keeps them whole."""
+        return []
+
     def batches_per_epoch(self) -> int:
         """Return how many batches make one round over the training data."""
         raise UserError("This training makes its data as it goes: give train.steps, not epochs.")

@@ -35,8 +35,21 @@ from deepenough.runs import RunFolder, read_records
 from deepenough.training import checkpoint as checkpoints
 from deepenough.training.checkpoint import Checkpoint
 from deepenough.training.config import TrainingConfig, lr_factor, seed_at
-from deepenough.training.distributed import SharedDropout, agree, make_accelerator, on_main
+from deepenough.training.distributed import (
+    SharedDropout,
+    agree,
+    losses_noticed,
+    make_accelerator,
+    on_main,
+)
 from deepenough.training.logging import Meter, Recorder, announce, log_to, reading, writing
+from deepenough.training.sharding import (
+    ShardedModel,
+    clip_divided,
+    gather_tensors,
+    is_finite,
+    share_like,
+)
 from deepenough.training.task import Task
 
 logger = logging.getLogger("deepenough")
@@ -70,9 +83,11 @@ class Trainer:
         keep_freed_memory()
         self.task, self.settings, self.run, self.accelerator = task, settings, run, accelerator
         model = task.model.to(accelerator.device)
+        divides = settings.parallel == "fsdp"
+        self.sharded = ShardedModel(task, accelerator) if divides else None
         parameters = task.parameters().items()
         self.optimizers = {phase: make_optimizer(settings, groups) for phase, groups in parameters}
-        self.model = accelerator.prepare_model(model)
+        self.model = model if divides else accelerator.prepare_model(model)
         self.meter = Meter()
         self.recorder = Recorder(run, accelerator.is_main_process)
         self.first, self.planned = 0, settings.steps
@@ -80,7 +95,8 @@ class Trainer:
 
     def resume(self) -> int:
         """Take up the last checkpoint in the run folder, if there is one; return the steps done."""
-        found, damaged = agree(lambda: checkpoints.load_last(self.run.checkpoints))
+        mapped = self.sharded is not None  # then each process needs but a share of it
+        found, damaged = agree(lambda: checkpoints.load_last(self.run.checkpoints, mapped))
         step = found.step if found is not None else 0
         if step != on_main(self.accelerator, lambda: step):
             raise UserError(
@@ -106,7 +122,9 @@ class Trainer:
         if settings.steps != before:
             self._change_length(before, found.step)
         try:
-            self.task.model.load_state_dict(found.model)
+            own = self.task.model.state_dict()
+            weights = {name: share_like(w, own.get(name)) for name, w in found.model.items()}
+            self.task.model.load_state_dict(weights)
             for phase, optimizer in self.optimizers.items():
                 checkpoints.restore_optimizer(phase, optimizer, found.optimizers)
         except (RuntimeError, ValueError, KeyError) as error:
@@ -139,12 +157,14 @@ class Trainer:
     def _save(self, step: int) -> None:
         state = self.task.state().items()
         streams = {name: self.accelerator.gather(own.contiguous()) for name, own in state}
+        is_main = self.accelerator.is_main_process
+        model = gather_tensors(self.task.model.state_dict(), keep=is_main)
+        tensors: dict[str, Tensor] = {}
+        for phase, optimizer in self.optimizers.items():
+            own = checkpoints.optimizer_tensors(phase, optimizer)
+            tensors |= gather_tensors(own, keep=is_main)
 
         def write() -> None:
-            tensors: dict[str, Tensor] = {}
-            for phase, optimizer in self.optimizers.items():
-                tensors |= checkpoints.optimizer_tensors(phase, optimizer)
-            model = dict(self.task.model.state_dict())
             values: dict[str, Any] = {"run": self.task.identity(), "meter": asdict(self.meter)}
             values |= {"steps": self.settings.steps, "planned": self.planned}
             content = Checkpoint(step, model, tensors, streams, values)
@@ -202,7 +222,7 @@ class Trainer:
             self._evaluate(done, "valid")
         if done % settings.save_every == 0 or last or result.stop:
             # No checkpoint of weights that are not finite may replace a good one.
-            if not all(bool(p.isfinite().all()) for p in self.task.model.parameters()):
+            if not is_finite(self.task.model):
                 raise self._diverged(done, "Weights became infinite")
             if last and self.accelerator.is_main_process:  # the model of a shorter training
                 shutil.rmtree(restore(self.run.model), ignore_errors=True)
@@ -226,7 +246,9 @@ class Trainer:
         for micro in range(settings.accumulate):
             last = micro == settings.accumulate - 1
             # Gradients travel between processes once a step, with the last batch.
-            with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+            # Those of a divided model do with every batch, so that no process holds whole ones.
+            travels = last or self.sharded is not None
+            with contextlib.nullcontext() if travels else accelerator.no_sync(self.model):
                 with accelerator.autocast(), dropout or contextlib.nullcontext():
                     batch = self.task.loss(self.model, phase, step, micro)
                 accelerator.backward(batch.objective / settings.accumulate)
@@ -238,9 +260,13 @@ class Trainer:
         loss, stop = float(mean[0]), bool(mean[1] > 0)
         optimizer = self.optimizers[phase]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if settings.clip_value:
-            nn.utils.clip_grad_value_(parameters, settings.clip_value)
-        norm = float(nn.utils.clip_grad_norm_(parameters, settings.clip or math.inf))
+        if self.sharded is not None:
+            self.sharded.finish_gradients()
+            norm = clip_divided(parameters, settings.clip, settings.clip_value)
+        else:
+            if settings.clip_value:
+                nn.utils.clip_grad_value_(parameters, settings.clip_value)
+            norm = float(nn.utils.clip_grad_norm_(parameters, settings.clip or math.inf))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._diverged(step + 1, f"The loss became {loss} (gradient norm {norm})")
         for group in optimizer.param_groups:
@@ -252,13 +278,29 @@ class Trainer:
 
     def _evaluate(self, step: int, split: str) -> None:
         started = time.perf_counter()
-        values = self.task.evaluate(self.accelerator, split)
+        with self._whole_model():
+            values = self.task.evaluate(self.accelerator, split)
         if not values:
             return
         if not math.isfinite(values["loss"]):
             raise self._diverged(step, f"The loss on the {split} split became {values['loss']}")
         values["seconds"] = time.perf_counter() - started
         self.recorder.record(step, split, values)
+
+    @contextlib.contextmanager
+    def _whole_model(self) -> Iterator[None]:
+        """Within it, a task whose model is divided has a whole one in its place."""
+        task, divided = self.task, self.task.model
+        if self.sharded is None:
+            yield
+            return
+        try:
+            task.model = self.sharded.gather()
+            with self.accelerator.autocast():
+                yield
+        finally:
+            task.model = divided
+            self.sharded.release()
 
     def _diverged(self, step: int, what: str) -> UserError:
         if checkpoints.list_names(self.run.checkpoints):
@@ -270,6 +312,9 @@ class Trainer:
     def _finish(self) -> None:
         """Write the model and measure the test split, unless an earlier run has done so."""
         run, steps = self.run, self.settings.steps
+        if self.sharded is not None:  # from here on the task has a whole model again
+            self.model = self.task.model = self.sharded.gather()
+            self.sharded = None
 
         def write_model() -> bool:
             if not is_intact(restore(run.model)):
@@ -342,6 +387,7 @@ def training(config: Any, task: Task, accelerator: Accelerator) -> Iterator[Trai
         agree(lambda: stack.enter_context(run.lock()))
         if accelerator.is_main_process:
             stack.enter_context(log_to(run.log))
+        stack.enter_context(losses_noticed())
         trainer = Trainer(task, config.train, run, accelerator)
         finished = trainer.resume() >= config.train.steps
         if trainer.first:
@@ -395,7 +441,8 @@ def noted_signals() -> Iterator[list[int]]:
         yield noted
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as `losses_noticed` sets
+                signal.signal(number, handler)
 
 
 def keep_freed_memory() -> None:
