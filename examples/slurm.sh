@@ -16,6 +16,7 @@
 
 export OMP_NUM_THREADS=4     # cores of a machine / processes on it
 export XDG_CACHE_HOME=$SLURM_SUBMIT_DIR/cache
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else restarts meet the addresses of lost processes
 first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 # SIGTERM makes the processes stop with a checkpoint.

@@ -36,7 +36,7 @@ from deepenough.shortcut.reading import (
 )
 from deepenough.shortcut.statistics import LayerStatistics, Targets, statistics_bytes
 from deepenough.shortcut.submodules import SubmoduleStatistics
-from deepenough.training.distributed import agree
+from deepenough.training.distributed import agree, join_again
 
 log = logging.getLogger("deepenough")
 
@@ -199,6 +199,7 @@ def init_distributed() -> tuple[int, int]:
     They stay together after that: what follows, another fit or a training, finds them so, and a
     group that is left cannot be joined again.
     """
+    join_again()
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return 0, 1

@@ -22,6 +22,8 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
 )
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepenough.errors import LostProcessError, UserError
@@ -56,6 +58,7 @@ def make_accelerator(
     is_half = settings.precision == "bf16" or (
         settings.precision == "auto" and torch.cuda.is_available()
     )
+    join_again()
     # Accelerate keeps the precision of the first run of a process for all later ones.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
@@ -89,6 +92,26 @@ def make_accelerator(
                 "several with torchrun, or leave it at ddp."
             )
     return accelerator
+
+
+def join_again() -> None:
+    """Form the group of processes that `torchrun` has restarted; else leave that to others.
+
+    Its store is that of the first start, where torch would find the addresses of processes that are
+    gone, and wait for them: a restart writes its own under another prefix.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_fresh = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") != "True"
+    if attempt == "0" or is_fresh or dist.is_initialized():
+        return
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        raise UserError(  # each machine counts its own restarts, so that counts may differ
+            "Processes on several machines are restarted only with a store of their own: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun."
+        )
+    store, rank, world = next(rendezvous("env://", timeout=_PATIENCE))
+    store = PrefixStore(f"restart-{attempt}", store)
+    dist.init_process_group(store=store, rank=rank, world_size=world, timeout=_PATIENCE)
 
 
 def is_main_process() -> bool:

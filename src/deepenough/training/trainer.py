@@ -376,6 +376,7 @@ def training(config: Any, task: Task, accelerator: Accelerator) -> Iterator[Trai
     run = RunFolder(Path(config.out))
     options = {"resume": config.resume, "overwrite": config.overwrite}
     on_main(accelerator, lambda: RunFolder.create(run.path, **options))
+    RunFolder.begun.add(run.path.resolve())  # whichever process has to say how it goes on
 
     def write_config() -> None:
         # Given again as --config, it must neither resume nor delete anything by itself.
