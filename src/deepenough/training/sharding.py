@@ -8,7 +8,6 @@ they are those of one process, and any number of processes takes its shares from
 """
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -141,8 +140,9 @@ def _twin(model: nn.Module, undivided: Parameters) -> nn.Module:
 
     So what is changed in either is changed in both.
     """
-    shared = [*undivided, *model.buffers()]
-    shared += [getattr(model, name) for name in ("config",) if hasattr(model, name)]
+    shared: list[Any] = [*undivided, *model.buffers()]
+    if hasattr(model, "config"):
+        shared.append(model.config)
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().new_empty(0), p.requires_grad) for p in model.parameters()
     }
@@ -199,11 +199,11 @@ def clip_divided(parameters: Parameters, clip: float, clip_value: float) -> floa
 
 
 def is_finite(model: nn.Module) -> bool:
-    """Return whether all weights of all processes are finite, in all."""
+    """Return whether all weights are finite; where they are divided, in all processes."""
     finite = all(bool(own_share(p.detach()).isfinite().all()) for p in model.parameters())
     if not isinstance(model, FSDPModule):
         return finite
     device = next(model.parameters()).device
     bad = torch.tensor(0.0 if finite else 1.0, device=device)
     dist.all_reduce(bad)
-    return math.isclose(float(bad), 0.0)
+    return not bad.item()
