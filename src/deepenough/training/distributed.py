@@ -75,7 +75,7 @@ def make_accelerator(
             f"{started} processes were started, but they cannot train together on "
             f"{accelerator.device}: start one."
         )
-    if accelerator.distributed_type in _DIVIDED:
+    if started > 1 and accelerator.distributed_type in _DIVIDED:
         raise UserError(
             "accelerate is set to divide models in a way of its own: leave that out, and give "
             "--parallel fsdp."
