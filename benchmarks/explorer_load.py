@@ -5,7 +5,8 @@ events of its session until its request is over. One in four asks for a lens; on
 texts is left in the middle, as by a closed tab. A request is lost if its events end without an
 answer and without a reason. A refused client waits a second before it asks again.
 
-They ask for a minute before it counts, so that memory that still grows is memory that is kept.
+They ask for a minute before it counts, and the maps that the first start fits are waited for before
+that, so that memory that still grows is memory that is kept.
 
 The first token of an admitted request is timed apart, with one request in work and one waiting:
 from the message that it is being processed to the first tokens.
@@ -156,6 +157,15 @@ class Server:
         return psutil.Process(self.process.pid).memory_info().rss / 1e6
 
 
+def fitted(server: Server) -> None:
+    """Wait until the server has all maps between layers, which it reads when they are fitted."""
+    until = time.monotonic() + SECONDS_TO_START
+    while Client(server.address).ask("lens", [PROMPTS[0], "tuned", "probability"]).kind != "answered":
+        if time.monotonic() > until:
+            raise Unavailable(f"the explorer had no tuned maps after {SECONDS_TO_START} s")
+        time.sleep(2.0)
+
+
 def wanted(client: int, number: int, new_tokens: int) -> tuple[str, list[Any], int | None]:
     """Return the event, its data, and after how many messages it is left, of one request."""
     prompt = PROMPTS[(client + number) % len(PROMPTS)]
@@ -215,6 +225,7 @@ def measure(
 ) -> dict[str, Any]:
     """Start the explorer, let clients ask, and count what became of their requests."""
     with Server(model, "--waiting", str(waiting)) as server:
+        fitted(server)
         # Warm: the first requests load what is needed once.
         for _ in range(2):
             Client(server.address).ask("write", [PROMPTS[0], new_tokens, 0.6, "depth"])

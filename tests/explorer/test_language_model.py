@@ -40,15 +40,25 @@ def test_tokens_come_one_after_the_other(writer, monkeypatch):
 
 
 def test_who_leaves_frees_the_model(writer):
+    written(writer, "plain", 1)  # the model's own thread is there now, and stays
     before = threading.active_count()
     ids = writer.encode(PROMPT, 400, 64)
     for way in ("plain", "lossless", "exit"):
         stream = writer.stream(writer.writer(way, 0.3), ids, 400)
         first = next(stream)
         stream.close()
-        assert threading.active_count() == before, way  # it is over when close returns
+        assert threading.active_count() == before, way
+        assert writer._thread.submit(int).result(timeout=1) == 0, way  # nothing runs any more
         assert len(first.tokens) < 400
     assert written(writer, "lossless")[-1].ended
+
+
+def test_closing_ends_what_is_being_written(tiny_writer):
+    model = LanguageModel(str(tiny_writer))
+    stream = model.stream(model.model, model.encode(PROMPT, 400, 64), 400)
+    next(stream)
+    model.close()
+    assert len(list(stream)[-1].tokens) < 400
 
 
 def test_an_error_of_the_model_is_raised(writer):

@@ -54,7 +54,7 @@ def serve(config: ExploreConfig) -> None:
         page.block_thread()
     finally:
         page.close(verbose=False)
-        model.shortcuts.stop()
+        model.close()
 
 
 def open_models(given: list[str]) -> tuple[LanguageModel, dict[str, str]]:

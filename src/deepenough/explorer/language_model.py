@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import eq
 from typing import Any
@@ -142,7 +143,9 @@ class TokenStream:
 class LanguageModel:
     """A causal language model, to be written with in three ways and looked into.
 
-    One request at a time: a model has one cache.
+    One request at a time: a model has one cache. All of them compute in one thread of the model's
+    own. A thread for each would leave what it has freed with the allocator, which keeps memory for
+    every thread apart, and OpenMP would start its threads anew.
     """
 
     def __init__(self, name: str, is_run: bool = False) -> None:
@@ -167,7 +170,15 @@ class LanguageModel:
         self.num_layers = self.adapter.num_layers
         given = self._maps.from_pretrained(f"{name}/shortcuts") if is_run else None
         self.shortcuts = ModelShortcuts(self.name, self.adapter.identity()["fingerprint"], given)
-        self._exiting: tuple[float, Any] = 0.0, None
+        self._exiting: tuple[Any, Any] = None, None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
+        self._streaming: TokenStream | None = None
+
+    def close(self) -> None:
+        """End what is being written and fitted, as nobody waits for it any more."""
+        if self._streaming is not None:
+            self._streaming.cancelled.set()
+        self.shortcuts.stop()
 
     def encode(self, prompt: str, new_tokens: int, limit: int) -> list[int]:
         """Return the ids of a prompt, at most `limit`, with room for the new tokens."""
@@ -186,18 +197,20 @@ class LanguageModel:
         maps = self.shortcuts.found
         if maps is None:
             raise UserError(self.shortcuts.status[0])
-        if self._exiting[1] is None or self._exiting[0] != threshold:
-            self._exiting = 0.0, None  # an engine is large: the one before goes first
+        wanted = threshold, maps  # which may have been tuned in the meantime
+        if self._exiting[0] != wanted:
+            self._exiting = None, None  # an engine is large: the one before goes first
             kept = None  # maps between all layers fill the caches of those that are skipped
             if maps.targets != "all":
                 kept = "deferred" if self.fast.decoding_engine.takes_groups else "copy"
             made = self._early_exit(self.model, maps, threshold, kv_propagation=kept)
-            self._exiting = threshold, made
+            self._exiting = wanted, made
         return self._exiting[1]
 
     def stream(self, writer: Any, ids: Sequence[int], new_tokens: int) -> Iterator[Writing]:
         """Yield what a model writes, some times a second; closed, it stops at the next token."""
         stream, writing = TokenStream(), Writing()
+        self._streaming = stream
         prompt = torch.tensor([list(ids)], device=self.model.device)
         options = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
         options["pad_token_id"] = self.tokenizer.pad_token_id or self.tokenizer.eos_token_id
@@ -212,8 +225,7 @@ class LanguageModel:
                 problem = error
             stream.events.put(problem)
 
-        thread = threading.Thread(target=generate, daemon=True)
-        thread.start()
+        done = self._thread.submit(generate)
         first = shown = 0.0
         try:
             while not writing.ended:
@@ -234,15 +246,19 @@ class LanguageModel:
                     yield replace(writing, tokens=list(writing.tokens))
         finally:
             stream.cancelled.set()
-            thread.join()
+            done.result()
 
-    @torch.no_grad()
     def agreement(self, ids: Sequence[int], tokens: Sequence[int], threshold: float) -> float:
         """Return the share of `tokens`, written after `ids`, that early exit writes there too."""
         read = torch.tensor([[*ids, *tokens[:-1]]], device=self.model.device)
-        logits = self.writer("exit", threshold)(read).logits
-        chosen = logits[0, len(ids) - 1 :].argmax(-1).tolist()
-        return sum(map(eq, chosen, tokens)) / len(tokens)
+        writer = self.writer("exit", threshold)
+
+        @torch.no_grad()
+        def choose() -> list[int]:
+            logits = writer(read).logits
+            return list(logits[0, len(ids) - 1 :].argmax(-1).tolist())
+
+        return sum(map(eq, self._thread.submit(choose).result(), tokens)) / len(tokens)
 
     def lens(self, prompt: str, mode: str, limit: int) -> dict[str, Any]:
         """Return what every layer predicts at every token of a prompt, by id, linear or tuned."""
@@ -253,5 +269,5 @@ class LanguageModel:
         if maps is None or (mode == "tuned" and not maps.tuned):
             raise UserError(f"{self.shortcuts.status[0]} Choose another map meanwhile.")
         how = maps.mode if mode == "linear" else mode
-        found = self._look(self.adapter, self.tokenizer, maps, prompt, how)
-        return dict(found.values)
+        asked = self.adapter, self.tokenizer, maps, prompt, how
+        return dict(self._thread.submit(self._look, *asked).result().values)
