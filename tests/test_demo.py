@@ -9,18 +9,20 @@ from deepenough.__main__ import main
 from deepenough.cli import commands, parse_command
 from deepenough.config import validate
 from deepenough.demo import DemoConfig, demo_steps
-from deepenough.runs import Record, append_record
+from deepenough.runs import SHIPPED, Record, append_record
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.001])
 def test_every_step_is_a_command_that_parses(tmp_path, scale):
     table = commands()
     seen = set()
-    for _, words in demo_steps(DemoConfig(out=str(tmp_path / "my demo"), scale=scale)):
+    config = DemoConfig(out=str(tmp_path / "my demo"), scale=scale)
+    for _, words in demo_steps(config, SHIPPED):
         name = " ".join(words[:2]) if " ".join(words[:2]) in table else words[0]
         validate(parse_command(table[name], name, words[len(name.split()) :]))
         seen.add(name)
     expected = {"profile", "compare", "par search", "ponder parity", "lazy train", "report"}
+    expected |= {"par generate", "ponder predict"}
     assert expected <= seen
     assert not (tmp_path / "my demo").exists()
 
@@ -33,13 +35,13 @@ def test_the_last_step_reports_all_that_was_made(tmp_path):
     assert reported == made | {"report.html"}
 
 
-def test_steps_on_models_that_ship_are_run_where_they_are_installed(monkeypatch):
-    added = {"the model that ships": "par eval par-wikitext2"}
-    monkeypatch.setattr(demo, "SHIPPED_STEPS", added)
-    for place, shown in ((None, False), (Path("installed"), True)):
+def test_trained_models_that_are_installed_are_shown_and_reported(monkeypatch, tmp_path):
+    (tmp_path / "ponder-sst2").mkdir()
+    for place, found in ((None, []), (tmp_path, ["ponder-sst2"])):
         monkeypatch.setattr(demo, "package_folder", lambda _, place=place: place)
-        steps = dict(demo_steps(DemoConfig()))
-        assert ("the model that ships" in steps) == shown
+        assert [name for name in SHIPPED if demo.ships(name)] == found
+        named = [words for _, words in demo_steps(DemoConfig(), found) if "ponder-sst2" in words]
+        assert [words[0] for words in named] == (["ponder", "report"] if found else [])
 
 
 def test_the_end_says_what_was_found_and_where_the_page_is(monkeypatch, tmp_path, capsys):
@@ -48,16 +50,18 @@ def test_the_end_says_what_was_found_and_where_the_page_is(monkeypatch, tmp_path
     (run / "config.yaml").write_text("method: lazy\n")
     append_record(run / "metrics.jsonl", Record(5, "programs", {"exact": 0.5}))
     page = tmp_path / "out" / "report.html"
-    steps = [("page", ["report", str(run), "--out", str(page)])]
-    monkeypatch.setattr(demo, "demo_steps", lambda _: steps)
+    monkeypatch.setattr(demo, "ships", lambda name: name == "ponder-sst2")
+    words = ["report", str(run), "--title", "a demonstration", "--out", str(page)]
+    monkeypatch.setattr(demo, "demo_steps", lambda *_: [("page", words)])
     assert main(["demo", "--out", str(tmp_path / "out")]) == 0
     told = capsys.readouterr().out
     assert "50.0 % of programs never trained on" in told
     assert told.rstrip().endswith(f"page: {page}") and page.is_file()
+    assert (tmp_path / "out" / "reviews.txt").read_text("utf-8").splitlines() == [*demo.REVIEWS]
 
 
 def test_a_step_that_fails_ends_the_demo(monkeypatch, capsys):
-    monkeypatch.setattr(demo, "demo_steps", lambda _: [("nothing", ["par", "plot", "nowhere"])])
+    monkeypatch.setattr(demo, "demo_steps", lambda *_: [("nothing", ["par", "plot", "nowhere"])])
     assert main(["demo"]) == 2
     told = capsys.readouterr().err
     assert "[1/1] nothing" in told and "There is no run folder nowhere" in told

@@ -59,6 +59,8 @@ def test_a_name_gives_a_run_folder_with_32_bit_weights(shipped, tiny_bert):
     append_record(folder / "metrics.jsonl", Record(0, "evaluation", {"loss": 3.0}))
     assert find_run("par-wikitext2") == folder
     assert len(read_records(folder / "metrics.jsonl")[0]) == len(records) + 1, "it is not kept"
+    ship.keep_measurements(shipped)  # and ships with the next version
+    assert read_records(shipped / "metrics.jsonl") == read_records(folder / "metrics.jsonl")
 
 
 def test_a_folder_of_that_name_comes_first(shipped, tmp_path):

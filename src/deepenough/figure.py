@@ -343,7 +343,7 @@ class Run:
     notes: tuple[str, ...] = ()
     """What was wrong with the files and had to be left out, a sentence each."""
     path: str = ""
-    """The folder, as it was given."""
+    """The folder, as it was given; of a trained model that ships, where it is unpacked."""
 
     @property
     def method(self) -> str:
@@ -396,7 +396,7 @@ def read_run(path: Path | str) -> Run:
             config = read_config(str(path))
         except UserError:
             notes.append(f"{folder.config} is not readable and was left out.")
-    return Run(Path(path).resolve().name, records, config, tuple(notes), str(path))
+    return Run(Path(path).resolve().name, records, config, tuple(notes), str(folder.path))
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from deepenough.errors import UserError
 from deepenough.measurement import Comparison
 from deepenough.registry import METHODS
 from deepenough.report import figures
-from deepenough.runs import RunFolder
+from deepenough.runs import SHIPPED, RunFolder
 
 SCRIPTS = ("charts.js", "tables.js", "page.js")
 
@@ -89,7 +89,8 @@ def read_report(paths: Sequence[Path | str], title: str = "") -> Report:
             continue
         for run in own:
             notes += run.notes
-            name = "/".join(Path(run.path).resolve().parts[-2:])
+            ships = str(path) in SHIPPED and not place.exists()
+            name = str(path) if ships else "/".join(Path(run.path).resolve().parts[-2:])
             date = time.strftime("%Y-%m-%d", time.localtime(run.records[-1].time))
             made = _made(run.config.get("provenance"), date, run.config.get("train"))
             for section in run_sections(run):
