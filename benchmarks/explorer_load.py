@@ -160,7 +160,8 @@ class Server:
 def fitted(server: Server) -> None:
     """Wait until the server has all maps between layers, which it reads when they are fitted."""
     until = time.monotonic() + SECONDS_TO_START
-    while Client(server.address).ask("lens", [PROMPTS[0], "tuned", "probability"]).kind != "answered":
+    asked = "lens", [PROMPTS[0], "tuned", "probability"]
+    while Client(server.address).ask(*asked).kind != "answered":
         if time.monotonic() > until:
             raise Unavailable(f"the explorer had no tuned maps after {SECONDS_TO_START} s")
         time.sleep(2.0)
