@@ -19,7 +19,10 @@ def asked_anew():
 
 
 def precision():
-    return torch.backends.mkldnn.matmul.fp32_precision
+    return getattr(products._settings(), "fp32_precision", None)
+
+
+has_a_choice = pytest.mark.skipif(products._settings() is None, reason="torch is too old to choose")
 
 
 def test_products_and_gradients_are_those_of_float64_to_rounding():
@@ -34,6 +37,7 @@ def test_products_and_gradients_are_those_of_float64_to_rounding():
     torch.testing.assert_close(gradients, expected, atol=1e-2, rtol=1e-5)
 
 
+@has_a_choice
 def test_the_setting_is_as_before_afterwards(monkeypatch):
     monkeypatch.setattr(products, "is_faster", lambda: True)
     before = precision()
@@ -43,6 +47,7 @@ def test_the_setting_is_as_before_afterwards(monkeypatch):
     assert precision() == before
 
 
+@has_a_choice
 def test_a_precision_that_the_user_chose_stays(monkeypatch):
     monkeypatch.setattr(products, "is_faster", lambda: True)
     before = precision()

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import eq
 from typing import Any
 
@@ -269,5 +270,5 @@ class LanguageModel:
         if maps is None or (mode == "tuned" and not maps.tuned):
             raise UserError(f"{self.shortcuts.status[0]} Choose another map meanwhile.")
         how = maps.mode if mode == "linear" else mode
-        asked = self.adapter, self.tokenizer, maps, prompt, how
-        return dict(self._thread.submit(self._look, *asked).result().values)
+        look = partial(self._look, self.adapter, self.tokenizer, maps, prompt, how)
+        return dict(self._thread.submit(look).result().values)
