@@ -37,23 +37,24 @@ def measure(out: str | None = None, scale: float = 1.0) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         if done.returncode:
             raise RuntimeError(f"the demo failed:\n{done.stderr[-2000:]}")
-        steps = re.findall(r"^\[(\d+)/(\d+)\]", done.stderr, re.MULTILINE)
+        steps = re.findall(r"^\[(\d+)/(\d+)\] .*\n\$ deepenough", done.stderr, re.MULTILINE)
         assert [int(number) for number, _ in steps] == list(range(1, int(steps[-1][1]) + 1))
         page = Path(done.stdout.rstrip().rpartition("page: ")[2])
-        found = done.stdout.partition("What it found:\n")[2]
+        told = done.stdout.partition("What it found:\n")[2]
+        found = re.findall("^- (.*)$", told, re.MULTILINE)
         (programs,) = read_run(folder / "programs").of_kind("programs")[-1:]
         bands = [band for band in parity_bands(read_run(folder / "parity")) if not band.beyond]
         shown = [name for name in SHIPPED if ships(name)]
         return {
             "seconds": seconds,
             "steps": len(steps),
-            "findings": len(re.findall("^- ", found, re.MULTILINE)),
+            "findings": len(found),
             "trained_models": len(shown),
             "page_kb": page.stat().st_size / 1000,
             "times_generate": times_generate(read_json(folder / "profile" / "profile.json")),
             "parity_accuracy": mean(band.accuracy for band in bands),
             "programs_exact": programs.values["exact"],
-            "settings": {"scale": scale, "shown": shown, "found": found.splitlines()},
+            "settings": {"scale": scale, "shown": shown, "found": found},
         }
 
 
