@@ -18,7 +18,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -124,6 +124,13 @@ class FrontierPoint:
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"{name} must lie within its interval.")
+
+    def times_as_fast(self, other: Self) -> tuple[float, float, float]:
+        """Return how many times as fast as another a point is, and the widest ends there can be."""
+        low = other.relative_time_low / self.relative_time_high
+        least = self.relative_time_low
+        high = other.relative_time_high / least if least > 0 else math.inf
+        return other.relative_time / self.relative_time, low, high
 
 
 @dataclass(frozen=True)

@@ -50,17 +50,10 @@ def _lossless(row: FrontierPoint, full: FrontierPoint | None) -> Finding:
     told = f"Lossless decoding gives {shown(times, (low, high))} times the speed of generate() "
     told += f"here, {own} the model's first choice: {LOSSLESS[row.mechanism]}."
     if full is not None and full is not row:
-        times, low, high = _times_as_fast(row, full)
+        times, low, high = row.times_as_fast(full)
         drafts = f"The drafts account for {shown(times, (low, high))} times of it."
         told += f" {drafts if low > 1 else 'Without drafts it is not significantly slower.'}"
     return Finding(told, row.command)
-
-
-def _times_as_fast(row: FrontierPoint, other: FrontierPoint) -> tuple[float, float, float]:
-    """Return how many times as fast as another a point is, and the widest ends there can be."""
-    low = other.relative_time_low / row.relative_time_high
-    high = other.relative_time_high / row.relative_time_low
-    return other.relative_time / row.relative_time, low, high
 
 
 def _early_exit(rows: Sequence[FrontierPoint], best: FrontierPoint) -> Finding:
@@ -74,7 +67,7 @@ def _early_exit(rows: Sequence[FrontierPoint], best: FrontierPoint) -> Finding:
             f"the tokens, the best is {kept}."
         )
     row = min(enough, key=lambda row: row.relative_time)
-    times, low, high = _times_as_fast(row, best)
+    times, low, high = row.times_as_fast(best)
     kept = _percent(row.quality, row.quality_low, row.quality_high)
     against = "generate()" if best.mechanism == "transformers" else f"{best.name} decoding"
     told = f"with {kept} of the tokens unchanged its speed is {shown(times, (low, high))} times "

@@ -15,7 +15,7 @@ from deepenough import figure as fig
 from deepenough.artifacts import read_json
 from deepenough.config import from_fields
 from deepenough.errors import UserError
-from deepenough.measurement import Comparison
+from deepenough.measurement import Comparison, shown
 from deepenough.registry import METHODS
 
 # -- training curves --------------------------------------------------------------------------
@@ -295,7 +295,10 @@ def frontier_section(found: Comparison) -> fig.Section:
 
 
 def _choice(found: Comparison) -> str:
-    """Name the best setting, and the fastest that the intervals do not tell from it."""
+    """Name the best setting, and the fastest of the faster ones that are not told from it.
+
+    Only whole intervals tell one setting from another, in quality as in time.
+    """
     sign = 1.0 if found.task.higher_is_better else -1.0
     best = max(found.points, key=lambda row: (sign * row.quality, -row.milliseconds))
     alike = [
@@ -303,20 +306,22 @@ def _choice(found: Comparison) -> str:
         for row in found.points
         if row.quality_low <= best.quality_high and best.quality_low <= row.quality_high
     ]
-    fastest = min(alike, key=lambda row: row.milliseconds)
     said = f"Best {found.task.quality}: {best.quality:.4g}"
     if found.task.quality == "agreement" and best.quality == 1.0:
         said = "All tokens identical"
     said += f" with “{found.name_of(best)}”"
     first = found.points[0]
     if best is not first:
-        ratio = first.milliseconds / best.milliseconds
-        said += f", {ratio:.2f}x as fast as “{found.name_of(first)}”"
-    if fastest is best:
-        return f"{said}. No other setting of the same quality is faster."
-    ratio = best.milliseconds / fastest.milliseconds
-    return (
-        f"{said}. “{found.name_of(fastest)}” is not significantly worse ({found.task.quality} "
-        f"{fastest.quality:.4g}) and {ratio:.2f}x as fast, with {fastest.layers:.1f} instead "
-        f"of {best.layers:.1f} blocks per {found.task.unit}."
-    )
+        times, *ends = best.times_as_fast(first)
+        said += f", {shown(times, ends)} times as fast as “{found.name_of(first)}”"
+    quicker = [row for row in alike if row.times_as_fast(best)[1] > 1]
+    if not quicker:
+        return f"{said}. No other setting of the same quality is significantly faster."
+    fastest = min(quicker, key=lambda row: row.relative_time)
+    times, *ends = fastest.times_as_fast(best)
+    said += f". “{found.name_of(fastest)}” is not significantly worse ({found.task.quality} "
+    said += f"{fastest.quality:.4g}) and {shown(times, ends)} times as fast"
+    layers, all_layers = f"{fastest.layers:.1f}", f"{best.layers:.1f}"
+    if layers != all_layers:
+        said += f", with {layers} instead of {all_layers} blocks per {found.task.unit}"
+    return f"{said}."
