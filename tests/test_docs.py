@@ -180,6 +180,14 @@ def test_python_examples_import_what_exists(page: Path) -> None:
                     assert hasattr(loaded, alias.name), f"{page.name}: {ast.unparse(node)}"
 
 
+def test_code_for_engines_that_no_test_has_is_python() -> None:
+    # `make test-serving` installs the engines and runs the same calls.
+    found = [body for page in PAGES for body in fenced(page.read_text("utf-8"), "py")]
+    assert found
+    for body in found:
+        ast.parse(body)
+
+
 def table_paths(text: str) -> list[str]:
     """What stands in backticks in the first column of the tables."""
     rows = [line for line in text.splitlines() if line.startswith("| `")]
