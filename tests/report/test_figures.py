@@ -162,14 +162,14 @@ def test_the_choice_is_said_in_plain_words(folders: list[Path]) -> None:
     (choice,) = frontier_section(frontier).findings
     assert choice == (
         "Best agreement: 0.95 with “all”. “early” is not significantly worse (agreement 0.94) and "
-        "2 (1 to 3) times as fast, with 3.0 instead of 6.0 blocks per token."
+        "2.0 (1.4 to 2.8) times as fast, with 3.0 instead of 6.0 blocks per token."
     )
     closer = [replace(point, relative_time_low=0.1) for point in frontier.points]
     (choice,) = frontier_section(replace(frontier, points=closer)).findings
     assert choice.endswith("No other setting of the same quality is significantly faster.")
     alike = [replace(point, layers=6.0) for point in frontier.points]
     (choice,) = frontier_section(replace(frontier, points=alike)).findings
-    assert choice.endswith("2 (1 to 3) times as fast.")
+    assert choice.endswith("2.0 (1.4 to 2.8) times as fast.")
     apart = [frontier.points[0], *(replace(p, quality_high=0.9) for p in frontier.points[1:])]
     (choice,) = frontier_section(replace(frontier, points=apart)).findings
     assert choice.endswith("No other setting of the same quality is significantly faster.")
@@ -177,7 +177,7 @@ def test_the_choice_is_said_in_plain_words(folders: list[Path]) -> None:
     assert "0.8 (0.6 to 1.2) times as fast as “worse”" in choice
     same = [replace(point, quality=1.0, quality_high=1.0) for point in frontier.points]
     (choice,) = frontier_section(replace(frontier, points=same)).findings
-    said = "All tokens identical with “early”, 2 (1 to 3) times as fast as “all”."
+    said = "All tokens identical with “early”, 2.0 (1.4 to 2.8) times as fast as “all”."
     assert choice.startswith(said)
 
 

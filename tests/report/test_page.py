@@ -57,7 +57,7 @@ def test_every_section_is_there_with_its_figures_and_commands(folders, tmp_path,
         "Shortcuts", "PAR search", "PAR model", "Ponder", "Lazy", "Comparison", "PAR", "PAR",
     ]  # fmt: skip
     for sentence in (
-        "“early” is not significantly worse (agreement 0.94) and 2 (1 to 3) times as fast",
+        "“early” is not significantly worse (agreement 0.94) and 2.0 (1.4 to 2.8) times as fast",
         "The search chose ad (1 attention, 1 dense)",
         "25.0 % (20.0 to 30.0) at 99 % agreement with the last layer, read with a linear map",
         "Half of the tokens are decided by layer 2 of 3 (1 to 2), read with a linear map.",
