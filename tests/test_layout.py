@@ -10,7 +10,7 @@ from deepenough.registry import METHODS
 PACKAGE = Path(deepenough.__file__).parent
 
 CORE = {
-    *("errors", "config", "runs", "trace", "measurement", "artifacts", "figure"),
+    *("errors", "config", "devices", "runs", "trace", "measurement", "artifacts", "figure"),
     *("hf", "data", "nn", "training"),
 }
 PARTS = {method.package for method in METHODS}

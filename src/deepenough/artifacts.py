@@ -342,8 +342,21 @@ def fingerprint(config: PreTrainedConfig, *modules: nn.Module) -> str:
     for number, module in enumerate(modules):
         for name, weight in module.state_dict().items():
             digest.update(f"{number}.{name}{tuple(weight.shape)}".encode())
-            digest.update(_samples(weight))
+            digest.update(_samples(_at_hand(module, name, weight)))
     return digest.hexdigest()[:16]
+
+
+def _at_hand(module: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """Return a weight, read from disk if it waits there."""
+    if not weight.is_meta:
+        return weight
+    from accelerate.utils import align_module_device
+
+    path, _, own = name.rpartition(".")
+    owner = module.get_submodule(path)
+    with align_module_device(owner):
+        found: Tensor = getattr(owner, own)
+        return found.detach()
 
 
 def _samples(weight: Tensor) -> bytes:

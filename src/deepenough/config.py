@@ -27,7 +27,7 @@ import subprocess
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -67,6 +67,7 @@ _CALLED = {
     "tokenizer": "sp_model_prefix train_tokenizer",
     "counts": "filename",
     "out": "model_name tfrecords_directory output_dir",
+    "precision": "dtype mixed_precision",
 }
 HABITS = {word: name for name, words in _CALLED.items() for word in words.split()}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -98,15 +99,53 @@ class Command:
     """Whether it has no `--resume`, but goes on where it was stopped when it is repeated."""
 
     def start(self, config: Any) -> Any:
-        """Check the settings, do the work and return what it is to print."""
+        """Check the settings, do the work on their device and return what it is to print."""
         work = load_place(self.run) if isinstance(self.run, str) else self.run
-        return work(validate(config))
+        if not isinstance(validate(config), DeviceConfig):
+            return work(config)
+        from deepenough.devices import placed  # which loads torch
+
+        where = config.device, getattr(config, "dtype", None)
+        with placed(*where):
+            found = work(config)
+        return _each(found, placed(*where)) if isinstance(found, Iterator) else found
 
 
 def load_place(place: str) -> Any:
     """Return what "package.module:name" names."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _each(found: Iterator[Any], within: contextlib.AbstractContextManager[None]) -> Iterator[Any]:
+    """Yield what comes, made within a context."""
+    with within:
+        yield from found
+
+
+@dataclass(kw_only=True)
+class DeviceConfig:
+    """Where a command computes; the settings of every command with a model inherit it."""
+
+    device: str = "auto"
+    """Where the model runs: cpu, cuda, cuda:1, mps or another that torch knows; auto is the GPU if
+    there is one, else the CPU."""
+
+
+@dataclass(kw_only=True)
+class PlaceConfig(DeviceConfig):
+    """Where and in which number format a finished model runs."""
+
+    dtype: str | None = None
+    """Number format of the weights: float32, bfloat16, float16 or float64; by default the one in
+    which the model is used otherwise."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the settings by name, but for those of where the model runs."""
+        place = {field.name for field in dataclasses.fields(PlaceConfig)}
+        own = dataclasses.asdict(self)
+        return {name: value for name, value in own.items() if name not in place}
 
 
 @dataclass
@@ -159,7 +198,7 @@ def bounded(
 
 
 @dataclass
-class ContinueConfig:
+class ContinueConfig(PlaceConfig):
     """Text from a trained model."""
 
     run: str

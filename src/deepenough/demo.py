@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deepenough.artifacts import FinishedParts, write_text
-from deepenough.config import Command, bounded, provenance
+from deepenough.config import Command, DeviceConfig, bounded, provenance
 from deepenough.errors import UserError
 from deepenough.runs import SHIPPED, package_folder
 
@@ -31,7 +31,7 @@ REVIEWS = (
 
 
 @dataclass
-class DemoConfig:
+class DemoConfig(DeviceConfig):
     """Settings of `deepenough demo`."""
 
     out: str = "runs/demo"

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepenough.artifacts import read_json, write_json
-from deepenough.config import Command, bounded, processor, provenance, resolve, validate
+from deepenough.config import (
+    Command,
+    DeviceConfig,
+    bounded,
+    processor,
+    provenance,
+    resolve,
+    validate,
+)
 from deepenough.errors import UserError
 from deepenough.measurement import content_of, median_interval
 from deepenough.registry import METHODS
@@ -46,7 +54,7 @@ WAYS = ("transformers", "full", "speculative", "exit")
 
 
 @dataclass
-class ProfileConfig:
+class ProfileConfig(DeviceConfig):
     """Settings of `deepenough profile`."""
 
     out: str = "runs/profile"
@@ -196,6 +204,7 @@ class Profile:
         names = ("prompt_tokens", "new_tokens", "rounds")
         timing = {name: getattr(config, name) for name in names}
         timing |= {"prompts": self.num_prompts, "threads": torch.get_num_threads()}
+        timing["device"] = str(self.model.device)
         fitted = {"text": content_of(self.train), "maps": {"targets": self._targets()}}
         measured = fitted | {"text measured": content_of(self.valid)}
         stages = [

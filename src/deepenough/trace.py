@@ -10,6 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from deepenough.devices import exact
+
 
 @dataclass(frozen=True)
 class DepthTrace:
@@ -43,17 +45,17 @@ class DepthTrace:
     @property
     def total_flops(self) -> float:
         """Return the FLOPs of all units together."""
-        return float(self.flops.double().sum())
+        return float(exact(self.flops).sum())
 
     @property
     def mean_depth(self) -> float:
         """Return how deep a unit went, on average."""
-        return float(self.depth.double().mean())
+        return float(exact(self.depth).mean())
 
     @property
     def mean_blocks(self) -> float:
         """Return the blocks that ran for a unit, on average."""
-        return float(self.ran.double().sum(-1).mean())
+        return float(exact(self.ran).sum(-1).mean())
 
     @classmethod
     def join(cls, traces: list[Self]) -> Self:

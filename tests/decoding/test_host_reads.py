@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepenough as de
 
 READS = {"item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "unique"}
 READS |= {"__bool__", "__int__", "__float__", "__index__"}
-NEW_TOKENS = 24
+NEW_TOKENS, WIDTH = 24, 32
 
 
 class HostReads(TorchFunctionMode):
@@ -85,3 +86,36 @@ def test_an_exit_check_reads_its_decision_once(small, prompts, shortcuts):
     slow = de.early_exit(small, shortcuts, threshold=1.0, exit_layers=[1, 2], kv_propagation="copy")
     reads, passes, _ = added_reads(slow, prompts(1))
     assert reads == 3 * passes > 0, "two checks and the token"
+
+
+class MapCopies(TorchDispatchMode):
+    """Counts copies of matrices as wide as the states: maps that are moved or converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        copies = func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.to)
+        if copies and found.shape == (WIDTH, WIDTH) and found.dtype != args[0].dtype:
+            self.number += 1
+        return found
+
+
+@pytest.mark.parametrize("way", ["exit, maps fill the cache", "exit, copied", "drafts of a map"])
+def test_a_map_is_moved_once(small, prompts, shortcuts, way):
+    # Between formats, since there is one device here: both are the same call.
+    small, inputs = small.double(), prompts(1)
+    shortcuts._kept.clear()  # other tests share them
+    if way == "drafts of a map":
+        fast = de.speculate(small, "shortcut", shortcuts=shortcuts, draft_layer=1)
+    else:
+        fill = "copy" if way == "exit, copied" else "shortcut"
+        fast = de.early_exit(small, shortcuts, 0.0, exit_layers=[1], kv_propagation=fill)
+    with MapCopies() as copies:
+        reads_in(fast, inputs, 4)
+        first = copies.number
+        assert 0 < first <= 3
+        reads_in(fast, inputs, NEW_TOKENS)
+    assert copies.number == first

@@ -31,7 +31,7 @@ def test_two_processes_fit_as_one(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     alone = runpy.run_path(str(WORKER))["fit"]()
     assert len(alone.pairs) == 6
-    for name in ("memory-0", "memory-1", "resumed-0", "resumed-1"):
+    for name in ("memory-0", "memory-1", "files-0", "files-1", "resumed-0", "resumed-1"):
         together = Shortcuts.from_pretrained(tmp_path / name)
         assert together.meta["fit"]["positions"] == alone.meta["fit"]["positions"]
         assert together.meta["data"] == alone.meta["data"]

@@ -1,6 +1,9 @@
 """One fit is one fit: whole, or killed and resumed."""
 
 import copy
+import errno
+import functools
+import json
 import os
 import runpy
 import signal
@@ -11,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
-from deepenough.shortcut import fitting
+from deepenough.hf.loading import load
+from deepenough.shortcut import fitting, normal_equations
 from deepenough.shortcut.lens import lens
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.statistics import LayerStatistics
@@ -63,15 +68,97 @@ def test_maps_of_a_single_precision_model_are_single(
         )
 
 
-def test_statistics_that_do_not_fit_into_memory_are_refused(
-    gpt2: Any, plain: Any, texts: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("targets", ["all", "last"])
+def test_sums_that_memory_has_no_room_for_are_kept_in_files(
+    gpt2: Any,
+    plain: Any,
+    texts: list[str],
+    targets: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert fitting.free_memory(torch.device("cpu")) > 1e6
-    block = 16 * 16 * 8 * 1.3  # of 10 for all pairs, and of 7 for those to the last layer
-    monkeypatch.setattr(fitting, "free_memory", lambda device: 8 * block)
-    with pytest.raises(UserError, match="fit maps to the last layer only"):
+    options = {"targets": targets, "affine": True, "resume": tmp_path / "sums"}
+    expected = Shortcuts.fit(gpt2.double(), plain, texts, targets=targets, affine=True)
+    assert "kept in files" not in caplog.text
+    made: list[Path] = []
+    in_file = normal_equations.zeros_in_file
+
+    def noted(folder: Path, *shape: int) -> torch.Tensor:
+        made.append(folder)
+        return in_file(folder, *shape)
+
+    monkeypatch.setattr(normal_equations, "zeros_in_file", noted)
+    found = Shortcuts.fit(gpt2, plain, texts, memory=1e-6, **options)
+    assert made == [tmp_path / "sums"] * 4, "one for each layer"
+    assert "kept in files" in caplog.text
+    assert list((tmp_path / "sums").iterdir()) == [], "they go with the process"
+    exact = {"rtol": 1e-12, "atol": 1e-12}
+    assert found.pairs == expected.pairs and len(found.biases) == len(found.pairs)
+    for pair in expected.pairs:
+        torch.testing.assert_close(found.matrix(*pair), expected.matrix(*pair), **exact)
+        torch.testing.assert_close(found.bias(*pair), expected.bias(*pair), **exact)
+    torch.testing.assert_close(found.cka(), expected.cka(), equal_nan=True, **exact)
+
+
+def test_where_sums_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"cuda": 10e9, "cpu": 100e9}
+    monkeypatch.setattr(fitting, "free_memory", lambda device: free[device.type])
+    size = 3 * 1000 * 1000 * 8 * 1.3  # one layer: two matrices of its own and one between
+    place = functools.partial(fitting.place_sums, 1, 1000)
+    assert fitting.statistics_bytes(1, 1000) * 1.3 == size
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert place("all", cuda) == (cuda, False, 10e9)
+    free["cuda"] = size - 1
+    assert place("all", cuda) == (cpu, False, 100e9)
+    assert place("all", torch.device("mps")).device == cpu
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    free["cpu"] = 4 * size
+    assert place("all", cuda) == (cpu, False, size)
+    free["cpu"] = 4 * size - 4
+    assert place("all", cuda) == (cpu, True, size - 1)
+    assert place("all", cuda, memory=size).on_disk is False
+
+
+def test_what_neither_memory_nor_disk_holds_is_refused(
+    gpt2: Any, plain: Any, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, *shape: int) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(normal_equations, "zeros_in_file", full)
+        with pytest.raises(UserError, match=r"No space left on device.*larger disk, or fit"):
+            Shortcuts.fit(gpt2, plain, texts, memory=0, resume=tmp_path)
+    monkeypatch.setattr(fitting, "free_memory", lambda device: 1e4)
+    with pytest.raises(UserError, match=r"The maps take .* GB of memory"):
         Shortcuts.fit(gpt2, plain, texts)
-    assert len(Shortcuts.fit(gpt2, plain, texts, targets="last").pairs) == 3
+
+
+def test_a_model_on_several_devices_and_disk_is_fitted_as_one(
+    plain: Any, texts: list[str], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 95, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path / "model")
+    plain.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {"model.rotary_emb": "cpu", "model.layers.0": "cpu"}
+    places |= {"model.layers.1": "disk", "model.layers.2": "disk"}
+    (tmp_path / "map.json").write_text(json.dumps(places))
+    whole, _ = load(str(tmp_path / "model"))
+    model, tokenizer = load(
+        str(tmp_path / "model"),
+        device_map=str(tmp_path / "map.json"),
+        offload_folder=str(tmp_path / "offloaded"),
+    )
+    assert model.model.layers[2].mlp.up_proj.weight.is_meta, "its weights wait on disk"
+    assert adapt(model).identity()["fingerprint"] == adapt(whole).identity()["fingerprint"]
+    expected = Shortcuts.fit(whole, plain, texts, ridge=0.1)
+    assert_same(Shortcuts.fit(model, tokenizer, texts, ridge=0.1), expected)
+    with pytest.raises(UserError, match=r"device map .* cannot be read"):
+        load(str(tmp_path / "model"), device_map=str(tmp_path / "none.json"))
 
 
 class Killed(Exception):

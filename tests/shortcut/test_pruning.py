@@ -36,13 +36,13 @@ from deepenough.hf.adapter import adapt
 from deepenough.shortcut import pruning, pruning_search
 from deepenough.shortcut.config import HealTrainingConfig
 from deepenough.shortcut.healing import heal
+from deepenough.shortcut.normal_equations import AffineMap, NormalEquations
 from deepenough.shortcut.pruned_model import PrunedConfig
 from deepenough.shortcut.pruning import compare_outputs, prune, report_of
 from deepenough.shortcut.pruning_costs import Costs, find_costs, token_seconds
 from deepenough.shortcut.pruning_search import GreedySearch, moves
 from deepenough.shortcut.refitting import SequentialFit
 from deepenough.shortcut.replaceable import PARTS, Block, Choice, ReplaceableModel, best_ridge
-from deepenough.shortcut.statistics import AffineMap, NormalEquations
 from tests.shortcut.conftest import make_tokenizer
 
 SMALL = {"fit_tokens": 1200, "choose_tokens": 300}

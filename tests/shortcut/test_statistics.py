@@ -9,10 +9,10 @@ from sklearn.linear_model import LinearRegression
 from torch import Tensor
 
 from deepenough.errors import UserError
-from deepenough.shortcut import statistics as module
+from deepenough.shortcut import normal_equations
+from deepenough.shortcut.normal_equations import NormalEquations
 from deepenough.shortcut.statistics import (
     LayerStatistics,
-    NormalEquations,
     layer_pairs,
     layer_targets,
     statistics_bytes,
@@ -69,7 +69,7 @@ def test_equations_are_least_squares(states: list[Tensor], affine: bool) -> None
 def test_sums_of_uneven_batches(
     states: list[Tensor], targets: Any, panel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PANEL", panel)
+    monkeypatch.setattr(normal_equations, "_PANEL", panel)
     statistics = LayerStatistics(3, 6, targets)
     start = 0
     for size in (1, 31, 32, 0, 200, 436):  # the buffer holds 32 rows

@@ -43,10 +43,13 @@ def test_a_second_run_may_have_another_precision(monkeypatch: pytest.MonkeyPatch
         ),
     )
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     for precision in ("fp32", "bf16", "auto"):
         make_accelerator(TrainingConfig(precision=precision))  # type: ignore[arg-type]
     assert made == ["no", "bf16", "bf16"]
+    make_accelerator(TrainingConfig(), device="cpu")
+    assert made[-1] == "no"
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(

@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepenough.config import bounded, options
+from deepenough.config import PlaceConfig, bounded, options
 from deepenough.measurement import ComparedData
 from deepenough.registry import METHODS
 
@@ -20,7 +20,7 @@ Grid: Any = _merged_grid()
 
 
 @dataclass
-class CompareConfig(ComparedData):
+class CompareConfig(PlaceConfig, ComparedData):
     """Settings of `deepenough compare`."""
 
     runs: list[str] = field(default_factory=list)

@@ -44,6 +44,7 @@ from deepenough.data.corpus import (
     split_of,
 )
 from deepenough.data.tasks import BABI, COLA_COLUMNS, HUB, TASKS, GlueTask, glue_task, read_babi
+from deepenough.devices import to_device
 from deepenough.errors import UserError
 from deepenough.training.logging import announce_split
 
@@ -444,4 +445,4 @@ class EncodedExamples:
         padded: Any = self.tokenizer.pad(features, return_tensors="pt")
         result: dict[str, Tensor] = dict(padded)
         result["labels"] = torch.tensor([self.labels[row] for row in rows])
-        return {key: value.to(device) for key, value in result.items()}
+        return {key: to_device(value, device) for key, value in result.items()}

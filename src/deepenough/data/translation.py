@@ -34,6 +34,7 @@ from deepenough.data.corpus import (
     read_lines,
 )
 from deepenough.data.tokenizer import cached_tokenizer, encoder_of, load_tokenizer
+from deepenough.devices import to_device
 from deepenough.errors import UserError
 from deepenough.training.logging import announce_split
 
@@ -248,7 +249,7 @@ class EncodedPairs:
             "attention_mask": self.source.padded(rows, -1).ge(0).long(),
             "targets": self.target.padded(rows, IGNORE_INDEX),
         }
-        return {name: tensor.to(device) for name, tensor in batch.items()}
+        return {name: to_device(tensor, device) for name, tensor in batch.items()}
 
 
 def joint_tokenizer(text: ParallelText, dataset: TranslationDataConfig) -> Any:

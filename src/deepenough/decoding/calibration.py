@@ -49,6 +49,7 @@ from deepenough.decoding.early_exit import (
 from deepenough.decoding.engine import Engine
 from deepenough.decoding.exit_scoring import ExitForwardPass
 from deepenough.decoding.self_generated import SelfGenerated, continue_prompts, prompts_from
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.shortcut.modeling import Shortcuts
@@ -99,7 +100,7 @@ def learn_then_test(
     p_values: list[float] = []
     chosen = None
     for threshold in thresholds:
-        losses_N = losses(threshold).double()
+        losses_N = exact(losses(threshold))
         risks.append(float(losses_N.mean()))
         p_values.append(hoeffding_bentkus_p_value(risks[-1], len(losses_N), max_risk))
         if p_values[-1] > 1 - confidence:
@@ -140,8 +141,8 @@ def threshold_losses(
     def measure(threshold: float) -> tuple[Tensor, Tensor]:
         tokens, depths = zip(*exits(threshold), strict=True)
         pairs = zip(tokens, full, strict=True)
-        losses = [(found_T != full_T).double().mean() for found_T, full_T in pairs]
-        return torch.stack(losses), torch.stack([depth_T.double().mean() for depth_T in depths])
+        losses = [exact(found_T != full_T).mean() for found_T, full_T in pairs]
+        return torch.stack(losses), torch.stack([exact(depth_T).mean() for depth_T in depths])
 
     return measure
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from deepenough.config import RunConfig, bounded
+from deepenough.config import DeviceConfig, RunConfig, bounded
 from deepenough.shortcut.config import PretrainedModelConfig, TextConfig
 from deepenough.training.config import TrainingConfig
 
@@ -18,7 +18,7 @@ def causal_model() -> PretrainedModelConfig:
 
 
 @dataclass
-class GenerateConfig:
+class GenerateConfig(DeviceConfig):
     """Settings of `deepenough decode generate`."""
 
     model: PretrainedModelConfig = field(default_factory=causal_model)
@@ -78,7 +78,7 @@ class GenerateConfig:
 
 
 @dataclass
-class CalibrateConfig:
+class CalibrateConfig(DeviceConfig):
     """Settings of `deepenough decode calibrate`."""
 
     shortcuts: str
@@ -151,7 +151,7 @@ class SelfGeneratedConfig:
 
 
 @dataclass
-class BenchConfig(RunConfig):
+class BenchConfig(DeviceConfig, RunConfig):
     """Settings of `deepenough decode bench`."""
 
     METHOD: ClassVar[str] = "decode"
@@ -217,7 +217,7 @@ class DraftHeadConfig:
 
 
 @dataclass
-class DraftTrainConfig(RunConfig):
+class DraftTrainConfig(DeviceConfig, RunConfig):
     """Settings of `deepenough decode tune`."""
 
     METHOD: ClassVar[str] = "decode"

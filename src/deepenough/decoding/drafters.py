@@ -421,7 +421,7 @@ class ShortcutDrafter(Drafter):
             states.append(engine.run_layers(step, step.hidden, 0, self.layer))
             if offset == self.num_wanted:  # the last draft drafts nothing, but is verified
                 break
-            jumped = self.shortcuts.apply(states[-1][:, 0], self.layer, last, self.mode)
+            jumped = self.shortcuts.apply(states[-1][:, 0], self.layer, last, self.mode, keep=True)
             normed = engine.norm(jumped)
             own = most_likely(engine.head(normed)) if vocab is None else vocab.best(normed)
             places.append(own)

@@ -215,7 +215,7 @@ class ExitRule:
         """
         if self.kv_propagation == "copy":
             return state_ND
-        return self.shortcuts.apply(state_ND, depth, index)
+        return self.shortcuts.apply(state_ND, depth, index, keep=True)
 
 
 @dataclass
@@ -249,8 +249,10 @@ class ExitCheck:
 
     def jump(self, layer: int, state_ND: Tensor) -> Tensor:
         """Return what the last layer would return, by the shortcut from `layer`."""
-        maps = self.rule.shortcuts if self.maps is None else self.maps
-        jumped: Tensor = maps.apply(state_ND, layer, self.engine.num_layers, self.map_mode)
+        last, mode = self.engine.num_layers, self.map_mode
+        if self.maps is None:
+            return self.rule.shortcuts.apply(state_ND, layer, last, mode, keep=True)
+        jumped: Tensor = self.maps.apply(state_ND, layer, last, mode)
         return jumped
 
     def partial_logits(self, normed_ND: Tensor) -> Tensor | None:

@@ -25,6 +25,7 @@ from deepenough.decoding.api import DecodingOutput, early_exit, speculate
 from deepenough.decoding.config import DraftTrainConfig
 from deepenough.decoding.early_exit import ConfidenceGap, KVPropagation
 from deepenough.decoding.engine import DecodingCosts
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load
@@ -202,7 +203,7 @@ def evaluate(
     scores = {name: dict(values) for name, values in found["results"].items()}
     if depths:
         for values in scores.values():
-            values["mean_layers"] = float(torch.cat(depths).double().mean())
+            values["mean_layers"] = float(exact(torch.cat(depths)).mean())
     return scores
 
 

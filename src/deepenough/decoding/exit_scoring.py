@@ -28,6 +28,7 @@ from deepenough.decoding.early_exit import ExitCheck, ExitRule
 from deepenough.decoding.engine import Engine
 from deepenough.decoding.request import plain_request
 from deepenough.decoding.verification import decode
+from deepenough.devices import exact
 from deepenough.hf.intercept import (
     hidden_input,
     hidden_output,
@@ -121,18 +122,20 @@ class ExitForwardPass:
     def trace(self, batch: int) -> DepthTrace:
         """Return depth and cost of every position; padding has none."""
         costs, last = self.engine.costs, self.engine.num_layers
+        kept = (self.generated_N, self.depth_N, self.checks_N, self.heads_N)
+        generated_N, depth_N, checks_N, heads_N = (counts.cpu() for counts in kept)
         # A position that left has its head among the checks; the others have one at the end.
-        heads_N = self.heads_N + (self.depth_N == last)
-        flops_N = self.checks_N.double() * self.check.flops + heads_N * costs.head
-        places = zip(self.generated_N.tolist(), self.depth_N.tolist(), strict=True)
+        heads_N = heads_N + (depth_N == last)
+        flops_N = exact(checks_N) * self.check.flops + heads_N * costs.head
+        places = zip(generated_N.tolist(), depth_N.tolist(), strict=True)
         for unit, (before, depth) in enumerate(places):
             flops_N[unit] += costs.token(before + 1, 0, depth)
             flops_N[unit] += costs.filling(depth, self.rule.kv_propagation)
         if self.rule.kv_propagation == "deferred":
             flops_N += self._taken_along(batch)
-        padding_N = self.generated_N < 0
-        depth_BT = self.depth_N.masked_fill(padding_N, 0).view(batch, -1).cpu()
-        flops_BT = flops_N.masked_fill(padding_N, 0.0).view(batch, -1).cpu()
+        padding_N = generated_N < 0
+        depth_BT = depth_N.masked_fill(padding_N, 0).view(batch, -1)
+        flops_BT = flops_N.masked_fill(padding_N, 0.0).view(batch, -1)
         return DepthTrace(depth_BT, torch.arange(last) < depth_BT[..., None], flops_BT)
 
     def _taken_along(self, batch: int) -> Tensor:
@@ -147,7 +150,7 @@ class ExitForwardPass:
                 found.append(sum(flops))
                 waiting[:depth] = [0] * depth
                 waiting[depth] += sum(count for count, _ in taken) + (before >= 0)
-        return torch.tensor(found, dtype=torch.double, device=self.generated_N.device)
+        return torch.tensor(found, dtype=torch.float64)
 
 
 def count_before(ids_BT: Tensor, mask_BC: Tensor | None, past: int) -> Tensor:

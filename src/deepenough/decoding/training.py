@@ -63,7 +63,7 @@ from deepenough.decoding.self_generated import (
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.runs import RunFolder, read_records
-from deepenough.shortcut.statistics import NormalEquations
+from deepenough.shortcut.normal_equations import NormalEquations
 from deepenough.training.config import seed_at
 from deepenough.training.distributed import make_accelerator
 from deepenough.training.task import BatchLoss, Task
@@ -135,7 +135,8 @@ def _fit_map(
     head = head_rows(adapter, vocab_S)
     best: dict[str, Any] = {"agreements": -1.0}
     for ridge in RIDGES:
-        weight_DZ = sums.solve(ridge=ridge, relative=True).weight.float()
+        found = sums.solve(ridge=ridge, relative=True).weight.float()
+        weight_DZ = found.to(adapter.model.device)
         matrix, bias = weight_DZ[:, :-1].contiguous(), weight_DZ[:, -1].clone()
         right = total = 0
         for text in held_out:
@@ -182,7 +183,7 @@ def choose_draft_vocab(
         if positions >= _SAMPLED:
             break
         states_ND = text.states_TD[text.prompt - 1 :]
-        probable = adapter.head(states_ND).float().softmax(-1).sum(0).double().cpu()
+        probable = adapter.head(states_ND).float().softmax(-1).sum(0).cpu()
         mass_V[: len(probable)] += probable[:vocab_size]
         positions += len(states_ND)
     # A token that was written comes before all that were not: the shares sum to less than 1.
@@ -420,7 +421,9 @@ def tune_run(
     validate(config)
     read_lines(config.data, config.text.min_chars)  # refuses a corpus that is not there
     RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
-    accelerator = make_accelerator(config.train, may_skip=False, may_divide=False)
+    accelerator = make_accelerator(
+        config.train, may_skip=False, may_divide=False, device=config.device
+    )
     if accelerator.num_processes > 1:
         raise UserError("A draft head is small and trained by one process: start one.")
     model, tokenizer = config.model.load()

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from dataclasses import dataclass, field
 
-from deepenough.config import Command, bounded
+from deepenough.config import Command, PlaceConfig, bounded
 from deepenough.errors import UserError
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -14,7 +14,7 @@ USER, PASSWORD = "deepenough", "DEEPENOUGH_PASSWORD"
 
 
 @dataclass
-class ExploreConfig:
+class ExploreConfig(PlaceConfig):
     """Explore models in a browser."""
 
     models: list[str] = field(default_factory=list)

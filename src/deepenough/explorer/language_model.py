@@ -25,6 +25,7 @@ from torch import Tensor
 
 from deepenough.artifacts import cache_folder, key_of
 from deepenough.data.tokenizer import check_text
+from deepenough.devices import find_device
 from deepenough.errors import UserError
 from deepenough.hf.adapter import adapt
 from deepenough.hf.loading import load, saved_kind
@@ -80,7 +81,8 @@ class ModelShortcuts:
     def _fit(self) -> None:
         for tuned in ("true",) if self.found else ("false", "true"):
             words = ["shortcut", "fit", self.name, *FIT, "--out", str(self.folder), "--resume"]
-            command = [sys.executable, "-m", "deepenough", *words, "--tuned", tuned]
+            words += ["--tuned", tuned, "--device", str(find_device())]
+            command = [sys.executable, "-m", "deepenough", *words]
             pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
             self._process = process = subprocess.Popen(command, **pipes)
             if hasattr(os, "setpriority"):  # whoever is waiting for an answer goes first

@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from deepenough.artifacts import fingerprint
+from deepenough.devices import device_of
 from deepenough.errors import UserError
 from deepenough.hf.generation import AnyOutput
 from deepenough.hf.intercept import eval_mode, hidden_input, hidden_output, hooked
@@ -239,6 +240,8 @@ def _hand_on(*_: Any, inputs_embeds: Tensor, **__: Any) -> AnyOutput:
 def _run_own_head(model: PreTrainedModel, trunk: str, hidden_BTD: Tensor) -> Tensor:
     """Return the logits that `model` makes of the output of its trunk, which stands at a path."""
     shell = copy.copy(model)
+    if "_hf_hook" in vars(shell):  # accelerate's forward runs the model that it was made for
+        del shell.forward
     echo: nn.Module = shell
     for name in trunk.split("."):
         child = copy.copy(getattr(echo, name))
@@ -310,7 +313,7 @@ def find_difference(adapter: Adapter) -> str:
     """
     model = adapter.model
     size = getattr(model.config.get_text_config(), "vocab_size", None) or 16
-    ids = torch.arange(3, 13, device=model.device).view(2, 5).remainder(size)
+    ids = torch.arange(3, 13, device=device_of(model)).view(2, 5).remainder(size)
     mask = torch.ones_like(ids)
     mask[1, 3:] = 0
     ids[1, 3:] = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
@@ -349,6 +352,8 @@ def _is_close(found: Tensor | None, expected: Tensor, mask: Tensor) -> bool:
     """Return whether states are the same but for rounding, where there is text."""
     if found is None or found.shape != expected.shape or found.shape[:2] != mask.shape:
         return False
+    # Layers may stand on several devices.
+    found, expected = found.to(mask.device), expected.to(mask.device)
     seen, largest = mask.bool(), float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
     tolerance = torch.finfo(expected.dtype).eps ** 0.5 * max(largest, 1e-3)
     # Weights that are not finite are somebody else's to tell of.

@@ -92,8 +92,8 @@ def continue_text(
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
     written = model.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        torch.tensor([ids], device=model.device),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
         max_new_tokens=tokens,
         **(sampling if temperature > COLDEST else {"do_sample": False}),
         **options,

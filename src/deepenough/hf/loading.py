@@ -33,8 +33,9 @@ from transformers import (
 )
 
 import deepenough
-from deepenough.artifacts import cache_folder, entry, key_of
+from deepenough.artifacts import cache_folder, entry, key_of, read_json
 from deepenough.config import nearest
+from deepenough.devices import find_dtype, move_to_device
 from deepenough.errors import UserError
 from deepenough.runs import find_run, model_folder, package_folder
 from deepenough.training.logging import without_bars
@@ -45,7 +46,6 @@ AUTO_CLASSES = {
     "masked": AutoModelForMaskedLM,
     "encoder": AutoModel,
 }
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 SECONDS_FOR_AN_ANSWER, SECONDS_REMEMBERED = 4, 60
 
 logger = logging.getLogger("deepenough")
@@ -87,6 +87,8 @@ def load(
     revision: str | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool | None = False,
+    device_map: str | None = None,
+    offload_folder: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, in eval mode and without gradients, and its tokenizer.
 
@@ -99,11 +101,12 @@ def load(
         revision: Branch, tag or commit on the hub.
         allow_pickle: Open pickled weights too, which can run any code.
         trust_remote_code: Run code that comes with the model; None where that is not offered.
+        device_map: How layers are laid over devices, as for `from_pretrained`: auto, balanced, a
+            device, or a JSON file of devices by module; by default all are on one device.
+        offload_folder: Folder for weights that the map puts on disk.
     """
     if kind != "auto" and kind not in AUTO_CLASSES:
         raise UserError(f"A model is loaded as auto, causal, masked or encoder, not as {kind!r}.")
-    if dtype not in DTYPES:
-        raise UserError(f"The dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}.")
     place = find_place(name)
     options: dict[str, Any] = {"name": name, "revision": revision}
     options["trust_remote_code"] = trust_remote_code
@@ -114,10 +117,12 @@ def load(
         how: dict[str, Any] = {
             "config": config,
             "output_loading_info": True,
-            "dtype": getattr(torch, dtype),
+            "dtype": find_dtype(dtype),
             "use_safetensors": None if allow_pickle else True,
             **options,
         }
+        if device_map is not None:
+            how |= {"device_map": _read_map(device_map), "offload_folder": offload_folder}
         model: PreTrainedModel
         cls: Any = own_class if own_class and kind == "auto" else AUTO_CLASSES[chosen]
         model, info = from_pretrained(cls, place, "weights", **how)
@@ -140,7 +145,58 @@ def load(
         )
     if name in PACKAGED:  # not the place on this machine where it happens to be
         model.config._name_or_path = name
-    return model.eval().requires_grad_(False), tokenizer
+    model.eval().requires_grad_(False)
+    return (model if device_map else move_to_device(model)), tokenizer
+
+
+def load_skeleton(
+    name: str,
+    kind: LoadKind = "auto",
+    dtype: str = "float32",
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool | None = False,
+) -> PreTrainedModel:
+    """Return a model without its weights, from its config alone, on the device `meta`.
+
+    The arguments are those of `load`; a folder may hold a config.json and nothing else.
+    """
+    place = find_place(name)
+    with without_bars():
+        own_class = saved_class(name, place, revision)
+        config = from_pretrained(
+            AutoConfig, place, "config", name, trust_remote_code, revision=revision
+        )
+    chosen = saved_kind(config) if kind == "auto" else kind
+    cls: Any = own_class if own_class and kind == "auto" else AUTO_CLASSES[chosen]
+    build = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+    with torch.device("meta"):
+        model: PreTrainedModel = build(config, dtype=find_dtype(dtype))
+        model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer_of(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model."""
+    place = find_place(name)
+    with without_bars():
+        found: PreTrainedTokenizerBase = from_pretrained(
+            AutoTokenizer, place, "tokenizer", name, revision=revision
+        )
+    return found
+
+
+def _read_map(given: str) -> Any:
+    """Return a device map as `from_pretrained` takes it; a JSON file is read."""
+    if not given.endswith(".json"):
+        return given
+    try:
+        return dict(read_json(Path(given)))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"The device map {given} cannot be read ({error!s:.99}): give a JSON file of devices "
+            'by module, such as {"model.layers.0": 0}, or auto.'
+        ) from error
 
 
 def saved_kind(config: PreTrainedConfig) -> str:

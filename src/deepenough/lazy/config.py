@@ -10,7 +10,14 @@ from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedConfig
 
-from deepenough.config import ContinueConfig, RunConfig, bounded, validate
+from deepenough.config import (
+    ContinueConfig,
+    DeviceConfig,
+    PlaceConfig,
+    RunConfig,
+    bounded,
+    validate,
+)
 from deepenough.data.config import DatasetConfig, TranslationDataConfig
 from deepenough.errors import UserError
 from deepenough.hf.generation import GnmtLengthPenalty
@@ -310,7 +317,7 @@ class ProgramConfig:
 
 
 @dataclass
-class LazyTrainConfig(RunConfig):
+class LazyTrainConfig(DeviceConfig, RunConfig):
     """Settings that all tasks share."""
 
     METHOD: ClassVar[str] = "lazy"
@@ -418,7 +425,7 @@ def train_config(task: str | None) -> type[LazyTrainConfig]:
 
 
 @dataclass
-class LazyEvalConfig:
+class LazyEvalConfig(PlaceConfig):
     """Measure a model at the task it was trained for."""
 
     run: str
@@ -482,7 +489,7 @@ class SweepConfig(LazyEvalConfig):
 
 
 @dataclass
-class TranslateConfig:
+class TranslateConfig(PlaceConfig):
     """Translate lines of text."""
 
     run: str
@@ -505,7 +512,7 @@ class LazyGenerateConfig(ContinueConfig):
 
 
 @dataclass
-class LazyPlotConfig:
+class LazyPlotConfig(PlaceConfig):
     """Look inside a model and draw how its tokens change."""
 
     run: str

@@ -24,6 +24,7 @@ from deepenough.config import validate
 from deepenough.data.tokenizer import lowers_case
 from deepenough.data.tokens import TokenFile, split_tokens
 from deepenough.data.translation import EncodedPairs, Pair, encode_split, open_parallel
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.lazy.config import (
     ANGLE,
@@ -173,7 +174,7 @@ def measured_epsilons(
         change = 1.0 - step_similarity(output[f"{side}_hidden_states"])
     real = sample.get("attention_mask", torch.ones_like(sample["input_ids"])).bool()
     # A token makes its first step, and each other one before which no change was below epsilon.
-    lowest = change.cummin(-1).values[real][:, :-1].double().flatten()
+    lowest = exact(change.cummin(-1).values[real][:, :-1]).flatten()
     num_steps = change.shape[-1]
     shares = [max(0.0, share * num_steps - 1) / max(1, num_steps - 1) for share in SHARES]
     found = [float(lowest.quantile(1 - share)) for share in shares] if len(lowest) else []

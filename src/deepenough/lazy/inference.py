@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -128,7 +127,7 @@ def write_beside(run: str, name: str, text: str) -> None:
 
 def continue_text(config: LazyGenerateConfig) -> str:
     """Return a prompt and what the language model of a run writes after it."""
-    options = asdict(validate(config))
+    options = validate(config).options
     model, tokenizer = load_writer(options.pop("run"))
     config.halting.check_for(model)
     options |= config.halting.halting()

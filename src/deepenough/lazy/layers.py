@@ -172,7 +172,9 @@ class PositionalEncoding(nn.Module):
                 "positions: cut it, or raise max_positions."
             )
         table = self._table(limit, state_BTD)
-        if attention_mask_BK is None or bool(attention_mask_BK[:, 0].all()):
+        # Looking for padding would make a device wait at every token.
+        looks = attention_mask_BK is not None and attention_mask_BK.device.type == "cpu"
+        if attention_mask_BK is None or (looks and bool(attention_mask_BK[:, 0].all())):
             return table[num_past : num_past + length]
         indices = attention_mask_BK.long().cumsum(1).sub_(1).clamp_(min=0)[:, -length:]
         return table[indices]

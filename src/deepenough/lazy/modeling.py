@@ -29,6 +29,7 @@ from transformers import initialization as init
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
+from deepenough.devices import exact
 from deepenough.hf.generation import CheckedGenerationMixin
 from deepenough.lazy.config import TRANSFORMER
 from deepenough.lazy.config import LazyTransformerConfig as LazyTransformerConfig
@@ -216,7 +217,7 @@ class LazyDecoder(_Side):
         if not self.training:
             num_scored = min(logits_to_keep or num_new, num_new)
             is_scored = torch.arange(num_new) >= num_new - num_scored
-            extra = is_scored.double() * (2 * config.d_model * config.vocab_size)
+            extra = exact(is_scored) * (2 * config.d_model * config.vocab_size)
             if memory is not None and not memory.is_cached:
                 # The cost of cross-attention keys and values is shared by the target tokens.
                 num_blocks = output.ran.shape[-1] if config.mechanism == TRANSFORMER else 1
@@ -241,10 +242,11 @@ def _trace(
     steps: StackOutput, flops_per_step: int, extra: Tensor, real_BT: Tensor | None
 ) -> DepthTrace:
     ran, depth = steps.ran, steps.depth
-    flops = ran.sum(-1).double() * flops_per_step + extra.to(ran.device)
+    flops = exact(ran.sum(-1))
+    flops = flops * flops_per_step + extra.to(flops.device)
     if real_BT is not None:
         real = real_BT.bool()
-        ran, depth, flops = ran & real[..., None], depth * real, flops * real
+        ran, depth, flops = ran & real[..., None], depth * real, flops * real.to(flops.device)
     return DepthTrace(depth=depth, ran=ran, flops=flops)
 
 

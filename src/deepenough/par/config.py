@@ -9,7 +9,7 @@ The config that is saved with a model is `ParConfig`, in `modeling.py`.
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from deepenough.config import RunConfig, bounded
+from deepenough.config import DeviceConfig, PlaceConfig, RunConfig, bounded
 from deepenough.data.config import DatasetConfig
 from deepenough.errors import UserError
 from deepenough.training.config import TrainingConfig
@@ -194,7 +194,7 @@ class SearchConfig:
 
 
 @dataclass
-class ParRunConfig(RunConfig):
+class ParRunConfig(DeviceConfig, RunConfig):
     """What a search and a training of a language model share."""
 
     METHOD: ClassVar[str] = "par"
@@ -256,7 +256,7 @@ class EvaluationTextConfig:
 
 
 @dataclass
-class ParEvalConfig:
+class ParEvalConfig(PlaceConfig):
     """Measuring a language model on a text."""
 
     run: str

@@ -16,6 +16,7 @@ from deepenough.config import ContinueConfig, resolve, validate
 from deepenough.data.config import DatasetConfig
 from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.tokens import ContextBatches, split_tokens, tokenizer_fingerprint
+from deepenough.devices import to_device
 from deepenough.errors import UserError
 from deepenough.hf import generation
 from deepenough.hf.loading import load
@@ -88,7 +89,7 @@ def _trained_on(folder: str) -> DatasetConfig:
 
 def continue_text(config: ContinueConfig) -> str:
     """Return the prompt and what the model writes after it."""
-    options = asdict(validate(config))
+    options = validate(config).options
     instead = "give one that was trained with --objective causal"
     model = check_causal(load_model(options.pop("run")), config.run, instead)
     tokenizer = load_tokenizer(model_folder(config.run))
@@ -134,7 +135,8 @@ class ParCandidate:
         memories: Memories | None = None
         answers = []
         for batch in self.batches:
-            output = self.model(batch["input_ids"], targets=batch["labels"], memories=memories)
+            ids, targets = (to_device(batch[n], self.model.device) for n in ("input_ids", "labels"))
+            output = self.model(ids, targets=targets, memories=memories)
             memories = output.memories
             answers.append((output.loss, output.trace))
         return answers

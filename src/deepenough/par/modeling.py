@@ -252,9 +252,11 @@ class ParPreTrainedModel(SealedPreTrainedModel):
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
-        kept = targets != -100
-        if not bool(kept.all()):
-            hidden, targets = hidden[kept], targets[kept]
+        # Where looking would make a device wait, the loss passes over what is ignored by itself.
+        if self.config.cutoffs or hidden.device.type == "cpu":
+            kept = targets != -100
+            if not bool(kept.all()):
+                hidden, targets = hidden[kept], targets[kept]
         if not self.config.cutoffs:
             return F.cross_entropy(self.output(hidden), targets)
         # Under a CPU's autocast torch's adaptive softmax stops at the mixture of dtypes it gets.

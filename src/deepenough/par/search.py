@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from deepenough.config import bounded
 from deepenough.data.config import DatasetConfig
 from deepenough.data.tokens import Prepared
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.figure import number
 from deepenough.par.config import (
@@ -349,5 +350,5 @@ class SearchTask(LanguageTask):
 
 def entropy(probabilities: Tensor) -> float:
     """Return how undecided the search is: mean entropy over its maximum, from 1 to 0."""
-    entropies = torch.special.entr(probabilities.double()).sum(-1)
+    entropies = torch.special.entr(exact(probabilities)).sum(-1)
     return float(entropies.mean()) / math.log(probabilities.shape[-1])

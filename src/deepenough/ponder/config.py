@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from deepenough.config import RunConfig, bounded, validate
+from deepenough.config import DeviceConfig, PlaceConfig, RunConfig, bounded, validate
 from deepenough.data.config import REGRESSION, SINGLE_LABEL, ClassificationConfig, ProblemType
 from deepenough.errors import UserError
 from deepenough.hf.loading import own_class
@@ -179,7 +179,7 @@ class BaseEncoderConfig:
 
 
 @dataclass
-class PonderTrainConfig(RunConfig):
+class PonderTrainConfig(DeviceConfig, RunConfig):
     """A classifier that learns when to stop."""
 
     METHOD: ClassVar[str] = "ponder"
@@ -250,7 +250,7 @@ class ExitConfig:
 
 
 @dataclass
-class PonderEvalConfig:
+class PonderEvalConfig(PlaceConfig):
     """How well a classifier does, and how many passes it takes."""
 
     run: str
@@ -266,7 +266,7 @@ class PonderEvalConfig:
 
 
 @dataclass
-class PonderPredictConfig:
+class PonderPredictConfig(PlaceConfig):
     """Labels of texts as they come."""
 
     run: str

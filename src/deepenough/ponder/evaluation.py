@@ -28,6 +28,7 @@ from deepenough.data.classification import (
     open_classification,
 )
 from deepenough.data.config import REGRESSION, SINGLE_LABEL, ProblemType
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.hf.intercept import eval_mode
 from deepenough.measurement import (
@@ -130,7 +131,7 @@ def quality(answers: AllPasses, policy: HaltingPolicy) -> dict[str, float]:
     """Return loss and scores of the answers given, mean passes, and their share of all."""
     passes = answers.passes(policy)
     logits = select_pass(answers.step_logits, passes)
-    mean = float(passes.double().mean())
+    mean = float(exact(passes).mean())
     given = decide(logits, answers.problem)
     return {
         "loss": float(answer_loss(logits, answers.labels, answers.problem)),
@@ -147,10 +148,10 @@ def measure(name: str, given: Tensor, wanted: Tensor) -> float:
     counted together; `matthews` correlation of two labels; `pearson` and `spearman` correlation of
     values. A correlation with answers that are all the same is 0.
     """
-    given, wanted = given.double(), wanted.double()
+    given, wanted = exact(given), exact(wanted)
     match name:
         case "accuracy":
-            return float((given == wanted).view(len(given), -1).all(-1).double().mean())
+            return float(exact((given == wanted).view(len(given), -1).all(-1)).mean())
         case "f1":
             return float(2 * (given * wanted).sum() / (given + wanted).sum().clamp_min(1.0))
         case "spearman":
@@ -163,7 +164,7 @@ def measure(name: str, given: Tensor, wanted: Tensor) -> float:
 def _ranks(values: Tensor) -> Tensor:
     """Return the place of each value in their order; equal values share their mean place."""
     _, group, counts = values.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2)[group].double()
+    return exact((counts.cumsum(0) - (counts - 1) / 2)[group])
 
 
 def score_interval(name: str, given: Tensor, wanted: Tensor) -> Interval:

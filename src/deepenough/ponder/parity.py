@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from deepenough.config import RunConfig, bounded
+from deepenough.config import DeviceConfig, RunConfig, bounded
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.nn.layers import act_halting
 from deepenough.ponder.figures import PARITY
@@ -121,7 +122,7 @@ class ParityModelConfig:
 
 
 @dataclass
-class ParityTrainConfig(RunConfig):
+class ParityTrainConfig(DeviceConfig, RunConfig):
     """A network that learns parity."""
 
     METHOD: ClassVar[str] = "ponder"
@@ -320,8 +321,8 @@ class ParityTask(Task):
                     "beyond": highest > data.train_nonzero,
                     "mechanism": self.model.config.mechanism,
                     "loss": float(answer_loss(logits, labels)),
-                    "accuracy": float((logits.argmax(-1) == labels).double().mean()),
-                    "passes": float(passes.double().mean()),
+                    "accuracy": float(exact(logits.argmax(-1) == labels).mean()),
+                    "passes": float(exact(passes).mean()),
                 }
             )
         return bands

@@ -7,6 +7,7 @@ that `--help` need not wait for it.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -51,8 +52,16 @@ _PRUNE_LINES, _PASSAGE = 200, 2000
 _LENS_SHOWS = {"token": "words", "rank": "target_rank"}
 
 
-def fit(config: ShortcutFitConfig) -> None:
-    """Run `deepenough shortcut fit`; interrupted, it goes on with `resume`."""
+def fit(config: ShortcutFitConfig) -> list[str] | None:
+    """Run `deepenough shortcut fit`; interrupted, it goes on with `resume`.
+
+    Returned is the plan where it was asked for.
+    """
+    if config.plan.dry_run:
+        from deepenough.shortcut.planning import plan_fit
+
+        plan = plan_fit(config, config.dataset.read(config.data))
+        return [json.dumps(asdict(plan))] if config.plan.json else plan.lines()
     from deepenough.hf.adapter import adapt
     from deepenough.shortcut.fitting import init_distributed
     from deepenough.shortcut.reading import check_mask
@@ -63,8 +72,11 @@ def fit(config: ShortcutFitConfig) -> None:
     keep_freed_memory()
     # Refuse before long work; delete an earlier run only when all else has been found good.
     RunFolder.check(config.out, resume=config.resume, overwrite=config.overwrite)
+    if config.tuned and config.device_map is not None:
+        raise UserError("Maps are tuned on one device: leave out --device_map, or --tuned.")
     texts = config.dataset.read(config.data)
-    model, tokenizer = config.model.load()
+    where = {"device_map": config.device_map, "offload_folder": config.offload_folder}
+    model, tokenizer = config.model.load(**where)
     adapter = adapt(model)
     check_mask(tokenizer, adapter.kind)
     if config.tuned:
@@ -80,6 +92,7 @@ def fit(config: ShortcutFitConfig) -> None:
             f"{len(shortcuts.maps)} maps of {config.model.name} in {config.out}/shortcuts; "
             f"next: deepenough shortcut eval {config.out} --data {config.data}"
         )
+    return None
 
 
 def fit_run(
@@ -139,6 +152,7 @@ def _fit(
         return finished
     options |= {"positions": chosen.positions, "window": chosen.window, "seed": seed}
     options |= {"submodules": chosen.submodules and is_first, "resume": run.checkpoints / name}
+    options["memory"] = chosen.memory
     with reading("texts") as progress:
         return Shortcuts.fit(model, tokenizer, texts, progress=progress, **options)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from deepenough.config import RunConfig, TrustConfig, bounded
+from deepenough.config import DeviceConfig, PlaceConfig, RunConfig, TrustConfig, bounded
 from deepenough.errors import UserError
 from deepenough.training.config import TrainingConfig
 
@@ -37,15 +37,16 @@ class PretrainedModelConfig:
     """Run code that comes with the model: only from people you trust."""
 
     def load(
-        self, trust: TrustConfig | None = None
+        self, trust: TrustConfig | None = None, **where: Any
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Return the model and its tokenizer.
 
-        `trust` takes the place of what these settings trust, where they come from a run's folder.
+        `trust` takes the place of what these settings trust, where they come from a run's folder;
+        `where` are device_map and offload_folder, as `load` takes them.
         """
         from deepenough.hf.loading import load
 
-        return load(**vars(self) | ({} if trust is None else vars(trust)))
+        return load(**vars(self) | ({} if trust is None else vars(trust)), **where)
 
 
 @dataclass
@@ -106,6 +107,10 @@ class MapsConfig:
     submodules: bool = False
     """Also fit and save linear maps of the parts inside every block: norms, attention,
     feed-forward and residual connections."""
+
+    memory: float | None = bounded(None, ge=0)
+    """GB of memory that the sums of a process may take, by default what is free; where they need
+    more, they are kept in files in the run's checkpoints."""
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -221,7 +226,30 @@ class TuneTrainingConfig(RunConfig):
 
 
 @dataclass
-class ShortcutFitConfig(RunConfig):
+class PlanConfig:
+    """Plan."""
+
+    dry_run: bool = False
+    """Print what the fit would take (bytes, FLOPs, time) and fit nothing; only the config of the
+    model is read."""
+
+    rate: float | None = bounded(None, gt=0)
+    """dry_run: FLOPs a second of a process; by default what this machine is measured to make."""
+
+    processes: int | None = bounded(None, ge=1)
+    """dry_run: processes that share the text; by default those that were started."""
+
+    json: bool = False
+    """dry_run: print one JSON object instead."""
+
+    def check(self) -> None:
+        """Refuse options of a plan where none is asked for."""
+        if not self.dry_run and (self.rate or self.processes or self.json):
+            raise UserError("rate, processes and json are options of --dry_run: give that, too.")
+
+
+@dataclass
+class ShortcutFitConfig(DeviceConfig, RunConfig):
     """Fit shortcuts."""
 
     METHOD: ClassVar[str] = "shortcut"
@@ -235,15 +263,23 @@ class ShortcutFitConfig(RunConfig):
     tuned: bool = False
     """Also tune maps to the last layer so that predictions, not states, come out right."""
 
+    device_map: str | None = None
+    """How the layers of a model larger than one device are laid over devices, in the place of
+    device: auto, balanced, sequential, or a JSON file of devices (and disk) by module."""
+
+    offload_folder: str | None = None
+    """Folder for weights that device_map puts on disk."""
+
     model: PretrainedModelConfig = field(default_factory=PretrainedModelConfig)
     dataset: TextConfig = field(default_factory=TextConfig)
     fit: MapsConfig = field(default_factory=MapsConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     train: TrainingConfig = field(default_factory=tuning_defaults)
 
 
 @dataclass
-class ShortcutPaperConfig(RunConfig):
+class ShortcutPaperConfig(DeviceConfig, RunConfig):
     """Repeat the paper."""
 
     METHOD: ClassVar[str] = "shortcut"
@@ -313,7 +349,7 @@ class HealTrainingConfig(RunConfig):
 
 
 @dataclass
-class ShortcutPruneConfig(RunConfig):
+class ShortcutPruneConfig(DeviceConfig, RunConfig):
     """Prune a model."""
 
     METHOD: ClassVar[str] = "shortcut"
@@ -353,7 +389,7 @@ class ShortcutImportConfig(RunConfig):
 
 
 @dataclass
-class ShortcutEvalConfig:
+class ShortcutEvalConfig(PlaceConfig):
     """Measure shortcuts."""
 
     run: str
@@ -375,7 +411,7 @@ class ShortcutEvalConfig:
 
 
 @dataclass
-class ShortcutLensConfig:
+class ShortcutLensConfig(PlaceConfig):
     """Lens."""
 
     run: str

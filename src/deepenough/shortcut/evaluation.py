@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import OneDnnProducts, eval_mode, fused_gelu
@@ -309,7 +310,7 @@ class Evaluation:
         """Return the sums over the tokens of each text, `[K, T]`."""
         number_N = self.text.unique(return_inverse=True)[1]
         sums = torch.zeros(len(values_KN), int(number_N.max()) + 1, dtype=torch.float64)
-        return sums.index_add_(1, number_N, values_KN.double()).numpy()
+        return sums.index_add_(1, number_N, exact(values_KN)).numpy()
 
     def exit_modes(self) -> list[str]:
         """Return the modes that have a prediction at every layer, and replace no sub-module."""
@@ -322,7 +323,7 @@ class Evaluation:
         exit = exit or ExitSweep()
         mean_length = exit.mean_length
         if mean_length is None:
-            of_positions = float((self.position + 1).double().mean())
+            of_positions = float(exact(self.position + 1).mean())
             mean_length = self.mean_length if exit.length == "text" else of_positions
         position_N = self.position
         if exit.at_position is not None:
@@ -342,7 +343,7 @@ def _means(scores: TokenScores) -> dict[str, Any]:
         share = share_interval(int((scores.rank < k).sum()), num)
         means[f"precision_{k}"], *intervals[f"precision_{k}"] = share
     for name in ("surprisal", "kl", *TARGET_SCORES):
-        values = getattr(scores, name).double()
+        values = exact(getattr(scores, name))
         if name in ("cross_entropy", "target_rank"):
             values = values[scores.target_rank > 0]
             if not len(values):  # no text goes on behind the tokens measured
@@ -359,7 +360,7 @@ def _rows(table: Tensor) -> list[list[float | None]]:
 
 def thresholds(lambda_: float, position_N: Tensor, mean_length: float) -> Tensor:
     """Return the gap to exceed, `0.9 * lambda + 0.1 * exp(-4 * t / N)`, for every position."""
-    return 0.9 * lambda_ + 0.1 * torch.exp(-4.0 * position_N.double() / mean_length)
+    return 0.9 * lambda_ + 0.1 * torch.exp(-4.0 * exact(position_N) / mean_length)
 
 
 def exit_layers(gap_LN: Tensor, limit_N: Tensor, min_layer: int = 1) -> Tensor:

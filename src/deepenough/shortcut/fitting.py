@@ -5,25 +5,34 @@ that is given a folder goes on where it was killed: each process keeps there its
 `statistics-RANK.safetensors`, whose header says what is fitted and how far it has come in which
 texts. Texts are not kept: those that were read already are read again, without running the model,
 and must be the same.
+
+Sums that memory has no room for are kept in files, in the same folder or that of temporary files:
+of a model of 70 billion weights they take 87 GB for maps to the last layer. The system then
+holds in memory what fits, rows are gathered in a larger buffer so that the files are gone through
+less often, and maps are solved for one target at a time. The files go with the process.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from deepenough.artifacts import DamagedError, load_tensors, save_tensors
 from deepenough.config import provenance
+from deepenough.devices import device_of, free_memory, sums_device
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.shortcut.reading import (
@@ -34,7 +43,12 @@ from deepenough.shortcut.reading import (
     make_reading,
     run_batch,
 )
-from deepenough.shortcut.statistics import LayerStatistics, Targets, statistics_bytes
+from deepenough.shortcut.statistics import (
+    LayerStatistics,
+    Targets,
+    layer_pairs,
+    statistics_bytes,
+)
 from deepenough.shortcut.submodules import SubmoduleStatistics
 from deepenough.training.distributed import agree, join_again
 
@@ -68,10 +82,12 @@ def collect(
     save_every: float = 120.0,
     progress: Progress | None = None,
     parts: SubmoduleStatistics | None = None,
+    memory: float | None = None,
 ) -> tuple[LayerStatistics, dict[str, Any]]:
     """Return the statistics of texts, and how they were made; those of `parts` are filled in.
 
-    Arguments are those of `Shortcuts.fit`. All processes get the statistics of all of them.
+    Arguments are those of `Shortcuts.fit`, `memory` in bytes. All processes get the
+    statistics of all of them.
     """
     rank, world = init_distributed()
     if parts is not None:
@@ -81,14 +97,15 @@ def collect(
     reading = make_reading(
         adapter, options.positions, options.seed, options.batch_tokens, options.window
     )
-    device = adapter.model.device
-    if device.type == "mps":  # Apple's GPUs have no float64.
-        device = torch.device("cpu")
-    _check_memory(adapter, options.targets, device)
+    shape = adapter.num_layers, adapter.width, options.targets
+    where = _common_place(place_sums(*shape, device_of(adapter.model), memory))
+    files = folder or Path(tempfile.gettempdir())
+    statistics = agree(lambda: _make_statistics(adapter, options.targets, where, files))
+    if statistics.in_files:
+        folder = None  # to write them a second time would take as long as to make them
     identity = adapter.identity()
     about = {"model": identity["fingerprint"], **asdict(options), "processes": world}
     checkpoint = FitCheckpoint(folder, about, rank, save_every) if folder else None
-    statistics = LayerStatistics(adapter.num_layers, adapter.width, options.targets, device)
     tally = _accumulate(adapter, tokenizer, texts, reading, statistics, checkpoint, progress, parts)
     if world > 1:
         statistics.all_reduce()
@@ -207,24 +224,87 @@ def init_distributed() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def _check_memory(adapter: Adapter, targets: Targets, device: torch.device) -> None:
-    """Refuse a fit whose statistics do not fit into the memory that is free."""
-    needed = _MARGIN * statistics_bytes(adapter.num_layers, adapter.width, targets)
-    free = free_memory(device)
-    if needed > free:
+class SumsPlace(NamedTuple):
+    """Where the sums of a fit are kept."""
+
+    device: torch.device
+    on_disk: bool = False
+    room: float = math.inf
+    """Bytes of memory that there is for them."""
+
+
+def place_sums(
+    num_layers: int,
+    width: int,
+    targets: Targets,
+    device: torch.device,
+    memory: float | None = None,
+) -> SumsPlace:
+    """Return where the sums of all layers go: to the model's device, to memory, or into files.
+
+    They go where there is room for them; `memory` are the bytes that they may take, by default what
+    is free, of which processes on one machine have a share each.
+    """
+    needed = _MARGIN * statistics_bytes(num_layers, width, targets)
+    cpu = torch.device("cpu")
+    room = 0.0
+    for place in dict.fromkeys((sums_device(device), cpu)):
+        room = free_memory(place)
+        if place.type == "cpu":
+            room /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        room = room if memory is None else memory
+        if needed <= room:
+            return SumsPlace(place, room=room)
+    return SumsPlace(cpu, True, room)
+
+
+def _common_place(own: SumsPlace) -> SumsPlace:
+    """Return the place for all processes, which exchange their sums: that of the narrowest."""
+    if not dist.is_initialized():
+        return own
+    places = [own] * dist.get_world_size()
+    dist.all_gather_object(places, own)
+    if len({(each.device.type, each.on_disk) for each in places}) == 1:
+        return own
+    room = min(each.room for each in places)
+    return SumsPlace(torch.device("cpu"), any(each.on_disk for each in places), room)
+
+
+def maps_bytes(num_layers: int, width: int, targets: Targets, dtype: torch.dtype) -> int:
+    """Return the size of the maps, in float32 at least."""
+    size = torch.promote_types(dtype, torch.float32).itemsize
+    return len(layer_pairs(num_layers, targets)) * width * width * size
+
+
+def _make_statistics(
+    adapter: Adapter, targets: Targets, where: SumsPlace, files: Path
+) -> LayerStatistics:
+    """Return sums from nothing, in memory or in files of a folder; the folder exists then."""
+    shape = adapter.num_layers, adapter.width, targets
+    if not where.on_disk:
+        return LayerStatistics(*shape, where.device)
+    size, free = statistics_bytes(*shape), free_memory(torch.device("cpu"))
+    # The maps stay in memory until they are written, which takes a copy of them.
+    maps = 2 * maps_bytes(*shape, adapter.model.dtype) + 6 * adapter.width**2 * 8
+    if maps > free:
         raise UserError(
-            f"The sums of all layers take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: "
-            "fit maps to the last layer only, or on a machine with more memory."
+            f"The maps take {maps / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free: fit "
+            "maps to the last layer only (--targets last), or on a machine with more memory."
         )
-
-
-def free_memory(device: torch.device) -> float:
-    """Return the memory that is free on a device, in bytes; infinity if unknown."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+    log.warning(
+        "The sums of all layers take %.1f GB, and memory has room for %.1f GB: they are kept in "
+        "files in %s, which takes longer, and an interrupted fit begins again.",
+        size / 1e9,
+        where.room / 1e9,
+        files,
+    )
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        return float(line.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError, IndexError):
-        return float("inf")
+        files.mkdir(parents=True, exist_ok=True)
+        return LayerStatistics(*shape, where.device, files, where.room / 2)
+    except OSError as error:
+        free = shutil.disk_usage(files).free if files.is_dir() else 0
+        raise UserError(
+            f"The sums of all layers take {size / 1e9:.1f} GB in {files}, where {free / 1e9:.1f} "
+            f"GB are free ({error.strerror}): give a folder on a larger disk, or fit maps to the "
+            "last layer only (--targets last)."
+        ) from error

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.shortcut.config import HealTrainingConfig
 from deepenough.shortcut.pruned_model import LinearPart
@@ -143,7 +144,7 @@ class HealTask(Task):
         training, _ = self.model.training, self.model.eval()
         kl = torch.cat([self._divergence(self.model, batch) for batch in self.held_out])
         self.model.train(training)
-        return {"loss": float(kl.double().mean())}
+        return {"loss": float(exact(kl).mean())}
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint must share with the run that goes on from it."""

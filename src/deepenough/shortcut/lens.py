@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from deepenough.data.tokenizer import check_text
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.hf.intercept import eval_mode
@@ -89,7 +90,7 @@ def lens(
             largest_NK = reference.probs_NV.gather(1, reference.order_NK)
             probabilities.append(largest_NK.tolist())
             for name in ("kl", *TARGET_SCORES):
-                row = own[name].double().tolist()
+                row = exact(own[name]).tolist()
                 statistics.setdefault(name, []).append([v if v >= 0 else None for v in row])
     top = [[_decoded(tokenizer, row) for row in rows.tolist()] for rows in tokens]
     return Record(

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -65,6 +65,19 @@ class _Index:
     meta: dict[str, Any]
 
 
+class _KeptMap(NamedTuple):
+    """A map on the device and in the dtype of the states that it was last applied to."""
+
+    source: Tensor
+    matrix: Tensor
+    bias: Tensor | None
+
+    def serves(self, source: Tensor, hidden: Tensor) -> bool:
+        """Return whether it is the copy of a map that these states need."""
+        place = self.matrix.device, self.matrix.dtype
+        return self.source is source and place == (hidden.device, hidden.dtype)
+
+
 class Shortcuts:
     """Maps between the layers of one model.
 
@@ -98,6 +111,7 @@ class Shortcuts:
         self.meta = dict(meta or {})
         self.tuned: Tuned = dict(tuned or {})
         self.table, self.submodules = cka, submodules
+        self._kept: dict[tuple[int, int, str | None], _KeptMap] = {}
 
     @property
     def affine(self) -> bool:
@@ -132,6 +146,7 @@ class Shortcuts:
         batch_tokens: int = 2048,
         window: int | None = None,
         submodules: bool = False,
+        memory: float | None = None,
     ) -> Shortcuts:
         """Run the model over texts and fit the maps in one pass.
 
@@ -139,6 +154,7 @@ class Shortcuts:
         options of the same names in `MapsConfig` say what is fitted, on batches of `batch_tokens`
         at most, padding included; `seed` draws the random positions. In the folder `resume` the
         sums are saved every `save_every` seconds and at the end, and from there a fit goes on.
+        Sums that are larger than `memory` GB, by default what is free, are kept in files.
         `progress` is called with the number of texts read, and of all texts or None.
         """
         began = time.perf_counter()
@@ -147,7 +163,15 @@ class Shortcuts:
         folder = Path(resume) if resume else None
         parts = SubmoduleStatistics(adapter) if submodules else None
         statistics, meta = collect(
-            adapter, tokenizer, texts, options, folder, save_every, progress, parts
+            adapter,
+            tokenizer,
+            texts,
+            options,
+            folder,
+            save_every,
+            progress,
+            parts,
+            None if memory is None else memory * 1e9,
         )
         shortcuts = cls._from_statistics(statistics, affine, ridge, adapter.model.dtype, meta)
         if parts is not None:
@@ -208,16 +232,25 @@ class Shortcuts:
         self.matrix(i, j)
         return self.biases.get((i, j))
 
-    def apply(self, hidden: Tensor, i: int, j: int, mode: str | None = None) -> Tensor:
+    def apply(
+        self, hidden: Tensor, i: int, j: int, mode: str | None = None, keep: bool = False
+    ) -> Tensor:
         """Take states `[..., d]` of layer `i` to layer `j`, with their own dtype and device.
 
         The mode is None for the maps as they were fitted, "id" for none, "tuned" for those whose
-        predictions were trained.
+        predictions were trained. A map that is on another device or of another dtype is copied;
+        with `keep`, the copy is kept for the next time.
         """
         if mode == "id" or i == j:
             return hidden
-        matrix, bias = self.pair(i, j, mode)
-        return F.linear(hidden, matrix.to(hidden), None if bias is None else bias.to(hidden))
+        source, bias = self.pair(i, j, mode)
+        found = self._kept.get((i, j, mode))
+        if found is None or not found.serves(source, hidden):
+            moved = None if bias is None else bias.to(hidden)
+            found = _KeptMap(source, source.to(hidden), moved)
+            if keep and found.matrix is not source:
+                self._kept[i, j, mode] = found
+        return F.linear(hidden, found.matrix, found.bias)
 
     def pair(self, i: int, j: int, mode: str | None = None) -> tuple[Tensor, Tensor | None]:
         """Return matrix and bias of a map; the mode is that of `apply`, but "id"."""

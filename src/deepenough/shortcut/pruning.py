@@ -23,8 +23,10 @@ from transformers import PreTrainedModel
 
 from deepenough.artifacts import DamagedError, load_tensors, read_json, save_tensors, write_json
 from deepenough.config import validate
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.shortcut.config import PruneConfig
+from deepenough.shortcut.normal_equations import AffineMap
 from deepenough.shortcut.pruned_model import PrunedConfig, PrunedPart, make_pruned
 from deepenough.shortcut.pruning_costs import Costs, find_costs, token_seconds
 from deepenough.shortcut.pruning_search import GreedySearch, drop
@@ -40,7 +42,6 @@ from deepenough.shortcut.replaceable import (
     run_rows,
     window,
 )
-from deepenough.shortcut.statistics import AffineMap
 from deepenough.shortcut.submodules import Place
 from deepenough.training.logging import reading
 
@@ -353,7 +354,7 @@ def compare_all(
         at = targets >= 0
         rows = targets[at][:, None]
         count, known = count + len(first), known + int(at.sum())
-        full_loss -= float(expected[at].gather(1, rows).sum(dtype=torch.float64))
+        full_loss -= float(exact(expected[at].gather(1, rows)).sum())
         for name, each in pruned.items():
             own = run_rows(each, ids, mask, batch).float().log_softmax(-1)
             values = {
@@ -362,7 +363,7 @@ def compare_all(
                 "loss": -own[at].gather(1, rows),
             }
             for value, tensor in values.items():
-                sums[name][value] += float(tensor.sum(dtype=torch.float64))
+                sums[name][value] += float(exact(tensor).sum())
     found = {}
     for name, own_sums in sums.items():
         scores = {value: own_sums[value] / max(1, count) for value in ("kl", "agreement")}

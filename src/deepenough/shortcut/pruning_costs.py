@@ -14,9 +14,9 @@ from torch import nn
 
 from deepenough.hf.adapter import kind_of
 from deepenough.hf.intercept import eval_mode
+from deepenough.shortcut.normal_equations import AffineMap
 from deepenough.shortcut.reading import TokenBatch
 from deepenough.shortcut.replaceable import PARTS, Choice, ReplaceableModel, unchanged
-from deepenough.shortcut.statistics import AffineMap
 from deepenough.shortcut.submodules import Function, Place
 
 _DECODED = 64

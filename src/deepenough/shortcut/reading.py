@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from deepenough.config import bounded, validate
+from deepenough.devices import device_of, to_device
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.hf.intercept import OneDnnProducts, eval_mode, patched_forward
@@ -78,9 +79,10 @@ class TokenBatch(NamedTuple):
 
         Padding stands on the right, where a causal model never looks: without a mask it is faster.
         """
-        device = adapter.model.device
+        device = device_of(adapter.model)
         check_vocabulary(adapter, int(self.ids.max()))
-        return self.ids.to(device), None if adapter.kind == "causal" else self.mask.to(device)
+        mask = None if adapter.kind == "causal" else to_device(self.mask, device)
+        return to_device(self.ids, device), mask
 
 
 @dataclass
@@ -285,8 +287,10 @@ def run_batch(adapter: Adapter, batch: TokenBatch) -> list[Tensor]:
     ids, mask = batch.inputs(adapter)
     with eval_mode(adapter.model), only_wanted(adapter, batch), OneDnnProducts():
         states = adapter.states(ids, attention_mask=mask)
-    row, position = (place.to(ids.device) for place in batch.wanted())
+    row, position = batch.wanted()
     for layer, state in enumerate(states):  # one by one: the full state is freed at once
+        if row.device != state.device:  # once, but where layers stand on several devices
+            row, position = row.to(state.device), position.to(state.device)
         states[layer] = state[row, position]
     check_finite(states)
     return states

@@ -36,6 +36,7 @@ from deepenough.hf.intercept import (
     hidden_output,
     hooked,
 )
+from deepenough.shortcut.normal_equations import AffineMap, NormalEquations
 from deepenough.shortcut.replaceable import (
     PARTS,
     Block,
@@ -46,7 +47,6 @@ from deepenough.shortcut.replaceable import (
     last_product,
     usual,
 )
-from deepenough.shortcut.statistics import AffineMap, NormalEquations
 from deepenough.shortcut.submodules import Place
 
 _RIDGES = (1e-3, 1e-2, 1e-1, 1.0)

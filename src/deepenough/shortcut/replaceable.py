@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt, kind_of
 from deepenough.hf.intercept import (
@@ -32,9 +33,9 @@ from deepenough.hf.intercept import (
     patched_forward,
     start_at,
 )
+from deepenough.shortcut.normal_equations import AffineMap, NormalEquations
 from deepenough.shortcut.pruned_model import pruned_class
 from deepenough.shortcut.reading import TokenBatch, batches, make_reading
-from deepenough.shortcut.statistics import AffineMap, NormalEquations
 from deepenough.shortcut.submodules import (
     Function,
     Place,
@@ -166,7 +167,7 @@ class ReplaceableModel:
                 break
             with self.replaced(choice), self._starting(number, first):
                 kl = self._reference[number].divergence(self.run(batch))
-            total += float(kl.sum(dtype=torch.float64))
+            total += float(exact(kl).sum())
             count += len(kl)
             self.read += int(batch.mask.sum())
         return total / count

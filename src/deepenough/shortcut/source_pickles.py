@@ -25,7 +25,8 @@ from torch import Tensor
 
 from deepenough.errors import UserError
 from deepenough.shortcut.modeling import Shortcuts
-from deepenough.shortcut.statistics import AffineMap, Maps, Targets, layer_pairs
+from deepenough.shortcut.normal_equations import AffineMap
+from deepenough.shortcut.statistics import Maps, Targets, layer_pairs
 from deepenough.shortcut.submodules import SOURCE_PLACES, Place, Submodules
 
 log = logging.getLogger("deepenough")

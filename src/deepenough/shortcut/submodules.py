@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepenough.devices import exact
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter
 from deepenough.hf.intercept import (
@@ -43,7 +44,7 @@ from deepenough.hf.intercept import (
     patched_forward,
     start_at,
 )
-from deepenough.shortcut.statistics import AffineMap, NormalEquations
+from deepenough.shortcut.normal_equations import AffineMap, NormalEquations
 
 KINDS = ("attention", "feed_forward", "norms")
 RESIDUALS = "residuals"
@@ -124,7 +125,7 @@ class SubmoduleStatistics:
             between, end = stream["block"] + stream["attention"], chosen(hidden_output(output))
             error, size = (between + stream["feed_forward"] - end).abs(), end.abs()
             is_close = error <= 0.02 * size + 0.01 * size.median()
-            self.adds_both = bool(is_close.double().mean() > 0.99)  # but for half precision
+            self.adds_both = bool(exact(is_close).mean() > 0.99)  # but for half precision
             if self.adds_both:
                 layer = self._counter.current
                 self._add((RESIDUALS, layer, 0), stream["attention"], between)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deepenough.config import validate
+from deepenough.devices import to_device
 from deepenough.errors import UserError
 from deepenough.hf.adapter import Adapter, adapt
 from deepenough.shortcut.config import TuneConfig, TuneTrainingConfig
@@ -176,7 +177,7 @@ class TuneTask(Task):
         index = step * self.train.accumulate + micro
         device = self.maps.change.device
         (states, last), share = self.states.batch(index)
-        states, last = states.to(device), last.to(device)
+        states, last = to_device(states, device), to_device(last, device)
         logits, log_weight = self._tokens(index)
         with torch.no_grad():
             log_p = (logits(last).float() + log_weight).log_softmax(-1)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepenough.devices import exact
 from deepenough.hf.adapter import Adapter
 from deepenough.hf.intercept import patched_forward
 
@@ -51,7 +52,7 @@ def whitening(states_LND: Tensor) -> Whitening:
     """
     means, roots = [], []
     for states_ND in states_LND:
-        states = states_ND.double()
+        states = exact(states_ND)
         mean = states.mean(0)
         centred = states - mean
         variances, directions = torch.linalg.eigh(centred.T @ centred / len(states))
@@ -81,7 +82,7 @@ class TunedMaps(nn.Module):
         super().__init__()
         self.matrices, self.biases, self.white = matrices_LDD, biases_LD, white
         # W x + c = A0 h + b0 for x = P (h - m): W = A0 P^-1, c = A0 m + b0
-        start = torch.linalg.solve(white.root_LDD.double(), matrices_LDD.double(), left=False)
+        start = torch.linalg.solve(exact(white.root_LDD), exact(matrices_LDD), left=False)
         offset = torch.einsum("lij,lj->li", matrices_LDD, white.mean_LD) + biases_LD
         self.start, self.offset = nn.Buffer(start.float()), nn.Buffer(offset)
         self.error = nn.Buffer(error_LD)

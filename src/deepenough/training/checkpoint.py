@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from deepenough.artifacts import ASIDE, DamagedError, atomic_path, restore, seal, verify
+from deepenough.devices import move_to_device
 from deepenough.errors import UserError
 from deepenough.runs import RunFolder, model_folder
 from deepenough.training.logging import without_bars, writing
@@ -226,14 +227,14 @@ def load_finished(run: str, kind: Any, instead: str) -> tuple[Any, Any]:
     from deepenough.data.tokenizer import load_tokenizer
     from deepenough.hf.loading import from_pretrained, saved_class
 
-    place = str(model_folder(run))
-    own = saved_class(run, place)
+    folder = str(model_folder(run))
+    own = saved_class(run, folder)
     if own is None or not issubclass(own, kind):
         name = "model of another kind" if own is None else own.__name__
         raise UserError(f"The model in {run} is a {name}, {instead}.")
     with without_bars():
-        model = from_pretrained(own, place, "model", name=run, trust_remote_code=None)
-    return model.eval(), load_tokenizer(place)
+        model = from_pretrained(own, folder, "model", name=run, trust_remote_code=None)
+    return move_to_device(model.eval()), load_tokenizer(folder)
 
 
 def _saved_weights(folder: Path) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepenough.devices import find_device
 from deepenough.errors import LostProcessError, UserError
 from deepenough.training.config import TrainingConfig
 
@@ -42,9 +43,12 @@ _SIGNS_OF_LOSS = ("closed by peer", "reset by peer", "broken pipe", "connection 
 
 
 def make_accelerator(
-    settings: TrainingConfig, may_skip: bool = True, may_divide: bool = True
+    settings: TrainingConfig,
+    may_skip: bool = True,
+    may_divide: bool = True,
+    device: str = "auto",
 ) -> Accelerator:
-    """Return an accelerator: processes, device and precision from environment and settings.
+    """Return an accelerator: processes and precision from environment and settings, and a device.
 
     `may_skip` says that a batch may leave weights unused: a cluster of the adaptive softmax that no
     token falls into, the branches of a block that has been closed. `may_divide` says that all of
@@ -52,17 +56,20 @@ def make_accelerator(
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    has_gpu = torch.accelerator.is_available()
+    chosen = find_device(device)
+    has_gpu = chosen.type != "cpu"
+    if has_gpu and chosen.index is not None:  # else accelerate takes the first
+        torch.accelerator.set_device_index(chosen.index)
     if settings.precision == "bf16" and not has_gpu:
         raise UserError("train.precision bf16 needs a GPU: leave it at auto.")
     is_half = settings.precision == "bf16" or (
-        settings.precision == "auto" and torch.cuda.is_available()
+        settings.precision == "auto" and chosen.type == "cuda"
     )
     join_again()
     # Accelerate keeps the precision of the first run of a process for all later ones.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
-        # Else accelerate takes the processes of a machine without a GPU for so many single ones.
+        # Else accelerate takes processes without a GPU for so many single ones.
         cpu=not has_gpu,
         mixed_precision="bf16" if is_half else "no",
         kwargs_handlers=[

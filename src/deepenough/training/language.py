@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from deepenough.data.config import DatasetConfig
 from deepenough.data.tokens import ContextBatches, Prepared, TokenFile
+from deepenough.devices import to_device
 from deepenough.errors import UserError
 from deepenough.measurement import Interval, intervals_of, perplexity_interval
 from deepenough.training.config import TrainingConfig, seed_at
@@ -127,9 +128,9 @@ class LanguageTask(Task):
             seed = seed_at(self.train.seed, "masked", phase, index)
             batch = self.masking(batch["input_ids"], seed, self.rank, self.world_size)
         device = self.model.device
-        targets = batch["labels"].to(device)
+        targets = to_device(batch["labels"], device)
         output = model(
-            batch["input_ids"].to(device),
+            to_device(batch["input_ids"], device),
             targets=targets,
             memories=self.memories[phase],
             **self._model_arguments(phase, index),
@@ -229,8 +230,8 @@ def evaluate_language(
         batch = batches[index]
         if masking is not None:
             batch = masking(batch["input_ids"], seed_at("evaluation", index), rank, world)
-        targets = batch["labels"].to(model.device)
-        output = model(batch["input_ids"].to(model.device), targets=targets, memories=memories)
+        ids, targets = (to_device(batch[name], model.device) for name in ("input_ids", "labels"))
+        output = model(ids, targets=targets, memories=memories)
         memories = output.memories
         counts.append(int((targets != -100).sum()))
         losses.append(float(output.loss) * counts[-1])

@@ -59,7 +59,7 @@ _ORIGINS = ("start", "model.encoder", "model.revision")
 #: Settings of what follows a training.
 _LATER = ("search.budget", "search.retrain")
 #: Settings, or sections of them, of which a finished model keeps nothing that could be ignored.
-_OF_NO_MODEL = ("out", "resume", "overwrite", "data", "dataset", "epochs", "train")
+_OF_NO_MODEL = ("out", "resume", "overwrite", "device", "data", "dataset", "epochs", "train")
 
 
 class StepResult(NamedTuple):
@@ -347,7 +347,8 @@ def begin_run(config: Any, may_skip: bool = True) -> Accelerator:
 
     `may_skip` is as for `make_accelerator`.
     """
-    accelerator = make_accelerator(validate(config).train, may_skip)
+    where = getattr(validate(config), "device", "auto")
+    accelerator = make_accelerator(config.train, may_skip, device=where)
     check_folder(config, accelerator)
     return accelerator
 
