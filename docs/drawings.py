@@ -37,7 +37,7 @@ ROWS = [
     ["registry", "compare", "report"],
     ["par", "ponder", "lazy", "decoding", "shortcut"],
     ["training", "hf", "data", "nn"],
-    ["measurement", "figure", "runs", "trace", "artifacts", "config"],
+    ["measurement", "figure", "runs", "trace", "artifacts", "devices", "config"],
 ]
 
 

@@ -83,9 +83,8 @@ def find_device(name: str = "auto") -> torch.device:
         return torch.device("cpu")
     count = torch.accelerator.device_count() if gpu and gpu.type == device.type else 0
     if (device.index or 0) >= count:
-        there = "the CPU alone" if gpu is None else f"the CPU and {gpu.type} 0 to {count - 1}"
-        if gpu is not None and count == 0:
-            there = f"the CPU and {gpu.type}"
+        others = "alone" if gpu is None else f"and {gpu.type}"
+        there = f"the CPU {others}" + (f" 0 to {count - 1}" if count else "")
         raise UserError(f"The device {name} is not there: torch finds {there} on this machine.")
     if device.index is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")) % count)
@@ -137,8 +136,13 @@ def exact(values: Tensor) -> Tensor:
     return values.to(sums_device(values.device)).to(torch.float64)
 
 
-def to_device(batch: Tensor, device: torch.device) -> Tensor:
-    """Return a batch on a device; a copy to CUDA goes on while Python prepares what follows."""
+def to_device(batch: Tensor, device: torch.device | None) -> Tensor:
+    """Return a batch on a device; a copy to CUDA goes on while Python prepares what follows.
+
+    Without a device it stays where it is.
+    """
+    if device is None:
+        return batch
     if device.type != "cuda" or batch.device.type != "cpu":
         return batch.to(device)
     # Only page-locked memory is copied without the program waiting for it.

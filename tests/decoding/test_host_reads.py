@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepenough as de
+from deepenough.decoding.eagle3 import Eagle3Drafter
+from tests.decoding.test_eagle3 import make_head
 
 READS = {"item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "unique"}
 READS |= {"__bool__", "__int__", "__float__", "__index__"}
@@ -77,6 +79,13 @@ def test_a_pass_reads_its_tokens_and_nothing_else(small, prompts, backend, rows,
 
 def test_drafts_of_a_map_are_read_once_a_pass(small, prompts, shortcuts):
     fast = de.speculate(small, "shortcut", shortcuts=shortcuts, draft_layer=1, num_draft_tokens=2)
+    reads, passes, output = added_reads(fast, prompts(1))
+    assert output.drafted > 0
+    assert passes < reads <= 2 * passes
+
+
+def test_drafts_of_a_head_are_read_once_a_pass(small, prompts):
+    fast = de.speculate(small, drafter=[Eagle3Drafter(make_head(small), 3)], backend="torch")
     reads, passes, output = added_reads(fast, prompts(1))
     assert output.drafted > 0
     assert passes < reads <= 2 * passes

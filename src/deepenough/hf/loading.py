@@ -107,6 +107,7 @@ def load(
     """
     if kind != "auto" and kind not in AUTO_CLASSES:
         raise UserError(f"A model is loaded as auto, causal, masked or encoder, not as {kind!r}.")
+    weights_dtype = find_dtype(dtype)
     place = find_place(name)
     options: dict[str, Any] = {"name": name, "revision": revision}
     options["trust_remote_code"] = trust_remote_code
@@ -117,7 +118,7 @@ def load(
         how: dict[str, Any] = {
             "config": config,
             "output_loading_info": True,
-            "dtype": find_dtype(dtype),
+            "dtype": weights_dtype,
             "use_safetensors": None if allow_pickle else True,
             **options,
         }

@@ -110,9 +110,14 @@ def update_cache(cache: Cache, key: Tensor, value: Tensor, layer: int) -> tuple[
     return updated
 
 
+def _is_known_whole(mask: Tensor) -> bool:
+    """Return whether a mask hides nothing; looking would make a device wait at every token."""
+    return mask.device.type == "cpu" and bool(mask.all())
+
+
 def padding_mask(attention_mask_BK: Tensor | None) -> Tensor | None:
-    """Return which tokens are visible, `[B, 1, 1, K]`; None if there is no padding."""
-    if attention_mask_BK is None or bool(attention_mask_BK.all()):
+    """Return which tokens are visible, `[B, 1, 1, K]`; None if it is known that all are."""
+    if attention_mask_BK is None or _is_known_whole(attention_mask_BK):
         return None
     return attention_mask_BK.bool()[:, None, None, :]
 
@@ -172,9 +177,7 @@ class PositionalEncoding(nn.Module):
                 "positions: cut it, or raise max_positions."
             )
         table = self._table(limit, state_BTD)
-        # Looking for padding would make a device wait at every token.
-        looks = attention_mask_BK is not None and attention_mask_BK.device.type == "cpu"
-        if attention_mask_BK is None or (looks and bool(attention_mask_BK[:, 0].all())):
+        if attention_mask_BK is None or _is_known_whole(attention_mask_BK[:, 0]):
             return table[num_past : num_past + length]
         indices = attention_mask_BK.long().cumsum(1).sub_(1).clamp_(min=0)[:, -length:]
         return table[indices]

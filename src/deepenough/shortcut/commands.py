@@ -75,8 +75,9 @@ def fit(config: ShortcutFitConfig) -> list[str] | None:
     if config.tuned and config.device_map is not None:
         raise UserError("Maps are tuned on one device: leave out --device_map, or --tuned.")
     texts = config.dataset.read(config.data)
-    where = {"device_map": config.device_map, "offload_folder": config.offload_folder}
-    model, tokenizer = config.model.load(**where)
+    model, tokenizer = config.model.load(
+        device_map=config.device_map, offload_folder=config.offload_folder
+    )
     adapter = adapt(model)
     check_mask(tokenizer, adapter.kind)
     if config.tuned:
