@@ -265,9 +265,9 @@ def test_a_lazy_model_runs_on_a_device(trains: bool, without_float64: WithoutFlo
     translator: Any = LazyTransformerForConditionalGeneration(config).to(META).train(trains)
     writer: Any = LazyTransformerForCausalLM(config).to(META).train(trains)
     with without_float64 as mode:
-        output = translator(some_ids(), torch.ones_like(some_ids()), targets=some_ids())
-        assert output.logits.device == META
-        assert writer(some_ids(), torch.ones_like(some_ids())).logits.device == META
+        mask = torch.ones_like(some_ids())
+        output = translator(some_ids(), mask, some_ids(), mask)
+        assert output.logits.device == writer(some_ids(), mask).logits.device == META
     assert mode.made > 0
 
 

@@ -86,7 +86,7 @@ def find_device(name: str = "auto") -> torch.device:
         others = "alone" if gpu is None else f"and {gpu.type}"
         there = f"the CPU {others}" + (f" 0 to {count - 1}" if count else "")
         raise UserError(f"The device {name} is not there: torch finds {there} on this machine.")
-    if device.index is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if ":" not in str(device) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")) % count)
     return device
 

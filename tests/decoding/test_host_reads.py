@@ -118,7 +118,8 @@ def test_a_map_is_moved_once(small, prompts, shortcuts, way):
     small, inputs = small.double(), prompts(1)
     shortcuts._kept.clear()  # other tests share them
     if way == "drafts of a map":
-        fast = de.speculate(small, "shortcut", shortcuts=shortcuts, draft_layer=1)
+        options = {"draft_layer": 1, "num_draft_tokens": 2}
+        fast = de.speculate(small, "shortcut", shortcuts=shortcuts, **options)
     else:
         fill = "copy" if way == "exit, copied" else "shortcut"
         fast = de.early_exit(small, shortcuts, 0.0, exit_layers=[1], kv_propagation=fill)
