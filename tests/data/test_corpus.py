@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import logging
+import os
 import sys
 import types
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepenough.data import corpus
-from deepenough.data.corpus import BLOCK_LINES, open_corpus, read_input_lines
+from deepenough.data.corpus import BLOCK_LINES, Corpus, open_corpus, read_input_lines
 from deepenough.errors import UserError
 
 
@@ -404,3 +405,80 @@ def test_rows_without_a_text_are_refused(tmp_path, row, sentence):
     path = write(tmp_path / "rows.jsonl", ['{"text": "x"}', row])
     with pytest.raises(UserError, match=sentence):
         list(open_corpus(str(path), valid_fraction=0, test_fraction=0).lines("train"))
+
+
+# -- streams of datasets -----------------------------------------------------------------------
+
+
+def rows_of(path, texts, column="text"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({column: text}) + "\n" for text in texts)
+    return path
+
+
+def parquet_of(path, texts):
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=2)
+    return path
+
+
+@pytest.mark.parametrize(("write_rows", "suffix"), [(rows_of, "jsonl"), (parquet_of, "parquet")])
+def test_a_stream_has_the_lines_of_the_copy_and_leaves_none(
+    tmp_path, own_cache, write_rows, suffix
+):
+    texts = ["a\nb", "", "of Éa 日本\u2028 no line end", "windows\r\n", "c"]
+    write_rows(tmp_path / "set" / f"train.{suffix}", texts)
+    write_rows(tmp_path / "set" / f"validation.{suffix}", ["v"])
+    name = str(tmp_path / "set")
+    stream = open_corpus(f"hf-stream:{name}", test_fraction=0)
+    assert not own_cache.exists()
+    copy = open_corpus(f"hf:{name}", test_fraction=0)
+    assert stream.splits == copy.splits == ("train", "valid")
+    for split in stream.splits:
+        assert list(stream.lines(split)) == list(stream.lines(split)) == list(copy.lines(split))
+
+
+def test_a_stream_is_known_without_being_read(tmp_path, monkeypatch):
+    rows_of(tmp_path / "set" / "train.jsonl", [f"line {number}" for number in range(200)])
+    monkeypatch.setenv("DEEPENOUGH_DATA", str(tmp_path))
+    name = "hf-stream:set"
+
+    def known(**settings):
+        corpus = open_corpus(name, **settings)
+        with monkeypatch.context() as patch:
+            patch.setattr(Corpus, "lines", None)
+            return tuple(corpus.fingerprint(split) for split in corpus.splits)
+
+    first = known()
+    assert len(set(first)) == 3
+    assert known() == first
+    assert known(valid_fraction=0.1)[0] != first[0]
+    parts = [
+        line for split in ("train", "valid", "test") for line in open_corpus(name).lines(split)
+    ]
+    assert sorted(parts) == sorted(f"line {number}" for number in range(200))
+    path = rows_of(tmp_path / "set" / "train.jsonl", ["others"] * 200)
+    os.utime(path, (1e9, 1e9))
+    assert not set(known()) & set(first)
+
+
+def test_a_stream_is_refused_as_a_copy_is(tmp_path, monkeypatch):
+    rows_of(tmp_path / "set" / "train.jsonl", ["words"] * 60, column="body")
+    name = f"hf-stream:{tmp_path / 'set'}"
+    with pytest.raises(UserError, match="no column 'text' but body"):
+        open_corpus(name)
+    assert len(list(open_corpus(f"{name}::body").lines("train"))) > 40
+    monkeypatch.setattr(corpus, "_column", broken)
+    with pytest.raises(UserError, match=r"broke off \(ConnectionError: reset\): repeat"):
+        open_corpus(name)
+    with pytest.raises(UserError, match="hub did not give it"):
+        open_corpus("hf-stream:nobody/nothing")
+
+
+def broken(*_):
+    yield "a line"
+    raise ConnectionError("reset\nby peer")

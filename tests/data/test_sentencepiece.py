@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from deepenough.data.tokenizer import encoder_of, load_tokenizer
+from deepenough.data.encoding import encoder_of
+from deepenough.data.tokenizer import load_tokenizer
 
 NAMES = ("par/wiki2_12k.model", "tokenizers/albert-base-v2/spiece.model")
 

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
 from deepenough.data import tokenizer as training
+from deepenough.data.encoding import encoder_of, lower
 from deepenough.data.tokenizer import (
     MODEL_FILE,
-    encoder_of,
     load_tokenizer,
-    lower,
     lowers_case,
     save_tokenizer,
     train_tokenizer,

@@ -12,7 +12,8 @@ import pytest
 
 from deepenough.data import tokens as tokens_module
 from deepenough.data.corpus import Corpus, open_corpus
-from deepenough.data.tokenizer import encoder_of, load_tokenizer
+from deepenough.data.encoding import encoder_of
+from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.tokens import TokenFile, id_type, token_file, tokenizer_fingerprint
 from deepenough.errors import UserError
 
@@ -62,7 +63,7 @@ def test_a_tokenizer_that_encodes_by_itself(tokenizer, prose, tmp_path):
 def test_written_once(tokenizer, monkeypatch):
     corpus = corpus_of(LINES)
     first = token_file(corpus, "train", tokenizer)
-    monkeypatch.setattr(tokens_module, "encoder_of", None)
+    monkeypatch.setattr(tokens_module, "encode_blocks", None)
     assert token_file(corpus, "train", tokenizer) == first
     assert token_file(corpus_of(list(LINES)), "train", tokenizer) == first
 
@@ -126,7 +127,11 @@ MEASURE = """
     import json, resource, sys
     from deepenough.data.corpus import Corpus
     from deepenough.data.tokenizer import load_tokenizer
+    from deepenough.data import tokens
     from deepenough.data.tokens import token_file
+
+    # The smaller text, too, is long enough for several processes, and for a whole block of counts.
+    tokens.BLOCK_CHARACTERS, tokens.COUNT_BLOCK = 1 << 18, 1 << 18
 
     def lines(num_bytes):
         size, number = 0, 0

@@ -16,8 +16,9 @@ import deepenough as de
 from deepenough import ParConfig, ParForCausalLM, ParForMaskedLM, UserError
 from deepenough.config import ContinueConfig, resolve
 from deepenough.data.config import DatasetConfig
+from deepenough.data.encoding import encoder_of
 from deepenough.data.tokenizer import load_tokenizer
-from deepenough.data.tokens import ContextBatches, encoder_of, prepare, split_tokens
+from deepenough.data.tokens import ContextBatches, prepare, split_tokens
 from deepenough.measurement import ComparedData
 from deepenough.par.config import ParEvalConfig, ParSearchConfig, ParTrainConfig
 from deepenough.par.evaluation import ParCandidate, continue_text, evaluate

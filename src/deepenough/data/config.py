@@ -52,6 +52,10 @@ class DatasetConfig(TokenizerConfig):
     length: int = bounded(32, ge=1)
     """Tokens of each stream in one batch."""
 
+    workers: int | None = bounded(None, ge=1)
+    """Processes that encode a text that is not in the cache yet; by default one for each core, and
+    one alone for a text of few megabytes. The tokens are the same."""
+
     @property
     def ends_lines(self) -> bool:
         """Return whether line ends are tokens, the default resolved."""

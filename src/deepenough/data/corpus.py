@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -42,6 +42,7 @@ logger = logging.getLogger("deepenough")
 Lines = Callable[[], Iterator[str]]
 
 DATA_VARIABLE = "DEEPENOUGH_DATA"
+STREAM = "hf-stream:"
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {
     "train": "train",
@@ -78,6 +79,8 @@ class Corpus:
     """Splits that the source itself lacks, cut from its training text."""
     cut_at_end: bool = False
     """Whether these are the end of a text of too few lines."""
+    identity: str | None = None
+    """What decides the content, where the source knows it: it need not be read for that."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -101,7 +104,9 @@ class Corpus:
         return chain([first], lines)
 
     def fingerprint(self, split: str) -> str:
-        """Return a hash of the split's content, streamed."""
+        """Return a hash of the split's content, streamed, or of what decides it."""
+        if self.identity is not None:
+            return key_of(self.identity, split)
         digest = hashlib.blake2b(digest_size=16)
         for line in self.lines(split):
             digest.update(line.encode("utf-8", errors="surrogatepass"))
@@ -120,7 +125,8 @@ def open_corpus(
 
     In this order: `python` (the prose inside Python itself), a file, a folder or a glob, the same
     under `$DEEPENOUGH_DATA`, and a hub name of the form `owner/name`. `hf:name`, `hf:name:config`
-    and `hf:name:config:column` always mean the hub.
+    and `hf:name:config:column` always mean the hub. `hf-stream:` in the place of `hf:` keeps no
+    copy of the text, and takes a folder that `datasets` can load, too.
     """
     if not (valid_fraction >= 0 and test_fraction >= 0 and valid_fraction + test_fraction < 1):
         raise UserError(
@@ -129,11 +135,13 @@ def open_corpus(
         )
     if not name.strip():
         raise UserError("The name of the text is empty: give a file, a folder or a corpus.")
-    if name == "python":
-        files = {"train": [prose_file(cache)]}
-    else:
-        files = group_by_split(_find_local(name) or _find_on_hub(name, cache))
-    sources: dict[str, Lines] = {split: partial(read_texts, files[split]) for split in files}
+    sources, identity = _find_stream(name) if name.startswith(STREAM) else ({}, None)
+    if not sources:
+        if name == "python":
+            files = {"train": [prose_file(cache)]}
+        else:
+            files = group_by_split(_find_local(name) or _find_on_hub(name, cache))
+        sources = {split: partial(read_texts, files[split]) for split in files}
     missing = {
         split: fraction
         for split, fraction in (("valid", valid_fraction), ("test", test_fraction))
@@ -143,7 +151,9 @@ def open_corpus(
     cut_at_end = bool(missing) and _has_too_few_lines(train, missing)
     for split in ("train", *missing) if missing else ():
         sources[split] = partial(_end if cut_at_end else _held_out, train, split, missing)
-    corpus = Corpus(name, sources, tuple(missing), cut_at_end)
+    if identity is not None:
+        identity = key_of(identity, repr(missing), str(cut_at_end))
+    corpus = Corpus(name, sources, tuple(missing), cut_at_end, identity)
     corpus.lines("train")  # an empty corpus is refused here, not in the middle of a run
     return corpus
 
@@ -270,22 +280,65 @@ def _find_on_hub(name: str, cache: str | os.PathLike[str] | None) -> list[Path]:
             f"${DATA_VARIABLE} ({os.environ.get(DATA_VARIABLE) or 'unset'}).{did_you_mean(name)}"
         )
     name = name.removeprefix("hf:")
+    repository, config, column = _parts(name)
 
     def fetch(folder: Path) -> None:
-        repository, _, rest = name.partition(":")
-        config, _, column = rest.partition(":")
-        column = column or "text"
-        for split, rows in open_splits(repository, config or None).items():
+        for split, rows in open_splits(repository, config).items():
             with (folder / f"{split}.txt").open("w", encoding="utf-8", errors="replace") as file:
-                for row in rows:
-                    if column not in row:
-                        raise UserError(
-                            f"The dataset {name} has no column {column!r} but {', '.join(row)}: "
-                            "name one as hf:name:config:column."
-                        )
-                    file.write(f"{row[column]}\n")
+                file.writelines(f"{text}\n" for text in _column(rows, column, name))
 
     return sorted(entry(cache_folder(cache) / "hub" / key_of(name), fetch).iterdir())
+
+
+def _parts(name: str) -> tuple[str, str | None, str]:
+    """Return repository, config and column of `owner/name[:config[:column]]`."""
+    repository, _, rest = name.partition(":")
+    config, _, column = rest.partition(":")
+    return repository, config or None, column or "text"
+
+
+def _column(rows: Iterable[Mapping[str, Any]], column: str, name: str) -> Iterator[str]:
+    """Yield the texts of a dataset's rows; one without the column is refused."""
+    for row in rows:
+        if column not in row:
+            raise UserError(
+                f"The dataset {name} has no column {column!r} but {', '.join(row)}: "
+                "name one as hf:name:config:column."
+            )
+        yield str(row[column])
+
+
+def _find_stream(name: str) -> tuple[dict[str, Lines], str | None]:
+    """Return the splits of a dataset as they are fetched, and what decides their content.
+
+    That is every file's name and date, or its commit on the hub: `datasets` knows them at once.
+    """
+    name = name.removeprefix(STREAM)
+    repository, config, column = _parts(name)
+    folder = next((str(place) for place in candidates(repository) if place.is_dir()), repository)
+    builder = _from_hub("load_dataset_builder", folder, config)
+    files = builder.config.data_files or {}
+    known = {split: (list(own), own.origin_metadata) for split, own in files.items()}
+    splits = _by_our_names(builder.as_streaming_dataset(), repository)
+    sources = {
+        split: cast(Lines, partial(_stream, rows, column, name)) for split, rows in splits.items()
+    }
+    return sources, key_of(name, folder, repr(known)) if known else None
+
+
+def _stream(rows: Iterable[Mapping[str, Any]], column: str, name: str) -> Iterator[str]:
+    """Yield the lines of a dataset's texts, as they would be read from a file of them."""
+    try:
+        for text in _column(rows, column, name):
+            yield from _decoded(BytesIO(f"{text}\n".encode(errors="replace")), name, strict=True)
+    except UserError:
+        raise
+    except Exception as error:  # datasets raises many kinds, also when the network fails
+        said = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"The stream of the dataset {name} broke off ({type(error).__name__}: {said}): repeat "
+            "the command."
+        ) from error
 
 
 def is_hub_name(name: str) -> bool:
@@ -308,6 +361,11 @@ def did_you_mean(name: str) -> str:
 
 def open_splits(repository: str, config: str | None) -> Mapping[str, Any]:
     """Return the streamed splits of a dataset by our names; a missing dataset is refused."""
+    return _by_our_names(_from_hub("load_dataset", repository, config, streaming=True), repository)
+
+
+def _from_hub(function: str, repository: str, config: str | None, **options: Any) -> Any:
+    """Return what a function of `datasets` finds under a name; a missing dataset is refused."""
     import datasets  # here, because importing it takes seconds and most corpora are local
 
     from deepenough.hf.loading import is_only_local
@@ -315,7 +373,7 @@ def open_splits(repository: str, config: str | None) -> Mapping[str, Any]:
     was_offline, is_offline = datasets.config.HF_HUB_OFFLINE, is_only_local(repository)
     datasets.config.HF_HUB_OFFLINE = was_offline or is_offline
     try:
-        found = datasets.load_dataset(repository, config, streaming=True)
+        return getattr(datasets, function)(repository, config, **options)
     except Exception as error:  # datasets raises many kinds, also for a missing network
         said = str(error).strip().partition("\n")[0]
         reason = "it cannot be reached" if is_offline else f"{type(error).__name__}: {said}"
@@ -326,6 +384,9 @@ def open_splits(repository: str, config: str | None) -> Mapping[str, Any]:
         ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
+
+
+def _by_our_names(found: Mapping[str, Any], repository: str) -> dict[str, Any]:
     splits = {SPLIT_NAMES[split]: found[split] for split in found if split in SPLIT_NAMES}
     if "train" not in splits:
         raise UserError(

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from deepenough.artifacts import cache_folder, entry, key_of, verify
 from deepenough.data.config import TokenizerConfig
 from deepenough.data.corpus import candidates
+from deepenough.data.encoding import ATTRIBUTE, SentencePieceEncoder, lower
 from deepenough.errors import UserError
 from deepenough.hf.loading import from_pretrained
 from deepenough.training.logging import announce
@@ -191,33 +192,9 @@ def _sample(lines: Iterable[str]) -> list[str]:
     return kept
 
 
-# -- encoding by SentencePiece itself --------------------------------------------------------------
+# -- saving, with the SentencePiece model ----------------------------------------------------------
 
 MODEL_FILE = "sentencepiece.model"
-ATTRIBUTE = "sentencepiece_encoder"
-
-
-class SentencePieceEncoder:
-    """A SentencePiece model with what its Hugging Face form does to the text beforehand."""
-
-    def __init__(self, model: bytes, lowercase: bool) -> None:
-        self.model, self.lowercase = model, lowercase
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-
-    def __call__(self, lines: list[str]) -> list[list[int]]:
-        """Return the ids of each line."""
-        if self.lowercase:
-            lines = [lower(line) for line in lines]
-        ids: list[list[int]] = self._processor.encode(lines)
-        return ids
-
-
-def lower(text: str) -> str:
-    """Lower case as the saved tokenizer makes it: letter by letter.
-
-    `str.lower` differs in one place, a capital sigma at the end of a word.
-    """
-    return text.lower() if text.isascii() else str(normalizers.Lowercase().normalize_str(text))
 
 
 def lowers_case(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -236,17 +213,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     encoder = getattr(tokenizer, ATTRIBUTE, None)
     if encoder is not None:
         (folder / MODEL_FILE).write_bytes(encoder.model)
-
-
-def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], list[list[int]]]:
-    """Return a function from lines to their ids, special tokens not added."""
-
-    def encode(lines: list[str]) -> list[list[int]]:
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        ids: list[list[int]] = tokenizer(lines, **options)["input_ids"]
-        return ids
-
-    return getattr(tokenizer, ATTRIBUTE, encode)
 
 
 # -- SentencePiece models as fast tokenizers ------------------------------------------------------

@@ -10,6 +10,7 @@ one per word or per byte, count a line end as a word and a byte only if the mode
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -25,12 +26,8 @@ from transformers import PreTrainedTokenizerBase
 from deepenough.artifacts import cache_folder, entry, key_of
 from deepenough.data.config import DatasetConfig
 from deepenough.data.corpus import Corpus, open_corpus
-from deepenough.data.tokenizer import (
-    add_encoder_tokens,
-    cached_tokenizer,
-    encoder_of,
-    load_tokenizer,
-)
+from deepenough.data.encoding import encode_blocks
+from deepenough.data.tokenizer import add_encoder_tokens, cached_tokenizer, load_tokenizer
 from deepenough.errors import UserError
 from deepenough.training.logging import announce, announce_split, reading
 
@@ -62,12 +59,7 @@ def prepare(text: str, dataset: DatasetConfig, with_mask: bool = False) -> Prepa
         tokenizer = load_tokenizer(dataset.tokenizer, dataset.lowercase)
     if with_mask:
         add_encoder_tokens(tokenizer)
-    tokens = {
-        split: token_file(
-            corpus, split, tokenizer, end_of_line=dataset.ends_lines, cache_dir=dataset.cache
-        )
-        for split in corpus.splits
-    }
+    tokens = {split: _tokens_of(corpus, split, tokenizer, dataset) for split in corpus.splits}
     return Prepared(tokenizer, tokens)
 
 
@@ -77,17 +69,29 @@ def split_tokens(
     """Return the tokens of one split of a text under a model's own tokenizer, and its name.
 
     The split is by default test, else valid, else train. Of `dataset` the cache, the shares held
-    out and the line ends are read.
+    out, the line ends and the number of processes are read.
     """
     corpus = _open(text, dataset)
     split = split or corpus.splits[-1]
-    ends, cache = dataset.ends_lines, dataset.cache
-    return token_file(corpus, split, tokenizer, end_of_line=ends, cache_dir=cache), split
+    return _tokens_of(corpus, split, tokenizer, dataset), split
 
 
 def _open(text: str, dataset: DatasetConfig) -> Corpus:
     fractions = {"valid_fraction": dataset.valid_fraction, "test_fraction": dataset.test_fraction}
     return open_corpus(text, cache=dataset.cache, **fractions)
+
+
+def _tokens_of(
+    corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerBase, dataset: DatasetConfig
+) -> TokenFile:
+    return token_file(
+        corpus,
+        split,
+        tokenizer,
+        end_of_line=dataset.ends_lines,
+        cache_dir=dataset.cache,
+        workers=dataset.workers,
+    )
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,13 @@ class TokenFile:
 
     def vocab_counts(self) -> npt.NDArray[np.int64]:
         """Return how often each id occurs, in blocks so that the file is never in memory whole."""
-        ids, total = self.ids, np.zeros(self.vocab_size, dtype=np.int64)
-        for start in range(0, len(ids), COUNT_BLOCK):
-            total += np.bincount(ids[start : start + COUNT_BLOCK], minlength=self.vocab_size)
+        dtype, total = np.dtype(id_type(self.vocab_size)), np.zeros(self.vocab_size, dtype=np.int64)
+        for start in range(0, len(self), COUNT_BLOCK):
+            # Not through the map, whose pages would stay as long as it does.
+            ids = np.fromfile(
+                self.folder / IDS_FILE, dtype, COUNT_BLOCK, offset=start * dtype.itemsize
+            )
+            total += np.bincount(ids, minlength=self.vocab_size)
         return total
 
 
@@ -144,8 +152,12 @@ def token_file(
     *,
     end_of_line: bool = True,
     cache_dir: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
 ) -> TokenFile:
-    """Return the tokens of a split: from the cache, or encoded now."""
+    """Return the tokens of a split: from the cache, or encoded now by so many processes.
+
+    The ids do not depend on how many `workers` there are; by default a long text has one a core.
+    """
     eos = tokenizer.eos_token_id if end_of_line else None
     if end_of_line and eos is None:
         raise UserError(
@@ -154,7 +166,7 @@ def token_file(
         )
     key = key_of(FORMAT, corpus.fingerprint(split), tokenizer_fingerprint(tokenizer), str(eos))
     folder = cache_folder(cache_dir) / "tokens" / key
-    file = TokenFile.open(entry(folder, partial(_write, corpus, split, tokenizer, eos)))
+    file = TokenFile.open(entry(folder, partial(_write, corpus, split, tokenizer, eos, workers)))
     if split in corpus.held_out and corpus.cut_at_end:
         announce(
             f"The {split} split is {len(file):,} tokens from the end of {corpus.name}, which has "
@@ -177,19 +189,29 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _write(
-    corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerBase, eos: int | None, folder: Path
+    corpus: Corpus,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    eos: int | None,
+    workers: int | None,
+    folder: Path,
 ) -> None:
-    vocab_size, encode = len(tokenizer), encoder_of(tokenizer)
-    line_end = [] if eos is None else [eos]
+    vocab_size = len(tokenizer)
+    blocks = _blocks(corpus.lines(split))
+    encoded = encode_blocks(blocks, tokenizer, eos, id_type(vocab_size), workers)
     num_tokens = num_lines = num_words = num_bytes = 0
-    with (folder / IDS_FILE).open("wb") as file, reading("bytes") as show:
-        for lines in _blocks(corpus.lines(split)):
-            ids = [number for line in encode(lines) for number in (*line, *line_end)]
-            np.array(ids, dtype=id_type(vocab_size)).tofile(file)
-            num_tokens += len(ids)
-            num_lines += len(lines)
-            num_words += sum(len(line.split()) for line in lines)
-            num_bytes += sum(len(line.encode("utf-8")) for line in lines)
+    # Closed whatever happens, so that no process outlives what it works for.
+    with (
+        (folder / IDS_FILE).open("wb") as file,
+        reading("bytes") as show,
+        contextlib.closing(encoded),
+    ):
+        for block in encoded:
+            block.ids.tofile(file)
+            num_tokens += len(block.ids)
+            num_lines += block.num_lines
+            num_words += block.num_words
+            num_bytes += block.num_bytes
             show(num_bytes, None)
     if num_tokens == 0:
         raise UserError(

@@ -33,7 +33,8 @@ from deepenough.data.corpus import (
     open_splits,
     read_lines,
 )
-from deepenough.data.tokenizer import cached_tokenizer, encoder_of, load_tokenizer
+from deepenough.data.encoding import encoder_of
+from deepenough.data.tokenizer import cached_tokenizer, load_tokenizer
 from deepenough.devices import to_device
 from deepenough.errors import UserError
 from deepenough.training.logging import announce_split

@@ -403,7 +403,8 @@ class LanguageTrainConfig(LazyTrainConfig):
     task: str = LANGUAGE
     data: str = "python"
     """Text: `python` (the prose inside Python), a file, folder or glob, a folder of
-    $DEEPENOUGH_DATA, or a `datasets` name (`hf:name`, `hf:name:config:column`)."""
+    $DEEPENOUGH_DATA, or a `datasets` name (`hf:name`, `hf:name:config:column`; `hf-stream:...`
+    keeps no copy of its text)."""
 
     dataset: DatasetConfig = field(default_factory=lambda: DatasetConfig(length=64))
     model: LazyModelConfig = field(

@@ -201,7 +201,8 @@ class ParRunConfig(DeviceConfig, RunConfig):
 
     data: str = "python"
     """Text: a file, folder or glob, `python` (the prose inside Python), a folder of
-    $DEEPENOUGH_DATA, or a `datasets` name (`owner/name`, `hf:name:config:column`)."""
+    $DEEPENOUGH_DATA, or a `datasets` name (`owner/name`, `hf:name:config:column`; `hf-stream:...`
+    keeps no copy of its text)."""
 
     start: str | None = None
     """Folder of a search or a model from whose weights to start, a search from its choices too; by
