@@ -8,9 +8,8 @@ is fitted, each exponent by least squares of logarithms. `counted` is the same f
 that were counted at the same sizes: small sizes have lower exponents than the largest term alone.
 Parts are the sums and the solving of `shortcut fit` for all pairs and for maps to the last layer,
 a training step of PAR (tokens of a batch, blocks), and plain decoding with the torch backend (new
-tokens). Memory is the peak of a process of its own that fits, or trains, on so many tokens.
-Processes are those of torchrun that share one training, each with one thread. `plan` counts what a
-large training would take; its device is not here and was not measured.
+tokens). Processes are those of torchrun that share one training, each with one thread. The variant
+`memory` has the peak of a process of its own that fits, or trains, on so many tokens.
 """
 
 from __future__ import annotations
@@ -35,15 +34,16 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.figures import Figure
+from benchmarks.training_plan import training_flops
 from deepenough import ParConfig, ParForCausalLM
 from deepenough.decoding.api import speculate
 from deepenough.hf.adapter import adapt
-from deepenough.par.search import count_block_costs
 from deepenough.shortcut.modeling import Shortcuts
 from deepenough.shortcut.statistics import LayerStatistics, layer_pairs, layer_targets
 
 QUICK = False
 SEEDS = [0]
+VARIANTS = {"time": {"what": "time"}, "memory": {"what": "memory"}}
 VOCAB, LENGTH, HEADS = 2000, 32, 4
 STEPS = 4
 """Training steps that are timed at once."""
@@ -80,33 +80,32 @@ class Part:
 
 
 def measure(
+    what: str = "time",
     rounds: int = 3,
     threads: int = 2,
     shrink: int = 1,
-    memory: tuple[int, ...] = (16_384, 65_536, 262_144),
+    tokens: tuple[int, ...] = (16_384, 65_536, 262_144),
     steps: int = 60,
 ) -> dict[str, Any]:
-    """Time all parts, measure memory and processes, and count the plan.
+    """Return exponents and rates of processes, or peaks.
 
     Args:
+        what: time or memory.
         rounds: How often every size is timed; the best counts, and exponents have the spread.
         threads: Threads of torch.
         shrink: Divides widths, to try things out.
-        memory: Tokens that are fitted on, and trained on.
+        tokens: How many are fitted on, and trained on, where memory is measured.
         steps: Training steps of one and of two processes.
     """
+    if what == "memory":
+        return {
+            kind: {f"tokens_{number}": peak_of(kind, number) for number in tokens}
+            for kind in ("fit", "training")
+        }
     torch.set_num_threads(threads)
     torch.manual_seed(SEEDS[0])
-    found: dict[str, Any] = {}
-    for name, part in parts(shrink).items():
-        found[name] = grow(name, part, rounds)
-    found["memory"] = {
-        what: {f"tokens_{number}": peak_of(what, number) for number in memory}
-        for what in ("fit", "training")
-    }
-    found["processes"] = processes(steps)
-    found["plan"] = plan(found["training"]["gflops"])
-    return found | {"settings": {"rounds": rounds, "steps": steps}}
+    found = {name: grow(name, part, rounds) for name, part in parts(shrink).items()}
+    return found | {"processes": processes(steps), "settings": {"rounds": rounds, "steps": steps}}
 
 
 def grow(name: str, part: Part, rounds: int) -> dict[str, Any]:
@@ -269,14 +268,6 @@ def of_training(size: Size) -> float:
     return training_flops(par_config(size), size.tokens // LENGTH)
 
 
-def training_flops(config: ParConfig, streams: int) -> float:
-    """Return the FLOPs of a step of a model whose blocks are given."""
-    costs = count_block_costs(config, streams)
-    of_blocks = {"a": costs.attention, "d": costs.dense, "-": costs.identity}
-    of_blocks["*"] = costs.attention + costs.dense
-    return 3 * (costs.rest + sum(of_blocks[kind] for kind in config.pattern))
-
-
 def decoding(size: Size) -> Callable[[], Any]:
     """Return a function that writes new tokens greedily."""
     model = speculate(gpt2(size, 128), "none", backend="torch")
@@ -410,77 +401,9 @@ def rate_of(num: int, threads: int, steps: int) -> float:
             capture_output=True,
         )
         records = map(json.loads, (Path(folder) / "run/metrics.jsonl").read_text().splitlines())
-        rates = [r["values"]["tokens_per_second"] for r in records if r["kind"] == "train"]
+        rates = [r["tokens_per_second"] for r in records if r["kind"] == "train"]
     print(f"{num} processes, {threads} threads: {rates}", flush=True)
     return float(rates[-1])  # the first half warms up
-
-
-# -- a plan for eight devices ----------------------------------------------------------------------
-
-#: WikiText-103 has so many words in its training split, line ends included, and WikiText-2, whose
-#: text is of the same kind, so many, which are so many pieces of the tokenizer used here.
-WORDS_103, WORDS_2, PIECES_2 = 103_227_021, 2_088_628, 2_982_265
-DEVICES, STREAMS, SEGMENT, PLAN_STEPS = 8, 256, 192, 40_000
-PLAN = {
-    "d_model": 512,
-    "d_ff": 2048,
-    "num_heads": 8,
-    "mem_len": SEGMENT,
-    "cutoffs": [250, 2500],
-}
-
-
-def plan(gflops_here: float) -> dict[str, Any]:
-    """Count what a search of 32 blocks on WikiText-103 takes, and the training of what it finds.
-
-    The setting is that of Transformer-XL's base model on eight GPUs; a pattern that is found is
-    taken to have attention and dense blocks in turns.
-    """
-    tokens, per_step = WORDS_103 * PIECES_2 / WORDS_2, STREAMS * SEGMENT
-    found: dict[str, Any] = {
-        "million_tokens": tokens / 1e6,
-        "tokens_per_step": per_step,
-        "steps_per_epoch": tokens / per_step,
-        "epochs": PLAN_STEPS * per_step / tokens,
-        "tokens_gb": 2 * tokens / 1e9,
-    }
-    for name, pattern in (("search", "*" * 32), ("training", "ad" * 16)):
-        config = ParConfig(12_000, length=SEGMENT, pattern=pattern, **PLAN)
-        flops = training_flops(config, STREAMS)
-        with torch.device("meta"):
-            num = sum(weight.numel() for weight in ParForCausalLM(config).parameters())
-        total = PLAN_STEPS * flops
-        found[name] = {
-            "million_parameters": num / 1e6,
-            "tflop_per_step": Figure(flops / 1e12, "TFLOP"),
-            "exaflop": Figure(total / 1e18, "EFLOP"),
-            "state_gb": Figure(16 * num / 1e9, "GB"),
-            "saved_gb": Figure(saved_bytes(config) * STREAMS / DEVICES / 1e9, "GB"),
-            "gradients_mb": 4 * num / 1e6,
-            "hours_at_one_tflop_per_second": Figure(total / DEVICES / 1e12 / 3600, "h"),
-            "days_here": Figure(total / gflops_here / 1e9 / 86400, "days"),
-        }
-    return found
-
-
-def saved_bytes(config: ParConfig) -> int:
-    """Return what one stream's forward pass keeps in float32 for the backward pass, weights not."""
-    model = ParForCausalLM(config).train()
-    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    seen: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    ids = torch.randint(config.vocab_size, (2, 1, SEGMENT))
-    memories = model(ids[0], targets=ids[1]).memories
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(ids[0], targets=ids[1], memories=memories).loss
-    del loss
-    return sum(seen.values())
 
 
 def main(what: str, num_tokens: int) -> Mapping[str, float]:

@@ -5,8 +5,8 @@ process of its own with an empty cache; its time includes opening the text, hash
 tokenizer and writing the tokens, and its memory is the sum of what it and its workers have needed
 at most, as the system tells (pages that they share count in each). `stream` reads the middle size
 as rows of a dataset in streaming mode. What a gigabyte would take is a straight line through the
-sizes, extrapolated; `largest_residual_seconds` says how far the measurements are from that line. The
-tokenizer is given: training one reads a sample of bounded size.
+sizes, extrapolated; `largest_residual_seconds` says how far the measurements are from that line.
+The tokenizer is given: training one reads a sample of bounded size.
 """
 
 from __future__ import annotations

@@ -58,8 +58,16 @@ CONSTANTS = (
     *("about 11 hours", "final 39.41 perplexity", "within 2 %", "below 2 %", "All are of 95 %"),
     # Sizes of files, and the arithmetic of bounds.
     *("4.5 MB", "6 MB", "some 30 MB", "10 GB", "With 5 % and 95 %", "in 3 % of", "like 3 % of"),
-    *("some 90 MB", "some 100 MB", "itself is 1 MB", "0.36 GB", "1.6 GB", "come within 2 s"),
-    "the aim of 0.75",
+    *(
+        "up to 300 MB",
+        "some 90 MB",
+        "some 100 MB",
+        "itself is 1 MB",
+        "0.36 GB",
+        "1.6 GB",
+        "come within 2 s",
+    ),
+    *("up to 300 MB", "the aim of 0.75"),
     *("disagreement of 3 %", "(8.0 times fewer)", "37 minutes"),
 )
 
@@ -203,6 +211,7 @@ NOT_RUN_YET = {
     *("decode_exit_frontier-smollm2", "decode_exit_frontier-stories15m", "decode_identity"),
     *("par_encoder", "prune_domains", "prune_draft", "prune_healing", "prune_models"),
     *("prune_tasks", "decode_bench-bf16", "decode_bench-avx2"),
+    *("growth-time", "growth-memory", "prepare_large"),
     *("lazy_translation-recipe_0", "lazy_translation-recipe_1", "lazy_translation-recipe_2"),
 }
 

@@ -14,7 +14,7 @@ import pytest
 from deepenough.data import encoding
 from deepenough.data.corpus import Corpus
 from deepenough.data.encoding import encode_blocks
-from deepenough.data.tokenizer import load_tokenizer, save_tokenizer
+from deepenough.data.tokenizer import load_tokenizer
 from deepenough.data.tokens import token_file
 from deepenough.errors import UserError
 
@@ -98,29 +98,37 @@ def test_a_dead_process_is_one_sentence_and_nothing_half_written(
 def test_whatever_ends_a_command_none_of_its_processes_stays(tokenizer, tmp_path):
     """SIGINT is answered and leaves nothing; after SIGKILL, the next command clears away."""
     program = """
-        import sys
-        from itertools import repeat
-        from deepenough.data.corpus import Corpus
-        from deepenough.data.tokenizer import load_tokenizer
-        from deepenough.data.tokens import token_file
+        import contextlib, sys
+        from pathlib import Path
+        from types import SimpleNamespace
+        import numpy as np
+        from deepenough.artifacts import entry
+        from deepenough.data.encoding import SentencePieceEncoder, encode_blocks
 
-        def lines():
-            yield "a line"
+        def blocks():
             for number in range(10**9):
-                if number == 200_000:
-                    print("under way", flush=True)
-                yield f"{number} is a number"
+                yield [f"{number} is a number"] * 100
 
-        corpus = Corpus("endless", {"train": lines})
-        corpus.__class__.fingerprint = lambda self, split: "known"
-        token_file(corpus, "train", load_tokenizer(sys.argv[1]), cache_dir=sys.argv[2], workers=2)
+        def fill(folder):
+            model = Path(sys.argv[1]).read_bytes()
+            tokenizer = SimpleNamespace(sentencepiece_encoder=SentencePieceEncoder(model, False))
+            encoded = encode_blocks(blocks(), tokenizer, None, np.uint16, 2)
+            with contextlib.closing(encoded), (folder / "ids.bin").open("wb") as file:
+                for number, block in enumerate(encoded):
+                    block.ids.tofile(file)
+                    if number == 10:
+                        # The processes import what this one does.
+                        heavy = {"torch", "transformers"} & sys.modules.keys()
+                        print("under way with", *heavy, flush=True)
+
+        entry(Path(sys.argv[2]) / "tokens" / "key", fill)
     """
-    save_tokenizer(tokenizer, tmp_path / "t")
+    (tmp_path / "model").write_bytes(tokenizer.sentencepiece_encoder.model)
     for kind in (signal.SIGINT, signal.SIGKILL):
         cache = tmp_path / kind.name
-        command = [sys.executable, "-c", textwrap.dedent(program), tmp_path / "t", cache]
+        command = [sys.executable, "-c", textwrap.dedent(program), tmp_path / "model", cache]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            assert process.stdout.readline() == b"under way\n"
+            assert process.stdout.readline() == b"under way with\n"
             children = children_of(process.pid)
             assert len(children) == 2
             process.send_signal(kind)
