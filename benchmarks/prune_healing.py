@@ -1,10 +1,10 @@
 """What equal steps of healing give a model with linear maps and one of dropped layers.
 
 Takes the models that `python -m benchmarks prune_smollm2 runs=RUNS` has left, of the layers dropped
-those that leave a little more time than the maps, and trains each towards the full model's outputs
-in one training of a constant learning rate. It is measured before it and after 60, 200 and 600
-steps of 256 tokens, on articles of WikiText-2 that no map was fitted on; measured as there, on half
-as many tokens. What is finished stays in the folder.
+those that leave a little more time than the maps, and trains each towards the full model's outputs,
+on articles of WikiText-2 that no map was fitted on: 60, 200 and 600 steps of 128 tokens, each a
+training of its own whose learning rate falls to zero. Measured as there, on half as many tokens.
+What is finished stays in the folder.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from deepenough.training.trainer import keep_freed_memory
 
 QUICK = False
 SEEDS = [0]
+BATCH = 128
+"""Tokens of a step."""
 
 
 def measure(
@@ -59,10 +61,9 @@ def measure(
 
     def healed(folder: Path, num: int) -> dict[str, Any]:
         pruned = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-        settings = HealTrainingConfig(str(folder / "healing"), batch=256)
-        settings.train.steps, settings.train.schedule = num, "constant"
-        settings.train.warmup = 6
-        settings.resume = (folder / "healing").is_dir()
+        settings = HealTrainingConfig(str(folder / f"healing-{num}"), batch=BATCH)
+        settings.train.steps, settings.train.schedule = num, "cosine"
+        settings.resume = Path(settings.out).is_dir()
         if num:
             heal(full, pruned, tokenizer, texts, settings)
         return compare_outputs(full, pruned, tokenizer, valid)
