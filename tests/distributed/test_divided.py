@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.two_processes import METHODS, PLAN, Way, largest_difference, make_data, train_once
 from deepenough.__main__ import main
@@ -31,6 +32,9 @@ LOST = "Another process of this training has ended, and it cannot go on without;
 Records = Callable[[Path], list[Record]]
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="an older PyTorch"
+)
 def test_divided_models_train_as_whole_ones_and_a_restart_goes_on(
     tmp_path: Path, tiny: Callable[..., dict[str, Any]], records: Records
 ) -> None:

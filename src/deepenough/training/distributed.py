@@ -23,6 +23,7 @@ from accelerate.utils import (
     gather_object,
 )
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -97,6 +98,11 @@ def make_accelerator(
             raise UserError(
                 "train.parallel fsdp divides a model among processes, and there is one: start "
                 "several with torchrun, or leave it at ddp."
+            )
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise UserError(
+                f"train.parallel fsdp needs a newer PyTorch than {torch.__version__}, which cannot "
+                "divide weights that a batch leaves unused: update it, or leave it at ddp."
             )
     return accelerator
 
