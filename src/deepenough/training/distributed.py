@@ -59,8 +59,8 @@ def make_accelerator(
         torch.set_num_threads(settings.threads)
     chosen = find_device(device)
     has_gpu = chosen.type != "cpu"
-    if has_gpu and chosen.index is not None:  # else accelerate takes the first
-        torch.accelerator.set_device_index(chosen.index)
+    if chosen.type in ("cuda", "xpu") and ":" in str(chosen):  # else accelerate takes the first
+        torch.get_device_module(chosen).set_device(chosen)
     if settings.precision == "bf16" and not has_gpu:
         raise UserError("train.precision bf16 needs a GPU: leave it at auto.")
     is_half = settings.precision == "bf16" or (
