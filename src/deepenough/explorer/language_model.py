@@ -81,7 +81,7 @@ class ModelShortcuts:
     def _fit(self) -> None:
         for tuned in ("true",) if self.found else ("false", "true"):
             words = ["shortcut", "fit", self.name, *FIT, "--out", str(self.folder), "--resume"]
-            words += ["--tuned", tuned, "--device", str(find_device())]
+            words += ["--device", str(find_device()), "--tuned", tuned]
             command = [sys.executable, "-m", "deepenough", *words]
             pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
             self._process = process = subprocess.Popen(command, **pipes)
