@@ -59,7 +59,7 @@ def measure(
             for number in workers:
                 run = prepare(text, number, folder)
                 ids.add((size, run.pop("checksum")))
-                found[f"workers_{number}"][f"mb_{size}"] = run
+                found[f"workers_{number}"][f"size_{size}"] = run
             if size == middle:
                 found["stream"] = prepare(as_rows(text), max(workers), folder)
                 ids.add((size, found["stream"].pop("checksum")))
@@ -68,7 +68,9 @@ def measure(
         raise AssertionError(f"the ids depend on the number of processes: {ids}")
     for number in workers:
         found[f"workers_{number}"]["gigabyte"] = extrapolated(found[f"workers_{number}"], megabytes)
-    first, last = (found[f"workers_{n}"][f"mb_{megabytes[-1]}"] for n in (workers[0], workers[-1]))
+    first, last = (
+        found[f"workers_{n}"][f"size_{megabytes[-1]}"] for n in (workers[0], workers[-1])
+    )
     found["times_faster"] = Figure(first["seconds"] / last["seconds"], "x")
     return found | {"settings": {"corpus": corpus, "tokenizer": TOKENIZER, "stream_mb": middle}}
 
@@ -137,8 +139,8 @@ def family_peaks(pid: int) -> Iterator[tuple[int, int]]:
 def extrapolated(runs: dict[str, Any], megabytes: tuple[int, ...]) -> dict[str, Any]:
     """Return what a gigabyte would take by straight lines through the measurements."""
     sizes = np.array(megabytes, dtype=float)
-    seconds = np.array([runs[f"mb_{size}"]["seconds"] for size in megabytes])
-    peaks = np.array([runs[f"mb_{size}"]["peak_mb"] for size in megabytes])
+    seconds = np.array([runs[f"size_{size}"]["seconds"] for size in megabytes])
+    peaks = np.array([runs[f"size_{size}"]["peak_mb"] for size in megabytes])
     slope, start = np.polyfit(sizes, seconds, 1)
     growth, _ = np.polyfit(sizes, peaks, 1)
     return {
