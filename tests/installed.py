@@ -5,6 +5,7 @@ and with no compiler to be found. Prints a line for each thing that it has seen 
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -29,6 +30,11 @@ def main() -> None:
     assert [name for name in COMPILERS if shutil.which(name)] == []
     assert [name for name in EXTRAS if importlib.util.find_spec(name)] == []
     print(f"installed: {place.parent}, no compiler, no extras")
+
+    page = str(importlib.metadata.metadata("deepenough").get_payload())
+    links = [part.partition(")")[0] for part in page.split("](")[1:]]
+    assert len(links) > 20 and all(link.startswith(("https://", "#")) for link in links), links
+    print(f"page of the package index: {len(links)} links, none to a file beside it")
 
     commands = cli.commands()
     for name in commands:

@@ -10,7 +10,7 @@ from deepenough.decoding.native_weights import load_library
 SCRIPT = runpy.run_path(str(Path(__file__).with_name("call_files.py")))
 # Where nothing could be compiled, the backend that is used instead is one file more.
 SPECULATE = 16 + (load_library() is None)
-MOST = {"Shortcuts.fit": 18, "speculate(model).generate()": SPECULATE, "par search": 27}
+MOST = {"Shortcuts.fit": 18, "speculate(model).generate()": SPECULATE, "par search": 30}
 
 
 @pytest.mark.parametrize("name", list(MOST))
