@@ -212,7 +212,6 @@ NOT_RUN_YET = {
     *("par_encoder", "prune_domains", "prune_healing"),
     *("decode_bench-bf16", "decode_bench-avx2"),
     *("growth-time", "growth-memory", "prepare_large"),
-    "two_processes",
     *("lazy_translation-recipe_0", "lazy_translation-recipe_1", "lazy_translation-recipe_2"),
 }
 
