@@ -42,7 +42,7 @@ help:
 	@echo "make setup      install everything into $(VENV)"
 	@echo "make demo       every method in small, on a real model and text that comes with Python, into one page"
 	@echo "make test       lint, check types and run the tests, with line coverage; under ten minutes"
-	@echo "make test-full  the rest: another instruction set, notebook, browser, wheel, oldest transformers"
+	@echo "make test-full  the rest: another instruction set, notebooks, browser, long pages, wheel, oldest transformers"
 	@echo "make test-serving  vLLM and llama.cpp run a draft head as predicted; 4 GB of packages, some twenty minutes"
 	@echo "make docs       build the documentation site into build/site, with warnings as errors"
 	@echo "make dist       build wheel and source distribution into dist"
@@ -88,7 +88,7 @@ test-sanitizers: $(CONVERTED)
 	  ASAN_OPTIONS=detect_leaks=0 DEEPENOUGH_NATIVE=$(CURDIR)/build/sanitized.so \
 	  $(TEST_ENV) $(BIN)/python -m pytest -q tests/decoding/test_native.py
 
-# Notebook and browser.
+# Notebooks, browser and the longest pages of the docs.
 test-slow: $(CONVERTED)
 	$(PYTEST) -m slow
 

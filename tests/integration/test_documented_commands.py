@@ -264,11 +264,20 @@ def train_pieces(model: Path, **options: Any) -> None:
     model.with_suffix(".vocab").unlink()
 
 
+#: Pages that take longest: `make test-full` runs them, beside notebooks and browsers.
+LONG = {"prune", "model", "shortcut", "results"}
+
+
 # What torch.compile warns of in its own code.
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @pytest.mark.filterwarnings("default::UserWarning")
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in LONG else [])
+        for page in PAGES
+        if blocks(page)
+    ],
 )
 def test_commands_and_code_run(page: Path, world: World) -> None:
     namespace: dict[str, Any] = {}
