@@ -64,7 +64,7 @@ CONSTANTS = (
         "some 100 MB",
         "itself is 1 MB",
         "0.36 GB",
-        "1.6 GB",
+        "1.8 GB",
         "come within 2 s",
     ),
     *("up to 300 MB", "the aim of 0.75"),
