@@ -107,7 +107,7 @@ def measure(
             a_token = tokens[name] / tokens[other]  # texts that part may end elsewhere
             ratio = timings.ratio(other, name)
             found[name][f"times_{other}"] = Figure(
-                *(value * a_token for value in (ratio.value, ratio.low, ratio.high)), unit="x"
+                ratio.value * a_token, "x", ratio.low * a_token, ratio.high * a_token
             )
     engine = ways["lookup"].decoding_engine
     library = load_library()
