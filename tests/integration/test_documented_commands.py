@@ -265,7 +265,7 @@ def train_pieces(model: Path, **options: Any) -> None:
 
 
 #: Pages that take longest: `make test-full` runs them, beside notebooks and browsers.
-LONG = {"prune", "model", "shortcut", "results"}
+LONG = {"lazy", "model", "par", "prune", "results", "shortcut"}
 
 
 # What torch.compile warns of in its own code.
